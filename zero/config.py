@@ -1,0 +1,631 @@
+"""The DeepSpeed configuration (``ds_config.json``) as typed, validated settings.
+
+:func:`load_config` is the way in. Every key is in one of four states: used (the fields below), without effect
+(:mod:`zero.config_keys`, listed by :meth:`Config.without_effect`), old (renamed, see :meth:`Config.deprecated`), or an
+error that names the dotted key, the file it is in and the nearest valid key. All errors of a configuration are
+reported together, one line each.
+
+Defaults are those of DeepSpeed 0.19.8. Sizes (``*_bucket_size``, ``*_threshold``, ``*_parameters``, ``*_distance``) are
+numbers of parameter elements, not bytes.
+"""
+
+import base64
+import binascii
+import copy
+import difflib
+import json
+import os
+import sys
+import typing
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError
+
+from zero.config_keys import (
+    AUTO_KEYS,
+    AUTO_WITHOUT_DEFAULT,
+    BATCH_KEYS,
+    DEPRECATED_KEYS,
+    NOT_YET,
+    REMOVED_KEYS,
+    Count,
+    Int,
+    Positive,
+    Section,
+    SectionsWithoutEffect,
+    only,
+    unused,
+)
+
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: ("fp32", "float32", "float", "torch.float32"),
+        torch.float16: ("fp16", "float16", "half", "torch.float16"),
+        torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
+    }.items()
+    for name in names
+}
+
+
+def _parse_dtype(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, str) or value.lower() not in _DTYPES:
+        raise ValueError(f"expected one of 'fp32', 'fp16', 'bf16', got {value!r}")
+    return _DTYPES[value.lower()]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parse_rates(value: Any) -> Any:
+    if _is_number(value) or (isinstance(value, list) and value and all(map(_is_number, value))):
+        return value
+    raise ValueError(f"expected a number or a list with one number a parameter group, got {value!r}")
+
+
+def _canonical_type(*names: str) -> BeforeValidator:
+    by_lower = {name.lower(): name for name in names}
+    return BeforeValidator(lambda value: by_lower.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
+Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class OffloadConfig(Section):
+    """Where shards (``offload_param``) or masters and optimizer state (``offload_optimizer``) live."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    pin_memory: bool = True
+    nvme_path: str | None = unused(None, NOT_YET)
+    buffer_count: Count | None = unused(None, "only used by offload to nvme, which is not available yet")
+
+
+class OffloadParamConfig(OffloadConfig):
+    """``zero_optimization.offload_param``."""
+
+    buffer_size: Count = unused(int(1e8), "only used by offload to nvme, which is not available yet")
+    max_in_cpu: Count = unused(int(1e9), "only used by offload to nvme, which is not available yet")
+
+
+class OffloadOptimizerConfig(OffloadConfig):
+    """``zero_optimization.offload_optimizer``."""
+
+    pipeline_read: bool = unused(False, "only used by offload to nvme, which is not available yet")
+    pipeline_write: bool = unused(False, "only used by offload to nvme, which is not available yet")
+    fast_init: bool = unused(False, "only used by offload to nvme, which is not available yet")
+    ratio: Fraction = unused(1.0, "the whole optimizer state is offloaded")
+    super_offload: bool = unused(False, NOT_YET)
+    cpuadam_cores_perc: Fraction = unused(0.8, "torch decides the number of threads")
+
+
+class LeafModuleConfig(Section):
+    """``zero_optimization.leaf_module``."""
+
+    classes: list[str] | str | None = None
+    names: list[str] | str | None = None
+    name_suffixes: list[str] | str | None = None
+
+
+_STAGE_1_2 = "acts on stages 1 and 2 only"
+_UNQUANTIZED = "parameters and gradients are communicated unquantized"
+_UNITS = "parameters are gathered unit by unit, one collective each"
+
+
+class ZeroConfig(Section):
+    """``zero_optimization``. Sizes in elements; the ``stage3_*`` names are kept as DeepSpeed documents them."""
+
+    stage: Annotated[Int, Field(ge=0, le=3)] = 0
+    contiguous_gradients: bool = True
+    overlap_comm: bool | None = None
+    reduce_bucket_size: Positive = int(5e8)
+    sub_group_size: Positive = int(1e9)
+    offload_param: OffloadParamConfig | None = None
+    offload_optimizer: OffloadOptimizerConfig | None = None
+    stage3_prefetch_bucket_size: Count = int(5e7)
+    stage3_param_persistence_threshold: Count = int(1e5)
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    stage3_max_live_parameters: Count = int(1e9)
+    stage3_max_reuse_distance: Count = int(1e9)
+    stage3_gather_16bit_weights_on_model_save: bool = False
+
+    allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
+    allgather_partitions: bool = unused(True, _STAGE_1_2)
+    reduce_scatter: bool = unused(True, "gradients are always reduce-scattered")
+    use_multi_rank_bucket_allreduce: bool = unused(True, _STAGE_1_2)
+    compute_grad_norm: only(bool, True, "the gradient norm is always computed") = True
+    load_from_fp32_weights: bool = unused(True, "masters are always restored from their fp32 copies")
+    elastic_checkpoint: bool = unused(False, "removed from DeepSpeed's ZeRO-3 as well")
+    ignore_unused_parameters: bool = unused(True, _STAGE_1_2)
+    legacy_stage1: bool = unused(False, _STAGE_1_2)
+    round_robin_gradients: bool = unused(False, _STAGE_1_2)
+    parameter_alignment: bool = unused(False, _STAGE_1_2)
+    cpu_offload_use_pin_memory: bool | None = unused(None, "superseded by pin_memory in the offload sections")
+    stage3_module_granularity_threshold: Int = unused(0, _UNITS)
+    stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
+    stage3_allgather_sequential: bool = unused(False, _UNITS)
+    leaf_module: LeafModuleConfig | None = unused(None, "a whole transformer block is one unit already")
+    zero_hpz_partition_size: Count = unused(1, "there is one level of sharding")
+    zero_quantized_weights: bool = unused(False, _UNQUANTIZED)
+    zero_quantized_nontrainable_weights: bool = unused(False, _UNQUANTIZED)
+    zero_quantized_gradients: bool = unused(False, _UNQUANTIZED)
+    memory_efficient_linear: bool = unused(True, "torch.nn.functional.linear is left as it is")
+    pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
+    override_module_apply: bool = unused(True, "Module.apply is left as it is")
+    log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
+    enable_sanity_checks: bool = unused(False, "the engine's checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
+    zenflow: dict | None = unused(None, NOT_YET)
+
+    @property
+    def offloads_params(self) -> bool:
+        return self.offload_param is not None and self.offload_param.device != "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
+
+
+class FP16Config(Section):
+    """``fp16``. ``loss_scale`` 0 means dynamic, starting at ``2 ** initial_scale_power``."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: NonNegative = 0.0
+    initial_scale_power: Count = 16
+    loss_scale_window: Positive = 1000
+    hysteresis: Positive = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Positive = 1
+    fp16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
+
+
+class BF16Config(Section):
+    """``bf16``."""
+
+    enabled: bool = False
+    immediate_grad_update: bool = unused(False, "gradients are always reduced as soon as a unit's backward is done")
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
+    bf16_optimizer_states: bool = unused(False, "masters and moments are always fp32")
+
+
+class DataTypesConfig(Section):
+    """``data_types``."""
+
+    grad_accum_dtype: DType = None
+    param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
+    buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
+    keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
+
+
+class _Params(Section):
+    """Settings that can be passed on with ``**``."""
+
+    def keys(self) -> list[str]:
+        """Names of the keyword arguments."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+class AdamParams(_Params):
+    """``optimizer.params``; ``**params`` are the keyword arguments lr, betas, eps and weight_decay of torch's Adam."""
+
+    lr: NonNegative = 1e-3
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    adam_w_mode: bool = True
+    bias_correction: only(bool, True, "Adam always corrects the bias") = True
+    amsgrad: only(bool, False, "DeepSpeed refuses it too") = False
+    torch_adam: bool = unused(False, "the engine's own step has the numerics of torch's Adam")
+    foreach: bool | None = unused(None, "the engine has one step for every device")
+    fused: bool | None = unused(None, "the engine has one step for every device")
+    set_grad_none: bool = unused(True, "gradients are always freed")
+    fp32_optimizer_states: bool = unused(True, "moments are always fp32")
+
+    def keys(self) -> list[str]:
+        return ["lr", "betas", "eps", "weight_decay"]
+
+
+class OptimizerConfig(Section):
+    """``optimizer``: Adam or AdamW, any case. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
+
+    type: Annotated[Literal["Adam", "AdamW"], _canonical_type("Adam", "AdamW")]
+    params: AdamParams = Field(default_factory=AdamParams)
+    legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """True for AdamW's weight decay, False for Adam's L2 term."""
+        return self.type == "AdamW" or self.params.adam_w_mode
+
+
+class SchedulerParams(_Params):
+    """``scheduler.params``; ``**params`` are the keyword arguments that the user set (rates: per step, not scaled)."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: Count = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+    total_num_steps: Positive | None = None
+    last_batch_iteration: Annotated[Int, Field(ge=-1)] = -1
+
+    def keys(self) -> list[str]:
+        return sorted(self.model_fields_set)
+
+
+class SchedulerConfig(Section):
+    """``scheduler``: WarmupLR or WarmupDecayLR."""
+
+    type: Literal["WarmupLR", "WarmupDecayLR"]
+    params: SchedulerParams = Field(default_factory=SchedulerParams)
+
+
+class Config(SectionsWithoutEffect):
+    """A whole configuration. Made by :func:`load_config`, which also checks what a single key cannot tell."""
+
+    train_batch_size: Positive | None = None
+    train_micro_batch_size_per_gpu: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None
+    gradient_clipping: NonNegative = 1.0
+    # accelerate sets infinity to keep the engine quiet.
+    steps_per_print: Annotated[float, Field(gt=0)] | None = None
+    wall_clock_breakdown: bool = False
+    communication_data_type: DType = None
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    optimizer: OptimizerConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    fp16: FP16Config = Field(default_factory=FP16Config)
+    bf16: BF16Config = Field(default_factory=BF16Config)
+    data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
+    zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
+
+    _raw: dict = PrivateAttr(default_factory=dict)
+    _place: str = PrivateAttr("")
+    _auto: frozenset = PrivateAttr(frozenset())
+    _deprecated: list = PrivateAttr(default_factory=list)
+
+    @property
+    def raw(self) -> dict:
+        """The user's own dict, the same object where a dict was given, unchanged."""
+        return self._raw
+
+    @property
+    def auto(self) -> frozenset[str]:
+        """Dotted keys that were still "auto"."""
+        return self._auto
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters: float16, bfloat16 or float32."""
+        return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
+
+    def without_effect(self) -> list[tuple[str, str]]:
+        """(dotted key, reason) of every valid DeepSpeed key in the user's configuration that does nothing here."""
+        return list(_without_effect(self, ""))
+
+    def deprecated(self) -> list[tuple[str, str]]:
+        """(old dotted key, new dotted key) of every key that was renamed on reading."""
+        return self._deprecated
+
+    def resolve_batch(self, world_size: int) -> "Config":
+        """Complete the three batch sizes in place, by DeepSpeed's rule, and return the configuration itself.
+
+        train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size, in samples.
+        Accumulation that neither is given nor follows is 1. Raises ValueError if the numbers do not multiply out, or
+        if neither train_batch_size nor train_micro_batch_size_per_gpu is known.
+        """
+        train, micro, steps = (getattr(self, key) for key in BATCH_KEYS)
+        if train is None and micro is None:
+            state = "is still 'auto'" if {BATCH_KEYS[0], BATCH_KEYS[1]} & self._auto else "is missing"
+            raise ValueError(
+                f"{self._place}: train_micro_batch_size_per_gpu: {state}, and train_batch_size is not given either; "
+                "set one of them to a number"
+            )
+        if train is None:
+            steps = steps or 1
+            train = micro * steps * world_size
+        elif micro is None:
+            steps = steps or 1
+            micro = train // (steps * world_size)
+        elif steps is None:
+            steps = train // (micro * world_size)
+        if train != micro * steps * world_size or not micro or not steps:
+            raise ValueError(f"{self._place}: train_batch_size: {self._batch_mismatch(f'world size {world_size}')}")
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = train, micro, steps
+        return self
+
+    def _batch_mismatch(self, ranks: str) -> str:
+        given = [f"{key} {value}" for key in BATCH_KEYS[1:] if (value := getattr(self, key)) is not None]
+        return (
+            f"{self.train_batch_size} is not a whole multiple of {' x '.join([*given, ranks])}"
+            if len(given) < 2
+            else f"{self.train_batch_size} is not {' x '.join([*given, ranks])}; change one of them or leave one out"
+        )
+
+
+def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -> Config:
+    """Read and check a DeepSpeed configuration.
+
+    Args:
+        source: path of a JSON file, a dict (left unchanged), a JSON string, or a JSON string in URL-safe base64.
+        allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then has its default
+            (batch sizes: None). Without it, "auto" is an error where DeepSpeed has no default to fall back on.
+
+    Raises:
+        ValueError: one line for each thing wrong, naming file, dotted key, what was expected and the nearest key.
+    """
+    place, raw = _read(source)
+    data, deprecated, problems = _rename_deprecated(raw)
+    problems += [(key, reason) for key, reason in REMOVED_KEYS.items() if _pop(data, key)]
+    auto: set[str] = set()
+    _take_auto(data, "", auto)
+    config, found = _validate(data)
+    problems += found
+    if config is not None:
+        config._raw, config._place, config._auto, config._deprecated = raw, place, frozenset(auto), deprecated
+        problems += _contradictions(config, allow_auto)
+    if problems:
+        raise ValueError("\n".join(f"{place}: {key}: {message}" for key, message in problems))
+    return config
+
+
+def _read(source: Any) -> tuple[str, dict]:
+    """(name for messages, the JSON object) of any accepted source."""
+    if isinstance(source, dict):
+        return "DeepSpeed configuration dict", source
+    if not isinstance(source, str | os.PathLike):
+        raise ValueError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
+    text = _inline_json(source)
+    if text is not None:
+        place = "DeepSpeed configuration string"
+    else:
+        place = os.fspath(source)
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{place}: cannot read the DeepSpeed configuration: {error}") from error
+    try:
+        value = json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
+    return place, value
+
+
+def _inline_json(source: str | os.PathLike) -> str | None:
+    """The JSON text that ``source`` itself is, plain or in base64; None if it is a path."""
+    if not isinstance(source, str) or os.path.exists(source):
+        return None
+    if source.lstrip().startswith(("{", "[")):
+        return source
+    try:
+        text = base64.urlsafe_b64decode(source).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{key}: given {count} times in one object; keep one of them")
+    return dict(pairs)
+
+
+def _rename_deprecated(raw: dict) -> tuple[dict, list[tuple[str, str]], list[tuple[str, str]]]:
+    """A copy of ``raw`` with old keys under their new names, the renames made, and the clashes found."""
+    data, renamed, problems = copy.deepcopy(raw), [], []
+    for old, (new, convert) in DEPRECATED_KEYS.items():
+        value = _pop(data, old)
+        if value is None:
+            continue
+        section, key = _walk(data, new)
+        if key in section:
+            problems.append((old, f"old name of {new}, which is given too; delete {old}"))
+            continue
+        renamed.append((old, new))
+        if (converted := convert(value[0])) is not None:
+            section[key] = converted
+    return data, renamed, problems
+
+
+def _walk(data: dict, dotted: str) -> tuple[dict, str]:
+    """The innermost dict on the way to ``dotted`` and the last part of the name; an empty dict where there is none."""
+    *path, key = dotted.split(".")
+    for part in path:
+        data = data.get(part)
+        if not isinstance(data, dict):
+            return {}, key
+    return data, key
+
+
+def _pop(data: dict, dotted: str) -> tuple[Any] | None:
+    """Remove ``dotted``; a 1-tuple of its value, None if it was not there."""
+    section, key = _walk(data, dotted)
+    return (section.pop(key),) if key in section else None
+
+
+def _take_auto(data: dict, prefix: str, auto: set[str]) -> None:
+    """Move the dotted names of fillable keys whose value is "auto" from ``data`` to ``auto``."""
+    for key, value in list(data.items()):
+        if isinstance(value, dict):
+            _take_auto(value, f"{prefix}{key}.", auto)
+        elif value == "auto" and prefix + key in AUTO_KEYS:
+            auto.add(prefix + key)
+            del data[key]
+
+
+def _validate(data: dict) -> tuple[Config | None, list[tuple[str, str]]]:
+    """The typed configuration and the problems of single keys; None if it cannot be built even without those keys."""
+    try:
+        return Config.model_validate(data), []
+    except ValidationError as error:
+        found: dict[str, str] = {}
+        for item in error.errors(include_url=False):
+            found.setdefault(*_explain(item, data))
+    for key in found:
+        _pop(data, key)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError:
+        config = None
+    return config, list(found.items())
+
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "tuple_type": "a list of two numbers",
+    "too_long": "a list of two numbers",
+    "path_type": "a path",
+    "finite_number": "a finite number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number less than {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "literal_error": "one of {expected}",
+}
+
+
+def _explain(error: dict, data: dict) -> tuple[str, str]:
+    """(dotted key, message) of one pydantic error."""
+    path, model = [], Config
+    for part in error["loc"]:
+        # Pydantic appends the branch of a union and the index of a list element: not keys of the file.
+        if model is None or not isinstance(part, str):
+            break
+        path.append(part)
+        model = _section_of(model, part)
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        return key, _unknown_key(path)
+    if error["type"] == "missing":
+        return key, "is required"
+    if error["type"] == "value_error":
+        return key, str(error["ctx"]["error"])
+    section, name = _walk(data, key)
+    given = section.get(name, error["input"])
+    if given == "auto":
+        return key, "'auto' is not filled in by transformers or accelerate for this key; set a value"
+    expected = _EXPECTED.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    return key, f"expected {expected}, got {_show(given)}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    text = json.dumps(value, default=repr)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"the string {text}" if isinstance(value, str) else text
+
+
+def _unknown_key(path: list[str]) -> str:
+    """What to say about a key that its section does not have."""
+    *section, key = path
+    model = Config
+    for part in section:
+        model = _section_of(model, part)
+    homes = [".".join(full) for full in _all_keys(Config) if full[-1] == key]
+    if homes:
+        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
+    names = {name.lower(): name for name in model.model_fields}
+    near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
+    if near:
+        return f"unknown key; did you mean {'.'.join([*section, names[near[0]]])}?"
+    everywhere = {".".join(full): full[-1].lower() for full in _all_keys(Config)}
+    best = max(everywhere, key=lambda full: difflib.SequenceMatcher(None, key.lower(), everywhere[full]).ratio())
+    return f"not a key of DeepSpeed 0.19; the nearest valid key is {best}"
+
+
+def _section_of(model: type[Section], key: str) -> type[Section] | None:
+    """The model behind key ``key`` of ``model`` if the value is an object with known keys, else None."""
+    field = model.model_fields.get(key)
+    kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every valid key."""
+    for key in model.model_fields:
+        yield (*prefix, key)
+        if (section := _section_of(model, key)) is not None:
+            yield from _all_keys(section, (*prefix, key))
+
+
+def _without_effect(section: Section, prefix: str, inherited: str | None = None) -> Iterator[tuple[str, str]]:
+    """(dotted key, reason) of the user's keys under ``section`` that do nothing; all of them if ``inherited`` is set."""
+    for key, field in type(section).model_fields.items():
+        if key not in section.model_fields_set:
+            continue
+        reason = inherited or (field.json_schema_extra or {}).get("unused")
+        value = getattr(section, key)
+        if isinstance(value, Section) and value.model_fields_set:
+            yield from _without_effect(value, f"{prefix}{key}.", reason)
+        elif reason:
+            yield prefix + key, reason
+
+
+def _contradictions(config: Config, allow_auto: bool) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of settings that are valid alone but not together."""
+    if not allow_auto:
+        for key in AUTO_WITHOUT_DEFAULT:
+            if key in config.auto:
+                yield key, "is still 'auto' and has no default; set a value"
+    yield from _precision_contradictions(config)
+    yield from _offload_contradictions(config.zero_optimization)
+    scheduler = config.scheduler
+    if scheduler is not None:
+        total = "scheduler.params.total_num_steps"
+        has_total = scheduler.params.total_num_steps is not None or total in config.auto
+        if scheduler.type == "WarmupDecayLR" and not has_total:
+            yield total, "is required by WarmupDecayLR"
+        if scheduler.type == "WarmupLR" and has_total:
+            yield total, "is a setting of WarmupDecayLR, not of WarmupLR; change scheduler.type or delete it"
+    train, micro, steps = (getattr(config, key) for key in BATCH_KEYS)
+    if train is not None and train % ((micro or 1) * (steps or 1)):
+        yield "train_batch_size", config._batch_mismatch("any world size")
+
+
+def _precision_contradictions(config: Config) -> Iterator[tuple[str, str]]:
+    fp16 = config.fp16
+    if fp16.enabled and config.bf16.enabled:
+        yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2**fp16.initial_scale_power:
+        yield (
+            "fp16.min_loss_scale",
+            f"{fp16.min_loss_scale} is above the initial scale 2 ** initial_scale_power = {2**fp16.initial_scale_power}",
+        )
+
+
+def _offload_contradictions(zero: ZeroConfig) -> Iterator[tuple[str, str]]:
+    for name, minimum in (("offload_param", 3), ("offload_optimizer", 1)):
+        offload = getattr(zero, name)
+        if offload is None or offload.device == "none":
+            continue
+        key = f"zero_optimization.{name}.device"
+        if offload.device == "nvme":
+            yield key, "nvme is not available yet; use cpu"
+        if zero.stage < minimum:
+            yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

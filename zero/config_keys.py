@@ -1,0 +1,204 @@
+"""Every key of a DeepSpeed 0.19 configuration that this engine knows but does not act on, and the rules for old keys.
+
+A key is declared once, as a field of its section:
+
+- ``key: bool = True`` acts as documented by DeepSpeed; such keys live in :mod:`zero.config`;
+- ``key: bool = unused(True, reason)`` is a valid key without effect, listed with the reason when a user sets it;
+- ``key: only(bool, True, reason) = True`` would change the result if it were ignored: any other value is an error.
+
+So a key that gains an effect is one edited line. Names, types and bounds follow DeepSpeed 0.19.8 (``runtime/config.py``,
+``runtime/zero/config.py`` and the section files they import).
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+
+class Section(BaseModel):
+    """One JSON object of the configuration: unknown keys are errors and no value is converted silently."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+
+
+def unused(default: Any, reason: str, **constraints: Any) -> Any:
+    """A field for a valid key without effect; ``reason`` is what the user is told."""
+    return Field(default, json_schema_extra={"unused": reason}, **constraints)
+
+
+def only(kind: Any, value: Any, reason: str) -> Any:
+    """An annotation that accepts ``value`` alone: ignoring another one would change what is computed."""
+
+    def check(given: Any) -> Any:
+        if given != value:
+            raise ValueError(f"{given!r} is not available: {reason}; use {value!r}")
+        return given
+
+    return Annotated[kind, AfterValidator(check)]
+
+
+def _integral(value: Any) -> Any:
+    # JSON has no integers in scientific notation: 1e9 arrives as a float and means 1000000000.
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Count = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Int, Field(gt=0)]
+
+
+def _inert(name: str, **keys: Any) -> Any:
+    """An optional section whose keys are known by name and type only; every key may be null."""
+    return create_model(name, __base__=Section, **{key: (kind | None, None) for key, kind in keys.items()}) | None
+
+
+NOT_YET = "not available yet"
+_TORCH_PROFILER = "not measured here; use torch.profiler"
+_TRACKERS = "metrics are written by the Trainer's report_to"
+_NO_TENSOR_PARALLEL = "the model is sharded over data-parallel ranks only"
+
+
+class SectionsWithoutEffect(Section):
+    """The top-level keys of DeepSpeed that do nothing here."""
+
+    prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
+    gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
+    gradient_allreduce_op: only(str, "mean", "gradients are averaged over the ranks") = "mean"
+    managed_gradient_accumulation: only(bool, True, "the engine finds the accumulation boundary itself") = True
+    sequence_parallel_size: only(Int, 1, "sequence parallelism is not part of this engine") = 1
+    data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank")
+    disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
+    seq_parallel_communication_data_type: str | None = unused(None, "there is no sequence parallelism")
+    dump_state: bool = unused(False, "the engine keeps no such dump; log the model instead")
+    disable_python_gc: bool = unused(False, "call gc.disable() in the script")
+    vocabulary_size: Count | None = unused(None, "DeepSpeed only warns about its alignment")
+    memory_breakdown: bool = unused(False, _TORCH_PROFILER)
+    dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
+    log_level: str | None = unused(None, "set the level of the logger 'zero'")
+    use_data_before_expert_parallelism: bool = unused(False, "there is no expert parallelism")
+    datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
+    weight_quantization: dict | None = unused(None, "weights are not quantized")
+    pipeline: dict | None = unused(None, "there is no pipeline parallelism")
+    data_efficiency: dict | None = unused(None, "batches come from the script's own data loader")
+    # fmt: off
+    hybrid_engine: _inert(
+        "HybridEngine", enabled=bool, max_out_tokens=Int, inference_tp_size=Int, release_inference_cache=bool,
+        pin_parameters=bool, tp_gather_partition_size=Int, enable_cuda_graph=bool,
+    ) = unused(None, "generation runs on the training engine")
+    torch_autocast: _inert(
+        "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
+    ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
+    activation_checkpointing: _inert(
+        "ActivationCheckpointing", partition_activations=bool, number_checkpoints=Int,
+        contiguous_memory_optimization=bool, synchronize_checkpoint_boundary=bool, profile=bool,
+        cpu_checkpointing=bool,
+    ) = unused(None, "only models that call deepspeed.checkpointing read it; use gradient_checkpointing")
+    aio: _inert(
+        "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, single_submit=bool, overlap_events=bool,
+        use_gds=bool,
+    ) = unused(None, "offload to files is not available yet")
+    checkpoint: _inert(
+        "Checkpoint", tag_validation=str, load_universal=bool, use_node_local_storage=bool, parallel_write=dict,
+        checkpoint_serialization=bool, writer=dict,
+    ) = unused(None, NOT_YET)
+    flops_profiler: _inert(
+        "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
+        top_modules=Int, detailed=bool, output_file=str,
+    ) = unused(None, _TORCH_PROFILER)
+    comms_logger: _inert(
+        "CommsLogger", enabled=bool, prof_all=bool, prof_ops=list, verbose=bool, debug=bool,
+    ) = unused(None, _TORCH_PROFILER)
+    timers: _inert("Timers", throughput=dict) = unused(None, _TORCH_PROFILER)
+    tensorboard: _inert("Tensorboard", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
+    wandb: _inert("Wandb", enabled=bool, group=str, team=str, project=str) = unused(None, _TRACKERS)
+    csv_monitor: _inert("CsvMonitor", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
+    comet: _inert(
+        "Comet", enabled=bool, samples_log_interval=Int, project=str, workspace=str, api_key=str,
+        experiment_name=str, experiment_key=str, online=bool, mode=str,
+    ) = unused(None, _TRACKERS)
+    autotuning: _inert(
+        "Autotuning", enabled=bool, fast=bool, results_dir=str, exps_dir=str, overwrite=bool, start_profile_step=Int,
+        end_profile_step=Int, metric=str, metric_path=str, tuner_type=str, tuner_early_stopping=Int,
+        tuner_num_trials=Int, arg_mappings=dict, model_info=dict, model_info_path=str, mp_size=Int,
+        max_train_batch_size=Int, min_train_batch_size=Int, max_train_micro_batch_size_per_gpu=Int,
+        min_train_micro_batch_size_per_gpu=Int, num_tuning_micro_batch_sizes=Int,
+    ) = unused(None, "settings are never searched for; what the file says is used")
+    compile: _inert(
+        "Compile", deepcompile=bool, autoep_non_moe=bool, free_activation=bool, free_activation_threshold=Int,
+        offload_activation=bool, offload_activation_pin_memory=bool, offload_opt_states=bool, double_buffer=bool,
+        symmetric_memory=bool, debug_log=bool, offload_parameters=bool, sync_before_reduce=bool,
+        sync_after_reduce=bool, sync_before_allgather=bool, sync_after_allgather=bool, keep_int_input_tensors=bool,
+        keep_all_input_tensors=bool, passes=list,
+    ) = unused(None, "there is no DeepCompile")
+    tensor_parallel: _inert(
+        "TensorParallel", dtype=str, autotp_size=Annotated[Count, Field(le=1)], tp_overlap_comm=bool,
+        vocab_parallel_lm_head=bool, vocab_parallel_ce_backend=str, tensor_parallel=dict, tp=dict,
+        injection_policy_tuple=list, partition_config=dict, preset_model=str, keep_module_on_host=bool,
+        replace_with_kernel_inject=bool, kernel_inject=bool,
+    ) = unused(None, _NO_TENSOR_PARALLEL)
+    expert_parallel: dict | None = unused(None, _NO_TENSOR_PARALLEL)
+    # fmt: on
+
+
+_REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"
+REMOVED_KEYS = {
+    "amp": f"{_REMOVED}; use fp16 or bf16",
+    "nebula": f"{_REMOVED}; delete it",
+    "compression_training": f"{_REMOVED}; delete it",
+    "quantize_training": f"{_REMOVED}; delete it",
+    "sparse_gradients": f"{_REMOVED}; delete it",
+    "eigenvalue": f"{_REMOVED}; delete it",
+    "sparse_attention": f"{_REMOVED}; delete it",
+    "elasticity": f"{_REMOVED}; set train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps",
+    "graph_harvesting": f"{_REMOVED}; delete it",
+    "curriculum_learning": f"{_REMOVED}; order the data in the script's own data loader",
+    "progressive_layer_drop": f"{_REMOVED}; delete it",
+    "zero_optimization.mics_shard_size": f"{_REMOVED}; delete it",
+    "zero_optimization.mics_hierarchical_params_gather": f"{_REMOVED}; delete it",
+    "zero_optimization.zeropp_loco_param": f"{_REMOVED}; delete it",
+    "optimizer.params.max_grad_norm": "is not an optimizer setting; use gradient_clipping at the top level",
+}
+
+# Old name -> (new dotted key, new value from old value). A new value of None means: no longer needed, drop it.
+DEPRECATED_KEYS = {
+    "bfloat16": ("bf16", lambda value: value),
+    "zero_optimization.cpu_offload": (
+        "zero_optimization.offload_optimizer",
+        lambda value: {"device": "cpu"} if value else None,
+    ),
+    "zero_optimization.cpu_offload_param": (
+        "zero_optimization.offload_param",
+        lambda value: {"device": "cpu"} if value else None,
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        lambda value: value,
+    ),
+}
+
+# What transformers (TrainingArguments) and accelerate (its DeepSpeed plugin) document as fillable by "auto".
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+AUTO_KEYS = frozenset(BATCH_KEYS) | {
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    "zero_optimization.stage",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_param.nvme_path",
+}
+# Keys whose "auto" somebody must have replaced by the time the engine starts: DeepSpeed has no default for them.
+AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
