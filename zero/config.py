@@ -9,76 +9,35 @@ Defaults are those of DeepSpeed 0.19.8. Sizes (``*_bucket_size``, ``*_threshold`
 numbers of parameter elements, not bytes.
 """
 
-import base64
-import binascii
-import copy
-import difflib
-import json
+import math
 import os
 import sys
-import typing
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from zero.config_keys import (
-    AUTO_KEYS,
     AUTO_WITHOUT_DEFAULT,
     BATCH_KEYS,
-    DEPRECATED_KEYS,
     NOT_YET,
     REMOVED_KEYS,
+    Betas,
     Count,
+    DType,
+    Fraction,
     Int,
+    NonNegative,
     Positive,
+    Rates,
     Section,
     SectionsWithoutEffect,
+    inert,
     only,
     unused,
 )
-
-_DTYPES = {
-    name: dtype
-    for dtype, names in {
-        torch.float32: ("fp32", "float32", "float", "torch.float32"),
-        torch.float16: ("fp16", "float16", "half", "torch.float16"),
-        torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
-    }.items()
-    for name in names
-}
-
-
-def _parse_dtype(value: Any) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, str) or value.lower() not in _DTYPES:
-        raise ValueError(f"expected one of 'fp32', 'fp16', 'bf16', got {value!r}")
-    return _DTYPES[value.lower()]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _parse_rates(value: Any) -> Any:
-    if _is_number(value) or (isinstance(value, list) and value and all(map(_is_number, value))):
-        return value
-    raise ValueError(f"expected a number or a list with one number a parameter group, got {value!r}")
-
-
-def _canonical_type(*names: str) -> BeforeValidator:
-    by_lower = {name.lower(): name for name in names}
-    return BeforeValidator(lambda value: by_lower.get(value.lower(), value) if isinstance(value, str) else value)
-
-
-DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
-Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from zero.config_reading import explain, pop, read, rename_deprecated, take_auto
 
 
 class OffloadConfig(Section):
@@ -106,14 +65,6 @@ class OffloadOptimizerConfig(OffloadConfig):
     ratio: Fraction = unused(1.0, "the whole optimizer state is offloaded")
     super_offload: bool = unused(False, NOT_YET)
     cpuadam_cores_perc: Fraction = unused(0.8, "torch decides the number of threads")
-
-
-class LeafModuleConfig(Section):
-    """``zero_optimization.leaf_module``."""
-
-    classes: list[str] | str | None = None
-    names: list[str] | str | None = None
-    name_suffixes: list[str] | str | None = None
 
 
 _STAGE_1_2 = "acts on stages 1 and 2 only"
@@ -153,7 +104,9 @@ class ZeroConfig(Section):
     stage3_module_granularity_threshold: Int = unused(0, _UNITS)
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
     stage3_allgather_sequential: bool = unused(False, _UNITS)
-    leaf_module: LeafModuleConfig | None = unused(None, "a whole transformer block is one unit already")
+    leaf_module: inert("LeafModule", classes=list | str, names=list | str, name_suffixes=list | str) = unused(
+        None, "a whole transformer block is one unit already"
+    )
     zero_hpz_partition_size: Count = unused(1, "there is one level of sharding")
     zero_quantized_weights: bool = unused(False, _UNQUANTIZED)
     zero_quantized_nontrainable_weights: bool = unused(False, _UNQUANTIZED)
@@ -223,7 +176,7 @@ class AdamParams(_Params):
     """``optimizer.params``; ``**params`` are the keyword arguments lr, betas, eps and weight_decay of torch's Adam."""
 
     lr: NonNegative = 1e-3
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
     adam_w_mode: bool = True
@@ -239,10 +192,14 @@ class AdamParams(_Params):
         return ["lr", "betas", "eps", "weight_decay"]
 
 
+def _as_torch_spells_it(name: Any) -> Any:
+    return {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name) if isinstance(name, str) else name
+
+
 class OptimizerConfig(Section):
     """``optimizer``: Adam or AdamW, any case. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
 
-    type: Annotated[Literal["Adam", "AdamW"], _canonical_type("Adam", "AdamW")]
+    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_as_torch_spells_it)]
     params: AdamParams = Field(default_factory=AdamParams)
     legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
 
@@ -344,17 +301,22 @@ class Config(SectionsWithoutEffect):
         elif steps is None:
             steps = train // (micro * world_size)
         if train != micro * steps * world_size or not micro or not steps:
-            raise ValueError(f"{self._place}: train_batch_size: {self._batch_mismatch(f'world size {world_size}')}")
-        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = train, micro, steps
+            raise ValueError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
+        self.train_batch_size = train
+        self.train_micro_batch_size_per_gpu = micro
+        self.gradient_accumulation_steps = steps
         return self
 
-    def _batch_mismatch(self, ranks: str) -> str:
-        given = [f"{key} {value}" for key in BATCH_KEYS[1:] if (value := getattr(self, key)) is not None]
-        return (
-            f"{self.train_batch_size} is not a whole multiple of {' x '.join([*given, ranks])}"
-            if len(given) < 2
-            else f"{self.train_batch_size} is not {' x '.join([*given, ranks])}; change one of them or leave one out"
-        )
+    def _batch_mismatch(self, world_size: int | None) -> str:
+        given = {key: value for key in BATCH_KEYS[1:] if (value := getattr(self, key)) is not None}
+        factors = " x ".join(f"{key} {value}" for key, value in given.items())
+        if world_size is None:
+            return f"{self.train_batch_size} is not a whole multiple of {factors}"
+        factors = " x ".join(filter(None, [factors, f"world size {world_size}"]))
+        if len(given) == 1:
+            return f"{self.train_batch_size} is not a whole multiple of {factors}"
+        product = math.prod(given.values()) * world_size
+        return f"{self.train_batch_size} is not {factors} = {product}; change one of them or leave one out"
 
 
 def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -> Config:
@@ -368,214 +330,41 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     Raises:
         ValueError: one line for each thing wrong, naming file, dotted key, what was expected and the nearest key.
     """
-    place, raw = _read(source)
-    data, deprecated, problems = _rename_deprecated(raw)
-    problems += [(key, reason) for key, reason in REMOVED_KEYS.items() if _pop(data, key)]
+    place, raw = read(source)
+    data, deprecated, problems = rename_deprecated(raw)
+    problems += [(key, reason) for key, reason in REMOVED_KEYS.items() if pop(data, key)]
     auto: set[str] = set()
-    _take_auto(data, "", auto)
+    take_auto(data, "", auto)
     config, found = _validate(data)
-    problems += found
+    problems = {**dict(problems), **found}
     if config is not None:
         config._raw, config._place, config._auto, config._deprecated = raw, place, frozenset(auto), deprecated
-        problems += _contradictions(config, allow_auto)
+        for key, message in _contradictions(config, allow_auto, unknown={*auto, *problems}):
+            problems.setdefault(key, message)
     if problems:
-        raise ValueError("\n".join(f"{place}: {key}: {message}" for key, message in problems))
+        raise ValueError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
     return config
 
 
-def _read(source: Any) -> tuple[str, dict]:
-    """(name for messages, the JSON object) of any accepted source."""
-    if isinstance(source, dict):
-        return "DeepSpeed configuration dict", source
-    if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
-    text = _inline_json(source)
-    if text is not None:
-        place = "DeepSpeed configuration string"
-    else:
-        place = os.fspath(source)
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{place}: cannot read the DeepSpeed configuration: {error}") from error
-    try:
-        value = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
-    return place, value
-
-
-def _inline_json(source: str | os.PathLike) -> str | None:
-    """The JSON text that ``source`` itself is, plain or in base64; None if it is a path."""
-    if not isinstance(source, str) or os.path.exists(source):
-        return None
-    if source.lstrip().startswith(("{", "[")):
-        return source
-    try:
-        text = base64.urlsafe_b64decode(source).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return text if text.lstrip().startswith("{") else None
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"{key}: given {count} times in one object; keep one of them")
-    return dict(pairs)
-
-
-def _rename_deprecated(raw: dict) -> tuple[dict, list[tuple[str, str]], list[tuple[str, str]]]:
-    """A copy of ``raw`` with old keys under their new names, the renames made, and the clashes found."""
-    data, renamed, problems = copy.deepcopy(raw), [], []
-    for old, (new, convert) in DEPRECATED_KEYS.items():
-        value = _pop(data, old)
-        if value is None:
-            continue
-        section, key = _walk(data, new)
-        if key in section:
-            problems.append((old, f"old name of {new}, which is given too; delete {old}"))
-            continue
-        renamed.append((old, new))
-        if (converted := convert(value[0])) is not None:
-            section[key] = converted
-    return data, renamed, problems
-
-
-def _walk(data: dict, dotted: str) -> tuple[dict, str]:
-    """The innermost dict on the way to ``dotted`` and the last part of the name; an empty dict where there is none."""
-    *path, key = dotted.split(".")
-    for part in path:
-        data = data.get(part)
-        if not isinstance(data, dict):
-            return {}, key
-    return data, key
-
-
-def _pop(data: dict, dotted: str) -> tuple[Any] | None:
-    """Remove ``dotted``; a 1-tuple of its value, None if it was not there."""
-    section, key = _walk(data, dotted)
-    return (section.pop(key),) if key in section else None
-
-
-def _take_auto(data: dict, prefix: str, auto: set[str]) -> None:
-    """Move the dotted names of fillable keys whose value is "auto" from ``data`` to ``auto``."""
-    for key, value in list(data.items()):
-        if isinstance(value, dict):
-            _take_auto(value, f"{prefix}{key}.", auto)
-        elif value == "auto" and prefix + key in AUTO_KEYS:
-            auto.add(prefix + key)
-            del data[key]
-
-
-def _validate(data: dict) -> tuple[Config | None, list[tuple[str, str]]]:
+def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
     """The typed configuration and the problems of single keys; None if it cannot be built even without those keys."""
     try:
-        return Config.model_validate(data), []
+        return Config.model_validate(data), {}
     except ValidationError as error:
         found: dict[str, str] = {}
         for item in error.errors(include_url=False):
-            found.setdefault(*_explain(item, data))
+            found.setdefault(*explain(item, data, Config))
     for key in found:
-        _pop(data, key)
+        pop(data, key)
     try:
         config = Config.model_validate(data)
     except ValidationError:
         config = None
-    return config, list(found.items())
-
-
-_EXPECTED = {
-    "bool_type": "true or false",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "tuple_type": "a list of two numbers",
-    "too_long": "a list of two numbers",
-    "path_type": "a path",
-    "finite_number": "a finite number",
-    "greater_than": "a number greater than {gt:g}",
-    "greater_than_equal": "a number of at least {ge:g}",
-    "less_than": "a number less than {lt:g}",
-    "less_than_equal": "a number of at most {le:g}",
-    "literal_error": "one of {expected}",
-}
-
-
-def _explain(error: dict, data: dict) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error."""
-    path, model = [], Config
-    for part in error["loc"]:
-        # Pydantic appends the branch of a union and the index of a list element: not keys of the file.
-        if model is None or not isinstance(part, str):
-            break
-        path.append(part)
-        model = _section_of(model, part)
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return key, _unknown_key(path)
-    if error["type"] == "missing":
-        return key, "is required"
-    if error["type"] == "value_error":
-        return key, str(error["ctx"]["error"])
-    section, name = _walk(data, key)
-    given = section.get(name, error["input"])
-    if given == "auto":
-        return key, "'auto' is not filled in by transformers or accelerate for this key; set a value"
-    expected = _EXPECTED.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
-    return key, f"expected {expected}, got {_show(given)}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return "an object"
-    text = json.dumps(value, default=repr)
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return f"the string {text}" if isinstance(value, str) else text
-
-
-def _unknown_key(path: list[str]) -> str:
-    """What to say about a key that its section does not have."""
-    *section, key = path
-    model = Config
-    for part in section:
-        model = _section_of(model, part)
-    homes = [".".join(full) for full in _all_keys(Config) if full[-1] == key]
-    if homes:
-        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
-    names = {name.lower(): name for name in model.model_fields}
-    near = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
-    if near:
-        return f"unknown key; did you mean {'.'.join([*section, names[near[0]]])}?"
-    everywhere = {".".join(full): full[-1].lower() for full in _all_keys(Config)}
-    best = max(everywhere, key=lambda full: difflib.SequenceMatcher(None, key.lower(), everywhere[full]).ratio())
-    return f"not a key of DeepSpeed 0.19; the nearest valid key is {best}"
-
-
-def _section_of(model: type[Section], key: str) -> type[Section] | None:
-    """The model behind key ``key`` of ``model`` if the value is an object with known keys, else None."""
-    field = model.model_fields.get(key)
-    kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
-def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every valid key."""
-    for key in model.model_fields:
-        yield (*prefix, key)
-        if (section := _section_of(model, key)) is not None:
-            yield from _all_keys(section, (*prefix, key))
+    return config, found
 
 
 def _without_effect(section: Section, prefix: str, inherited: str | None = None) -> Iterator[tuple[str, str]]:
-    """(dotted key, reason) of the user's keys under ``section`` that do nothing; all of them if ``inherited`` is set."""
+    """(dotted key, reason) of the user's keys under ``section`` that do nothing: all if a reason is inherited."""
     for key, field in type(section).model_fields.items():
         if key not in section.model_fields_set:
             continue
@@ -587,14 +376,14 @@ def _without_effect(section: Section, prefix: str, inherited: str | None = None)
             yield prefix + key, reason
 
 
-def _contradictions(config: Config, allow_auto: bool) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of settings that are valid alone but not together."""
+def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iterator[tuple[str, str]]:
+    """(dotted key, message) of settings that are valid alone but not together; ``unknown`` keys have no value yet."""
     if not allow_auto:
         for key in AUTO_WITHOUT_DEFAULT:
             if key in config.auto:
                 yield key, "is still 'auto' and has no default; set a value"
     yield from _precision_contradictions(config)
-    yield from _offload_contradictions(config.zero_optimization)
+    yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
     scheduler = config.scheduler
     if scheduler is not None:
         total = "scheduler.params.total_num_steps"
@@ -605,21 +394,19 @@ def _contradictions(config: Config, allow_auto: bool) -> Iterator[tuple[str, str
             yield total, "is a setting of WarmupDecayLR, not of WarmupLR; change scheduler.type or delete it"
     train, micro, steps = (getattr(config, key) for key in BATCH_KEYS)
     if train is not None and train % ((micro or 1) * (steps or 1)):
-        yield "train_batch_size", config._batch_mismatch("any world size")
+        yield "train_batch_size", config._batch_mismatch(None)
 
 
 def _precision_contradictions(config: Config) -> Iterator[tuple[str, str]]:
     fp16 = config.fp16
     if fp16.enabled and config.bf16.enabled:
         yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
-    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > 2**fp16.initial_scale_power:
-        yield (
-            "fp16.min_loss_scale",
-            f"{fp16.min_loss_scale} is above the initial scale 2 ** initial_scale_power = {2**fp16.initial_scale_power}",
-        )
+    initial = 2**fp16.initial_scale_power
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > initial:
+        yield "fp16.min_loss_scale", f"{fp16.min_loss_scale} is above 2 ** initial_scale_power = {initial}"
 
 
-def _offload_contradictions(zero: ZeroConfig) -> Iterator[tuple[str, str]]:
+def _offload_contradictions(zero: ZeroConfig, stage_known: bool) -> Iterator[tuple[str, str]]:
     for name, minimum in (("offload_param", 3), ("offload_optimizer", 1)):
         offload = getattr(zero, name)
         if offload is None or offload.device == "none":
@@ -627,5 +414,5 @@ def _offload_contradictions(zero: ZeroConfig) -> Iterator[tuple[str, str]]:
         key = f"zero_optimization.{name}.device"
         if offload.device == "nvme":
             yield key, "nvme is not available yet; use cpu"
-        if zero.stage < minimum:
+        if stage_known and zero.stage < minimum:
             yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

@@ -6,13 +6,14 @@ A key is declared once, as a field of its section:
 - ``key: bool = unused(True, reason)`` is a valid key without effect, listed with the reason when a user sets it;
 - ``key: only(bool, True, reason) = True`` would change the result if it were ignored: any other value is an error.
 
-So a key that gains an effect is one edited line. Names, types and bounds follow DeepSpeed 0.19.8 (``runtime/config.py``,
-``runtime/zero/config.py`` and the section files they import).
+So a key that gains an effect is one edited line. Names, types and bounds follow DeepSpeed 0.19.8
+(``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
 """
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+import torch
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
 
 
 class Section(BaseModel):
@@ -47,7 +48,53 @@ Count = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(gt=0)]
 
 
-def _inert(name: str, **keys: Any) -> Any:
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: ("fp32", "float32", "float", "torch.float32"),
+        torch.float16: ("fp16", "float16", "half", "torch.float16"),
+        torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
+    }.items()
+    for name in names
+}
+
+
+def _parse_dtype(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, str) or value.lower() not in _DTYPES:
+        raise ValueError(f"expected one of 'fp32', 'fp16', 'bf16', got {value!r}")
+    return _DTYPES[value.lower()]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parse_rates(value: Any) -> Any:
+    if _is_number(value) or (isinstance(value, list) and value and all(map(_is_number, value))):
+        return value
+    raise ValueError(f"expected a number or a list with one number a parameter group, got {value!r}")
+
+
+def _is_beta(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < 1
+
+
+def _parse_betas(value: Any) -> Any:
+    if isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_beta, value)):
+        return tuple(value)
+    raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
+
+
+DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
+Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
+
+
+def inert(name: str, **keys: Any) -> Any:
     """An optional section whose keys are known by name and type only; every key may be null."""
     return create_model(name, __base__=Section, **{key: (kind | None, None) for key, kind in keys.items()}) | None
 
@@ -81,56 +128,56 @@ class SectionsWithoutEffect(Section):
     pipeline: dict | None = unused(None, "there is no pipeline parallelism")
     data_efficiency: dict | None = unused(None, "batches come from the script's own data loader")
     # fmt: off
-    hybrid_engine: _inert(
+    hybrid_engine: inert(
         "HybridEngine", enabled=bool, max_out_tokens=Int, inference_tp_size=Int, release_inference_cache=bool,
         pin_parameters=bool, tp_gather_partition_size=Int, enable_cuda_graph=bool,
     ) = unused(None, "generation runs on the training engine")
-    torch_autocast: _inert(
+    torch_autocast: inert(
         "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
     ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
-    activation_checkpointing: _inert(
+    activation_checkpointing: inert(
         "ActivationCheckpointing", partition_activations=bool, number_checkpoints=Int,
         contiguous_memory_optimization=bool, synchronize_checkpoint_boundary=bool, profile=bool,
         cpu_checkpointing=bool,
     ) = unused(None, "only models that call deepspeed.checkpointing read it; use gradient_checkpointing")
-    aio: _inert(
+    aio: inert(
         "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, single_submit=bool, overlap_events=bool,
         use_gds=bool,
     ) = unused(None, "offload to files is not available yet")
-    checkpoint: _inert(
+    checkpoint: inert(
         "Checkpoint", tag_validation=str, load_universal=bool, use_node_local_storage=bool, parallel_write=dict,
         checkpoint_serialization=bool, writer=dict,
     ) = unused(None, NOT_YET)
-    flops_profiler: _inert(
+    flops_profiler: inert(
         "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
         top_modules=Int, detailed=bool, output_file=str,
     ) = unused(None, _TORCH_PROFILER)
-    comms_logger: _inert(
+    comms_logger: inert(
         "CommsLogger", enabled=bool, prof_all=bool, prof_ops=list, verbose=bool, debug=bool,
     ) = unused(None, _TORCH_PROFILER)
-    timers: _inert("Timers", throughput=dict) = unused(None, _TORCH_PROFILER)
-    tensorboard: _inert("Tensorboard", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
-    wandb: _inert("Wandb", enabled=bool, group=str, team=str, project=str) = unused(None, _TRACKERS)
-    csv_monitor: _inert("CsvMonitor", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
-    comet: _inert(
+    timers: inert("Timers", throughput=dict) = unused(None, _TORCH_PROFILER)
+    tensorboard: inert("Tensorboard", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
+    wandb: inert("Wandb", enabled=bool, group=str, team=str, project=str) = unused(None, _TRACKERS)
+    csv_monitor: inert("CsvMonitor", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
+    comet: inert(
         "Comet", enabled=bool, samples_log_interval=Int, project=str, workspace=str, api_key=str,
         experiment_name=str, experiment_key=str, online=bool, mode=str,
     ) = unused(None, _TRACKERS)
-    autotuning: _inert(
+    autotuning: inert(
         "Autotuning", enabled=bool, fast=bool, results_dir=str, exps_dir=str, overwrite=bool, start_profile_step=Int,
         end_profile_step=Int, metric=str, metric_path=str, tuner_type=str, tuner_early_stopping=Int,
         tuner_num_trials=Int, arg_mappings=dict, model_info=dict, model_info_path=str, mp_size=Int,
         max_train_batch_size=Int, min_train_batch_size=Int, max_train_micro_batch_size_per_gpu=Int,
         min_train_micro_batch_size_per_gpu=Int, num_tuning_micro_batch_sizes=Int,
     ) = unused(None, "settings are never searched for; what the file says is used")
-    compile: _inert(
+    compile: inert(
         "Compile", deepcompile=bool, autoep_non_moe=bool, free_activation=bool, free_activation_threshold=Int,
         offload_activation=bool, offload_activation_pin_memory=bool, offload_opt_states=bool, double_buffer=bool,
         symmetric_memory=bool, debug_log=bool, offload_parameters=bool, sync_before_reduce=bool,
         sync_after_reduce=bool, sync_before_allgather=bool, sync_after_allgather=bool, keep_int_input_tensors=bool,
         keep_all_input_tensors=bool, passes=list,
     ) = unused(None, "there is no DeepCompile")
-    tensor_parallel: _inert(
+    tensor_parallel: inert(
         "TensorParallel", dtype=str, autotp_size=Annotated[Count, Field(le=1)], tp_overlap_comm=bool,
         vocab_parallel_lm_head=bool, vocab_parallel_ce_backend=str, tensor_parallel=dict, tp=dict,
         injection_policy_tuple=list, partition_config=dict, preset_model=str, keep_module_on_host=bool,
