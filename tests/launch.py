@@ -117,9 +117,7 @@ def run_workers(fn: Callable[..., Any], world_size: int, *args: Any, timeout: fl
     try:
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_worker, args=(fn, rank, world_size, args, store.port, sender, timeout)
-            )
+            process = context.Process(target=_worker, args=(fn, rank, world_size, args, store.port, sender, timeout))
             process.start()
             sender.close()
             processes.append(process)

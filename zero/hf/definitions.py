@@ -1,0 +1,60 @@
+"""The few names of the facade that have no home in the engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero import comm
+
+# The logger whose level transformers sets from `--log_level` when a training starts.
+logger = logging.getLogger("zero")
+
+# accelerate compares the class name of a scheduler with these to tell that it came from the configuration file.
+VALID_LR_SCHEDULES = ["WarmupLR", "WarmupDecayLR"]
+
+# A file of this name in the home or working directory holds variables that `accelerate launch` passes to each node.
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+
+
+def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
+    """`zero.comm.init_distributed`, for a caller that may be accelerate in the middle of making its state.
+
+    On a machine without an accelerator, accelerate finds no backend, and would then take each rank for a world of one
+    whatever the size of the group it has asked for here; so it is told the backend of that group.
+    """
+    comm.init_distributed(dist_backend, **kwargs)
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is None or not accelerate_state.PartialState._shared_state:
+        return
+    state = accelerate_state.PartialState()
+    if state.backend is None:
+        state.backend = dist.get_backend()
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Return the tensor constructor `fn` as it is.
+
+    transformers replaces this name while a model is built, to keep DeepSpeed's `Init` from changing the dtype of
+    `torch.arange`. `zero.Init` wraps no constructor, so there is nothing to keep it from.
+    """
+    return fn
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy every tensor in nested mappings, lists and tuples to `device`; other values are passed on as they are.
+
+    `torch.save` writes the whole storage behind a view; a copy has a storage of its own size.
+    """
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    if isinstance(item, Sequence) and not isinstance(item, str | bytes):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item

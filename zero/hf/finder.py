@@ -1,0 +1,95 @@
+"""The import hook: one object on `sys.meta_path` that answers to the name `deepspeed`.
+
+It follows two documented protocols of the import system: `find_spec` (for `import deepspeed` and
+`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zero.hf.names import NAMES, REPORTED_VERSION
+
+PACKAGE = "deepspeed"
+
+
+class FacadeModule(ModuleType):
+    """A module of the facade; looks its names up in the table when they are first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        if full_name in NAMES:
+            return importlib.import_module(full_name)
+        try:
+            target = NAMES[self.__name__][name]
+        except KeyError:
+            raise AttributeError(f"'{full_name}' is not provided by zero", name=name, obj=self) from None
+        module_name, _, attribute = target.partition(":")
+        value = getattr(importlib.import_module(module_name), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *NAMES[self.__name__]})
+
+
+class FacadeDistribution(importlib.metadata.Distribution):
+    """The installed-package record of the facade."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            return (
+                f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {REPORTED_VERSION}\n"
+                "Summary: The zero engine, under the name that transformers and accelerate look for\n"
+            )
+        if filename == "top_level.txt":
+            return f"{PACKAGE}\n"
+        return None
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / path
+
+
+class FacadeFinder(importlib.metadata.DistributionFinder):
+    """Finds the facade's modules and its distribution record, and loads the modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in NAMES:
+            is_package = any(name.startswith(f"{fullname}.") for name in NAMES)
+            return importlib.machinery.ModuleSpec(fullname, self, origin="zero.hf", is_package=is_package)
+        if fullname.startswith(f"{PACKAGE}."):
+            raise ModuleNotFoundError(f"'{fullname}' is not provided by zero", name=fullname)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> FacadeModule:
+        return FacadeModule(spec.name, f"zero under the name {spec.name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: the names are resolved at their first use."""
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        context = context or importlib.metadata.DistributionFinder.Context()
+        # A search in named folders asks what lies in them, and the facade lies in none.
+        if context.path is sys.path and (context.name or PACKAGE).lower() == PACKAGE:
+            yield FacadeDistribution()
+
+
+def is_installed() -> bool:
+    """Whether the facade is on `sys.meta_path` of this process."""
+    return any(isinstance(finder, FacadeFinder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Put the facade before every other finder, so that it is found first also where DeepSpeed is installed."""
+    sys.meta_path.insert(0, FacadeFinder())

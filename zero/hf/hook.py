@@ -1,0 +1,94 @@
+"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from types import TracebackType
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from zero import comm
+from zero.hf import finder
+
+# These ask whether DeepSpeed is there while they are imported, and keep the answer.
+_ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
+
+
+def enable() -> None:
+    """Make the name `deepspeed` mean zero in this process, for transformers, accelerate and every other importer.
+
+    Call it before transformers or accelerate are imported; a second call does nothing. It also
+
+    - makes a script started by plain `python` a world of one, by setting the variables a launcher would set;
+    - on a machine without a CUDA device, has accelerate use the CPU;
+    - in a job of several ranks, ends a rank's process at once when an exception reaches the top of its main thread,
+      with `[rank R]` before the message, so that the launcher stops the others.
+
+    Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was imported, or after
+    the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set on a machine with a GPU.
+    """
+    if finder.is_installed():
+        return
+    if finder.PACKAGE in sys.modules:
+        raise RuntimeError("the real deepspeed is already imported: call zero.hf.enable() before anything imports it")
+    imported = [name for name in _ASK_AT_IMPORT if name in sys.modules]
+    if imported:
+        raise RuntimeError(
+            f"{' and '.join(imported)} already imported, and looked for deepspeed then: call zero.hf.enable() before "
+            "importing transformers or accelerate, or start the script by `python -m zero run SCRIPT.py`"
+        )
+    _settle_device()
+    if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+        comm.become_world_of_one()
+    _say_if_the_real_one_is_installed()
+    finder.install()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _end_process_on_exception()
+
+
+def _settle_device() -> None:
+    """Have accelerate choose the device that the engine chooses: a CUDA device, or the CPU where there is none."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")
+    if not torch.cuda.is_available():
+        # Set, this variable makes accelerate leave the DeepSpeed plugin aside and wrap the model in DDP instead.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    elif use_cpu:
+        raise ValueError(
+            "ACCELERATE_USE_CPU makes accelerate train without DeepSpeed: unset it, and to train on the CPU of a "
+            'machine with GPUs set CUDA_VISIBLE_DEVICES="" instead'
+        )
+
+
+def _say_if_the_real_one_is_installed() -> None:
+    try:
+        version = importlib.metadata.version(finder.PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zero: DeepSpeed {version} is installed too; this run uses zero in its place", file=sys.stderr)
+
+
+def _end_process_on_exception() -> None:
+    """Let no rank outlive an exception of its own: the others wait for it in a collective."""
+    rank = os.environ.get("RANK", "0")
+    previous = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # torch.distributed calls this with stderr caught in a string, to print it when this returns; it never does.
+        sys.stderr = sys.__stderr__
+        previous(kind, error, trace)
+        print(f"[rank {rank}] {kind.__name__}: {error}", file=sys.stderr)
+        try:
+            raise error
+        except BaseException as raised:
+            get_error_handler().record_exception(raised)  # torchrun repeats it as the root cause
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads, and destructors of a process group with work in flight, may never come to an end.
+        os._exit(1)
+
+    sys.excepthook = end
