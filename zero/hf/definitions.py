@@ -15,9 +15,6 @@ from zero import comm
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
 
-# accelerate compares the class name of a scheduler with these to tell that it came from the configuration file.
-VALID_LR_SCHEDULES = ["WarmupLR", "WarmupDecayLR"]
-
 # A file of this name in the home or working directory holds variables that `accelerate launch` passes to each node.
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 

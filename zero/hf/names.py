@@ -32,7 +32,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": "zero.optim.cpu_adam:CPUAdam"},
     "deepspeed.runtime": {},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
-    "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "zero.hf.definitions:VALID_LR_SCHEDULES"},
+    "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "zero.optim.lr_schedules:VALID_LR_SCHEDULES"},
     "deepspeed.runtime.zero": {},
     "deepspeed.runtime.zero.partition_parameters": {
         "GatheredParameters": "zero:GatheredParameters",
