@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from zero.config_keys import (
     AUTO_WITHOUT_DEFAULT,
@@ -37,7 +37,7 @@ from zero.config_keys import (
     only,
     unused,
 )
-from zero.config_reading import explain, pop, read, rename_deprecated, take_auto
+from zero.config_reading import pop, read, rename_deprecated, take_auto, validate
 
 
 class OffloadConfig(Section):
@@ -118,6 +118,12 @@ class ZeroConfig(Section):
     enable_sanity_checks: bool = unused(False, "the engine's checks are always on")
     save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
     zenflow: dict | None = unused(None, NOT_YET)
+
+    @model_validator(mode="after")
+    def _overlap_by_default_at_stage_3(self) -> "ZeroConfig":
+        if self.overlap_comm is None:
+            self.overlap_comm = self.stage == 3
+        return self
 
     @property
     def offloads_params(self) -> bool:
@@ -313,7 +319,7 @@ class Config(SectionsWithoutEffect):
         if world_size is None:
             return f"{self.train_batch_size} is not a whole multiple of {factors}"
         factors = " x ".join(filter(None, [factors, f"world size {world_size}"]))
-        if len(given) == 1:
+        if len(given) < 2:
             return f"{self.train_batch_size} is not a whole multiple of {factors}"
         product = math.prod(given.values()) * world_size
         return f"{self.train_batch_size} is not {factors} = {product}; change one of them or leave one out"
@@ -335,7 +341,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     problems += [(key, reason) for key, reason in REMOVED_KEYS.items() if pop(data, key)]
     auto: set[str] = set()
     take_auto(data, "", auto)
-    config, found = _validate(data)
+    config, found = validate(data, Config)
     problems = {**dict(problems), **found}
     if config is not None:
         config._raw, config._place, config._auto, config._deprecated = raw, place, frozenset(auto), deprecated
@@ -344,23 +350,6 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     if problems:
         raise ValueError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
     return config
-
-
-def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
-    """The typed configuration and the problems of single keys; None if it cannot be built even without those keys."""
-    try:
-        return Config.model_validate(data), {}
-    except ValidationError as error:
-        found: dict[str, str] = {}
-        for item in error.errors(include_url=False):
-            found.setdefault(*explain(item, data, Config))
-    for key in found:
-        pop(data, key)
-    try:
-        config = Config.model_validate(data)
-    except ValidationError:
-        config = None
-    return config, found
 
 
 def _without_effect(section: Section, prefix: str, inherited: str | None = None) -> Iterator[tuple[str, str]]:

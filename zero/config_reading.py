@@ -13,7 +13,9 @@ import typing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from zero.config_keys import AUTO_KEYS, DEPRECATED_KEYS, Section
 
@@ -108,6 +110,8 @@ def take_auto(data: dict, prefix: str, auto: set[str]) -> None:
             del data[key]
 
 
+Model = TypeVar("Model", bound=Section)
+
 # Share of matching characters (difflib) from which one key is taken for a misspelling of another.
 _ALIKE = 0.6
 
@@ -127,7 +131,26 @@ _EXPECTED = {
 }
 
 
-def explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
+def validate(data: dict, top: type[Model]) -> tuple[Model | None, dict[str, str]]:
+    """The typed configuration and a message for each wrong key; None if it cannot be built even without those keys.
+
+    Wrong keys are removed from ``data``.
+    """
+    try:
+        return top.model_validate(data), {}
+    except ValidationError as error:
+        found: dict[str, str] = {}
+        for item in error.errors(include_url=False):
+            found.setdefault(*_explain(item, data, top))
+    for key in found:
+        pop(data, key)
+    try:
+        return top.model_validate(data), found
+    except ValidationError:
+        return None, found
+
+
+def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
     """(dotted key, message) of one pydantic error."""
     path, model = [], top
     for part in error["loc"]:

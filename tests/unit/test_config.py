@@ -1,0 +1,414 @@
+"""zero.config: what is accepted, what each message says, the batch arithmetic, and the keys without effect."""
+
+import base64
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero.config import Config, load_config
+
+SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
+
+
+def errors(source, **options):
+    """The lines of the error that ``source`` gives, without the name of the place."""
+    with pytest.raises(ValueError) as caught:
+        load_config(source, **options)
+    return [line.split(": ", 1)[1] for line in str(caught.value).splitlines()]
+
+
+def zero3(**keys):
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+# ---- sources
+
+
+def test_file_dict_json_and_base64_give_the_same_settings(tmp_path):
+    raw = {"gradient_clipping": 0.5, **zero3(sub_group_size=1e6)}
+    text = json.dumps(raw)
+    path = tmp_path / "ds.json"
+    path.write_text(text, encoding="utf-8")
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    dumps = [load_config(source).model_dump() for source in (path, str(path), raw, text, encoded)]
+    assert all(dump == dumps[0] for dump in dumps)
+    assert dumps[0]["zero_optimization"]["sub_group_size"] == 1_000_000
+
+
+def test_the_users_dict_is_kept_and_left_unchanged():
+    raw = {"bfloat16": {"enabled": True}, "train_batch_size": "auto", **zero3(cpu_offload=True)}
+    before = copy.deepcopy(raw)
+    config = load_config(raw, allow_auto=True)
+    assert config.raw is raw and raw == before
+
+
+@pytest.mark.parametrize("name", ["missing.json", "missing", "bm9uZQ=="])
+def test_a_missing_file_is_named(name):
+    with pytest.raises(ValueError, match=f"^{name}: cannot read .*No such file"):
+        load_config(name)
+
+
+def test_a_syntax_error_has_file_line_and_column(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "fp16": {"enabled": true,}\n}', encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"{path}: line 2, column ")
+
+
+def test_a_duplicate_key_is_an_error():
+    assert errors('{"zero_optimization": {"stage": 2, "stage": 3}}') == [
+        "stage: given 2 times in one object; keep one of them"
+    ]
+
+
+@pytest.mark.parametrize("source", ["[1]", 5, None])
+def test_anything_but_an_object_is_an_error(source):
+    assert "expected" in errors(source)[0]
+
+
+def test_the_shipped_file_is_valid_and_every_key_of_it_has_an_effect():
+    config = load_config(SHIPPED, allow_auto=True)
+    zero = config.zero_optimization
+    assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (3, "cpu", "cpu")
+    assert zero.sub_group_size == zero.stage3_max_live_parameters == zero.stage3_max_reuse_distance == 10**9
+    assert config.without_effect() == [] and config.deprecated() == []
+    assert len(config.auto) == 16
+
+
+# ---- wrong keys
+
+
+def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_key(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(zero3(stage3_prefetch_bukcet_size=5)), encoding="utf-8")
+    with pytest.raises(ValueError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}: zero_optimization.stage3_prefetch_bukcet_size: unknown key; "
+        "did you mean zero_optimization.stage3_prefetch_bucket_size?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean zero_optimization?"),
+        (
+            {"stage3_prefetch_bukcet_size": 5},
+            "stage3_prefetch_bukcet_size: unknown key; did you mean zero_optimization.stage3_prefetch_bucket_size?",
+        ),
+        (
+            zero3(gradient_clipping=1.0),
+            "zero_optimization.gradient_clipping: unknown key here; it is a valid key as gradient_clipping",
+        ),
+        (
+            {"flops_profiler": {"enable": True}},
+            "flops_profiler.enable: unknown key; did you mean flops_profiler.enabled?",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"weightdecay": 0.1}}},
+            "optimizer.params.weightdecay: unknown key; did you mean optimizer.params.weight_decay?",
+        ),
+    ],
+)
+def test_nearest_key(config, line):
+    assert errors(config) == [line]
+
+
+def test_a_key_that_deepspeed_never_had_is_an_error_and_the_settings_around_it_are_not():
+    minicodformer = zero3(memory_efficient_linear=True, round_robin_gradients=True, offload_optimizer={"device": "cpu"})
+    load_config(minicodformer)
+    minicodformer["zero_optimization"]["use_dynamic_tiling"] = True
+    assert errors(minicodformer)[0].startswith("zero_optimization.use_dynamic_tiling: not a key of DeepSpeed 0.19; ")
+
+
+@pytest.mark.parametrize("key", ["amp", "elasticity", "zero_optimization.mics_shard_size"])
+def test_keys_removed_from_deepspeed_say_so(key):
+    section, _, leaf = key.rpartition(".")
+    config = {section: {leaf: 1}} if section else {leaf: {}}
+    assert errors(config)[0].startswith(f"{key}: was removed from DeepSpeed")
+
+
+# ---- wrong values
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"train_batch_size": True}, "train_batch_size: expected an integer, got true"),
+        ({"train_batch_size": "8"}, 'train_batch_size: expected an integer, got the string "8"'),
+        ({"train_batch_size": 0}, "train_batch_size: expected a number greater than 0, got 0"),
+        ({"gradient_clipping": -1}, "gradient_clipping: expected a number of at least 0, got -1"),
+        (zero3(overlap_comm=1), "zero_optimization.overlap_comm: expected true or false, got 1"),
+        (zero3(sub_group_size=1.5), "zero_optimization.sub_group_size: expected an integer, got 1.5"),
+        ({"zero_optimization": True}, "zero_optimization: expected an object, got true"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected a number of at most 3, got 4"),
+        (
+            zero3(offload_param={"device": "gpu"}),
+            "zero_optimization.offload_param.device: expected one of 'none', 'cpu' or 'nvme', got the string \"gpu\"",
+        ),
+        (
+            {"communication_data_type": "fp8"},
+            "communication_data_type: expected one of 'fp32', 'fp16', 'bf16', got 'fp8'",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.0]}}},
+            "optimizer.params.betas: expected a list of two numbers of at least 0 and less than 1, got [0.9, 1.0]",
+        ),
+        ({"scheduler": {"params": {}}}, "scheduler.type: is required"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}},
+            "scheduler.params.warmup_type: expected one of 'log' or 'linear', got the string \"cosine\"",
+        ),
+        (
+            {"gradient_allreduce_op": "sum"},
+            "gradient_allreduce_op: 'sum' is not available: gradients are averaged over the ranks; use 'mean'",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: expected a number of at most 1, got 2"),
+    ],
+)
+def test_wrong_value(config, line):
+    assert errors(config) == [line]
+
+
+def test_numbers_in_scientific_notation_are_integers_if_they_are_whole():
+    config = load_config(zero3(reduce_bucket_size=5e8))
+    assert config.zero_optimization.reduce_bucket_size == 500_000_000
+    assert type(config.zero_optimization.reduce_bucket_size) is int
+
+
+def test_all_errors_are_reported_together():
+    lines = errors({"train_batch_size": "8", "fp16": {"enabled": True}, "bf16": {"enabled": True}, **zero3(bukcet=1)})
+    assert [line.split(":")[0] for line in lines] == ["train_batch_size", "zero_optimization.bukcet", "bf16.enabled"]
+
+
+# ---- contradictions
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device: needs zero_optimization.stage of at least 3, got 2",
+        ),
+        (
+            zero3(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+            "zero_optimization.offload_optimizer.device: nvme is not available yet; use cpu",
+        ),
+        (
+            zero3(cpu_offload=True, offload_optimizer={"device": "cpu"}),
+            "zero_optimization.cpu_offload: old name of zero_optimization.offload_optimizer, which is given too; "
+            "delete zero_optimization.cpu_offload",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}},
+            "scheduler.params.total_num_steps: is a setting of WarmupDecayLR, not of WarmupLR; "
+            "change scheduler.type or delete it",
+        ),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
+            "scheduler.params.total_num_steps: is required by WarmupDecayLR",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},
+            "fp16.min_loss_scale: 32 is above 2 ** initial_scale_power = 16",
+        ),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+            "train_batch_size: 7 is not a whole multiple of train_micro_batch_size_per_gpu 2",
+        ),
+    ],
+)
+def test_contradiction(config, line):
+    assert errors(config) == [line]
+
+
+@pytest.mark.parametrize("keys", [{"stage3_max_live_parameters": 5}, {"offload_param": {"device": "none"}}])
+def test_stage3_keys_at_a_lower_stage_are_no_contradiction(keys):
+    load_config({"zero_optimization": {"stage": 1, **keys}})
+
+
+# ---- "auto"
+
+
+def test_auto_takes_deepspeeds_default_where_there_is_one():
+    raw = {
+        "gradient_clipping": "auto",
+        "optimizer": {
+            "type": "adamw",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        **zero3(stage3_prefetch_bucket_size="auto", reduce_bucket_size="auto"),
+    }
+    config = load_config(raw)
+    assert config.gradient_clipping == 1.0
+    assert config.zero_optimization.stage3_prefetch_bucket_size == 50_000_000
+    assert dict(**config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert "zero_optimization.reduce_bucket_size" in config.auto
+
+
+def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
+    raw = {
+        "zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    assert [line.split(":")[0] for line in errors(raw)] == [
+        "zero_optimization.stage",
+        "scheduler.params.total_num_steps",
+    ]
+    load_config(raw, allow_auto=True)
+
+
+def test_auto_where_nobody_fills_it_in_is_an_error():
+    for allow_auto in (False, True):
+        assert errors(zero3(sub_group_size="auto"), allow_auto=allow_auto) == [
+            "zero_optimization.sub_group_size: "
+            "'auto' is not filled in by transformers or accelerate for this key; set a value"
+        ]
+
+
+# ---- batch sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ((24, 4, 2), (24, 4, 2)),
+        ((24, 4, None), (24, 4, 2)),
+        ((24, None, 2), (24, 4, 2)),
+        ((None, 4, 2), (24, 4, 2)),
+        ((24, None, None), (24, 8, 1)),
+        ((None, 4, None), (12, 4, 1)),
+    ],
+)
+def test_missing_batch_sizes_follow_from_the_others(given, resolved):
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = load_config({key: value for key, value in zip(keys, given, strict=True) if value is not None})
+    assert config.resolve_batch(3) is config
+    assert tuple(getattr(config, key) for key in keys) == resolved
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (
+            {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1},
+            "train_batch_size: 6 is not train_micro_batch_size_per_gpu 6 x gradient_accumulation_steps 1 x world size 2"
+            " = 12; change one of them or leave one out",
+        ),
+        (
+            {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 6},
+            "train_batch_size: 6 is not a whole multiple of train_micro_batch_size_per_gpu 6 x world size 2",
+        ),
+        ({"train_batch_size": 1}, "train_batch_size: 1 is not a whole multiple of world size 2"),
+        (
+            {"gradient_accumulation_steps": 4},
+            "train_micro_batch_size_per_gpu: is missing, and train_batch_size is not given either; "
+            "set one of them to a number",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": "auto"},
+            "train_micro_batch_size_per_gpu: is still 'auto', and train_batch_size is not given either; "
+            "set one of them to a number",
+        ),
+    ],
+)
+def test_batch_sizes_that_do_not_multiply_out(raw, message):
+    with pytest.raises(ValueError) as caught:
+        load_config(raw).resolve_batch(2)
+    assert str(caught.value).endswith(message)
+
+
+# ---- settings
+
+
+def test_defaults_are_deepspeeds():
+    config = Config()
+    zero = config.zero_optimization
+    assert config.gradient_clipping == 1.0 and config.steps_per_print is None and config.zero_force_ds_cpu_optimizer
+    assert (zero.stage, zero.contiguous_gradients, zero.overlap_comm) == (0, True, False)
+    assert load_config(zero3()).zero_optimization.overlap_comm is True
+    assert (zero.reduce_bucket_size, zero.sub_group_size) == (5e8, 1e9)
+    assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
+    assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
+    assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.fp16.loss_scale_window) == (16, 2, 1000)
+
+
+@pytest.mark.parametrize(
+    ("raw", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, torch.float16),
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"bfloat16": {"enabled": True}}, torch.bfloat16),
+    ],
+)
+def test_compute_dtype(raw, dtype):
+    assert load_config(raw).compute_dtype == dtype
+
+
+def test_dtype_names():
+    config = load_config({"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}})
+    assert config.communication_data_type == torch.float32
+    assert config.data_types.grad_accum_dtype == torch.bfloat16
+    assert load_config({"communication_data_type": None}).communication_data_type is None
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "decoupled"),
+    [("Adam", {}, True), ("Adam", {"adam_w_mode": False}, False), ("ADAMW", {"adam_w_mode": False}, True)],
+)
+def test_adam_means_adamw_unless_it_is_told_otherwise(name, params, decoupled):
+    optimizer = load_config({"optimizer": {"type": name, "params": params}}).optimizer
+    assert optimizer.decoupled_weight_decay is decoupled
+
+
+def test_old_names_act_as_the_new_ones_and_are_reported():
+    config = load_config(
+        zero3(cpu_offload=True, cpu_offload_param=False, stage3_gather_fp16_weights_on_model_save=True)
+    )
+    zero = config.zero_optimization
+    assert zero.offloads_optimizer and not zero.offloads_params
+    assert zero.stage3_gather_16bit_weights_on_model_save
+    assert ("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer") in config.deprecated()
+    assert len(config.deprecated()) == 3
+
+
+# ---- keys without effect
+
+
+def test_keys_without_effect_are_listed_by_name_with_a_reason():
+    raw = {
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "tensorboard": {"enabled": True, "job_name": "run"},
+        "wandb": {},
+        "aio": {"block_size": 1e6},
+        "activation_checkpointing": {"partition_activations": True},
+        **zero3(
+            round_robin_gradients=True,
+            allgather_bucket_size=5e8,
+            offload_optimizer={"device": "cpu", "pin_memory": True, "ratio": 0.5},
+        ),
+    }
+    listed = load_config(raw).without_effect()
+    assert sorted(key for key, _ in listed) == [
+        "activation_checkpointing.partition_activations",
+        "aio.block_size",
+        "tensorboard.enabled",
+        "tensorboard.job_name",
+        "wandb",
+        "zero_optimization.allgather_bucket_size",
+        "zero_optimization.offload_optimizer.ratio",
+        "zero_optimization.round_robin_gradients",
+    ]
+    assert all(reason for _, reason in listed)
+
+
+def test_defaults_that_the_user_did_not_write_are_not_listed():
+    assert load_config(zero3()).without_effect() == []

@@ -1,0 +1,85 @@
+"""zero.optim.loss_scaler: the sequences of scales that DeepSpeed's DynamicLossScaler gives."""
+
+import pytest
+
+from zero.config import load_config
+from zero.optim.loss_scaler import LossScaleExhausted, LossScaler
+
+
+def scales(scaler, events):
+    """The scale after each optimizer step; "x" in ``events`` is an overflow, "." a good step."""
+    seen = []
+    for event in events:
+        scaler.update(event == "x")
+        seen.append(scaler.scale)
+    return seen
+
+
+def test_hysteresis_two_spends_the_first_overflow_and_halves_on_every_later_one():
+    assert scales(LossScaler(0, 4, 1000, hysteresis=2), "xx.x.x") == [16, 8, 8, 4, 4, 2]
+
+
+def test_hysteresis_one_halves_at_once():
+    assert scales(LossScaler(0, 4, 1000, hysteresis=1), "x.x") == [8, 8, 4]
+
+
+def test_consecutive_hysteresis_is_refilled_by_a_good_step():
+    scaler = LossScaler(0, 4, 1000, hysteresis=2, consecutive_hysteresis=True)
+    assert scales(scaler, "x.x.xx") == [16, 16, 16, 16, 16, 8]
+
+
+def test_the_scale_doubles_after_each_window_of_good_steps():
+    # The first good step of a run, and the first after an overflow, do not count: the window starts after them.
+    assert scales(LossScaler(0, 4, 3, hysteresis=1), ".......") == [16, 16, 16, 32, 32, 32, 64]
+    assert scales(LossScaler(0, 4, 3, hysteresis=1), "x.....") == [8, 8, 8, 8, 16, 16]
+
+
+def test_doubling_refills_the_hysteresis():
+    assert scales(LossScaler(0, 4, 2, hysteresis=2), "xx...xx") == [16, 8, 8, 8, 16, 16, 8]
+
+
+def test_the_scale_never_falls_below_the_minimum():
+    scaler = LossScaler(0, 2, 1000, hysteresis=1, min_loss_scale=3)
+    assert scales(scaler, "x") == [3] and scaler.at_minimum
+
+
+def test_an_overflow_at_the_minimum_with_no_hysteresis_left_is_the_end():
+    scaler = LossScaler(0, 1, 1000, hysteresis=2, min_loss_scale=2)
+    assert scaler.at_minimum and not scaler.exhausted
+    scaler.update(True)
+    assert scaler.exhausted
+    with pytest.raises(LossScaleExhausted, match="loss scale 2.*bf16"):
+        scaler.update(True)
+
+
+def test_good_steps_at_the_minimum_lead_away_from_it():
+    scaler = LossScaler(0, 0, 2, hysteresis=1)
+    assert scaler.exhausted
+    assert scales(scaler, "...") == [1, 1, 2] and not scaler.exhausted
+
+
+def test_a_static_scale_never_changes_and_never_raises():
+    scaler = LossScaler(128.0)
+    assert scales(scaler, "xxxxx...x") == [128.0] * 9
+    assert not scaler.dynamic and not scaler.at_minimum and not scaler.exhausted
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_a_restored_scaler_goes_on_where_it_was(hysteresis):
+    events = "x..x....xx...........x..x"
+    whole = scales(LossScaler(0, 8, 3, hysteresis), events)
+    for cut in range(len(events)):
+        first, second = LossScaler(0, 8, 3, hysteresis), LossScaler(0, 8, 3, hysteresis)
+        begun = scales(first, events[:cut])
+        second.load_state_dict(first.state_dict())
+        assert begun + scales(second, events[cut:]) == whole
+
+
+def test_the_configuration_decides():
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 1}
+    scaler = LossScaler.from_config(load_config({"fp16": {**fp16, "min_loss_scale": 4}}))
+    assert scales(scaler, "x") == [4] and scaler.exhausted
+    assert LossScaler.from_config(load_config({"fp16": {**fp16, "loss_scale": 64}})).scale == 64.0
+    for raw in ({}, {"bf16": {"enabled": True}}, {"fp16": {**fp16, "enabled": False}}):
+        scaler = LossScaler.from_config(load_config(raw))
+        assert scaler.scale == 1.0 and not scaler.dynamic

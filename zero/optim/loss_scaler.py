@@ -1,0 +1,123 @@
+"""Loss scaling for float16: the factor on the loss, and how it answers overflows. Pure Python, the same on every rank.
+
+The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the loss by
+:attr:`LossScaler.scale`, finds out whether any rank's gradient is not finite, skips the optimizer step if so, and
+calls :meth:`LossScaler.update` once for each optimizer step, skipped or not.
+"""
+
+from typing import Any
+
+from zero.config import Config
+
+_FACTOR = 2.0
+
+
+class LossScaleExhausted(RuntimeError):
+    """A gradient overflowed at the smallest loss scale: scaling cannot help any more."""
+
+
+class LossScaler:
+    """A static loss scale, or a dynamic one that halves on overflow and doubles after a stable window.
+
+    Args:
+        loss_scale: the static scale; 0 for a dynamic one, and only then do the other arguments matter.
+        initial_scale_power: the first scale is ``2 ** initial_scale_power``.
+        loss_scale_window: number of steps without overflow after which the scale doubles.
+        hysteresis: number of overflows it takes to halve the scale; the count is refilled when the scale doubles.
+        consecutive_hysteresis: refill the count after every step without overflow.
+        min_loss_scale: the scale never falls below this.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float = 0.0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_loss_scale: float = 1,
+    ):
+        self.dynamic = loss_scale == 0
+        self.scale: float = _FACTOR**initial_scale_power if self.dynamic else float(loss_scale)
+        self.window = loss_scale_window
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.min_scale = min_loss_scale
+        self._overflows_left = hysteresis
+        self._steps = 0
+        self._last_overflow = -1
+
+    @classmethod
+    def from_config(cls, config: Config) -> "LossScaler":
+        """The scaler of the ``fp16`` section; a static scale of 1 if fp16 is off."""
+        fp16 = config.fp16
+        if not fp16.enabled:
+            return cls(loss_scale=1.0)
+        return cls(
+            fp16.loss_scale,
+            fp16.initial_scale_power,
+            fp16.loss_scale_window,
+            fp16.hysteresis,
+            fp16.consecutive_hysteresis,
+            fp16.min_loss_scale,
+        )
+
+    @property
+    def at_minimum(self) -> bool:
+        """True if a dynamic scale cannot fall further."""
+        return self.dynamic and self.scale <= self.min_scale
+
+    @property
+    def exhausted(self) -> bool:
+        """True if another overflow would leave nothing to try: the minimum is reached and the hysteresis is used up."""
+        return self.at_minimum and self._overflows_left == 1
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step; ``overflow`` means that it was skipped for a gradient that is not finite.
+
+        Raises:
+            LossScaleExhausted: an overflow while :attr:`exhausted`. A static scale never raises.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflowed()
+        else:
+            self._went_well()
+        self._steps += 1
+
+    def _overflowed(self) -> None:
+        if self.exhausted:
+            raise LossScaleExhausted(
+                f"a gradient is not finite at loss scale {self.scale:g}, which is fp16.min_loss_scale; "
+                "use bf16, or a lower learning rate"
+            )
+        if self._overflows_left == 1:
+            self.scale = max(self.scale / _FACTOR, self.min_scale)
+        else:
+            self._overflows_left -= 1
+        self._last_overflow = self._steps
+
+    def _went_well(self) -> None:
+        if self.consecutive_hysteresis:
+            self._overflows_left = self.hysteresis
+        stable = self._steps - self._last_overflow - 1
+        if stable > 0 and stable % self.window == 0:
+            self._overflows_left = self.hysteresis
+            self.scale *= _FACTOR
+
+    def state_dict(self) -> dict[str, Any]:
+        """What changes from step to step; the settings come from the configuration."""
+        return {
+            "scale": self.scale,
+            "overflows_left": self._overflows_left,
+            "steps": self._steps,
+            "last_overflow": self._last_overflow,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        self.scale = state["scale"]
+        self._overflows_left = state["overflows_left"]
+        self._steps = state["steps"]
+        self._last_overflow = state["last_overflow"]
