@@ -13,21 +13,23 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from zero.config_keys import (
     AUTO_WITHOUT_DEFAULT,
     BATCH_KEYS,
     NOT_YET,
     REMOVED_KEYS,
+    AdamName,
     Betas,
     Count,
     DType,
     Fraction,
     Int,
+    KeywordSection,
     NonNegative,
     Positive,
     Rates,
@@ -138,7 +140,7 @@ class FP16Config(Section):
     """``fp16``. ``loss_scale`` 0 means dynamic, starting at ``2 ** initial_scale_power``."""
 
     enabled: bool = False
-    auto_cast: bool = False
+    auto_cast: bool = unused(False, "inputs keep the dtype that the script gives them")
     loss_scale: NonNegative = 0.0
     initial_scale_power: Count = 16
     loss_scale_window: Positive = 1000
@@ -153,7 +155,7 @@ class BF16Config(Section):
 
     enabled: bool = False
     immediate_grad_update: bool = unused(False, "gradients are always reduced as soon as a unit's backward is done")
-    check_grad_overflow: bool = True
+    check_grad_overflow: bool = unused(True, "a step with a gradient that is not finite is always skipped")
     bf16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
     bf16_optimizer_states: bool = unused(False, "masters and moments are always fp32")
 
@@ -161,24 +163,13 @@ class BF16Config(Section):
 class DataTypesConfig(Section):
     """``data_types``."""
 
-    grad_accum_dtype: DType = None
+    grad_accum_dtype: DType = unused(None, "gradients are accumulated in fp32")
     param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
     buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
 
 
-class _Params(Section):
-    """Settings that can be passed on with ``**``."""
-
-    def keys(self) -> list[str]:
-        """Names of the keyword arguments."""
-        raise NotImplementedError
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
-
-
-class AdamParams(_Params):
+class AdamParams(KeywordSection):
     """``optimizer.params``; ``**params`` are the keyword arguments lr, betas, eps and weight_decay of torch's Adam."""
 
     lr: NonNegative = 1e-3
@@ -198,14 +189,10 @@ class AdamParams(_Params):
         return ["lr", "betas", "eps", "weight_decay"]
 
 
-def _as_torch_spells_it(name: Any) -> Any:
-    return {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name) if isinstance(name, str) else name
-
-
 class OptimizerConfig(Section):
     """``optimizer``: Adam or AdamW, any case. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
 
-    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_as_torch_spells_it)]
+    type: AdamName
     params: AdamParams = Field(default_factory=AdamParams)
     legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
 
@@ -215,7 +202,7 @@ class OptimizerConfig(Section):
         return self.type == "AdamW" or self.params.adam_w_mode
 
 
-class SchedulerParams(_Params):
+class SchedulerParams(KeywordSection):
     """``scheduler.params``; ``**params`` are the keyword arguments that the user set (rates: per step, not scaled)."""
 
     warmup_min_lr: Rates = 0.0
@@ -243,11 +230,13 @@ class Config(SectionsWithoutEffect):
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
     gradient_clipping: NonNegative = 1.0
-    # accelerate sets infinity to keep the engine quiet.
-    steps_per_print: Annotated[float, Field(gt=0)] | None = None
-    wall_clock_breakdown: bool = False
+    steps_per_print: Annotated[float, Field(gt=0)] | None = unused(
+        None, "the Trainer reports progress; see logging_steps", honoured=math.inf
+    )
+    wall_clock_breakdown: bool = unused(False, "not measured here; use torch.profiler")
     communication_data_type: DType = None
-    zero_allow_untested_optimizer: bool = False
+    zero_allow_untested_optimizer: bool = unused(False, "every element-wise optimizer is allowed", honoured=True)
+    # Read by accelerate from the dict: it decides whether a torch optimizer becomes DeepSpeedCPUAdam under offload.
     zero_force_ds_cpu_optimizer: bool = True
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
@@ -357,8 +346,11 @@ def _without_effect(section: Section, prefix: str, inherited: str | None = None)
     for key, field in type(section).model_fields.items():
         if key not in section.model_fields_set:
             continue
-        reason = inherited or (field.json_schema_extra or {}).get("unused")
+        mark = field.json_schema_extra or {}
+        reason = inherited or mark.get("unused")
         value = getattr(section, key)
+        if value is not None and value == mark.get("honoured"):
+            continue
         if isinstance(value, Section) and value.model_fields_set:
             yield from _without_effect(value, f"{prefix}{key}.", reason)
         elif reason:

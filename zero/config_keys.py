@@ -10,7 +10,7 @@ So a key that gains an effect is one edited line. Names, types and bounds follow
 (``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
@@ -22,9 +22,23 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
 
 
-def unused(default: Any, reason: str, **constraints: Any) -> Any:
-    """A field for a valid key without effect; ``reason`` is what the user is told."""
-    return Field(default, json_schema_extra={"unused": reason}, **constraints)
+class KeywordSection(Section):
+    """Settings that can be passed on with ``**``."""
+
+    def keys(self) -> list[str]:
+        """Names of the keyword arguments."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+def unused(default: Any, reason: str, honoured: Any = None) -> Any:
+    """A field for a valid key without effect; ``reason`` is what the user is told.
+
+    ``honoured`` is a value that accelerate writes by itself and that asks for what happens anyway: it is not listed.
+    """
+    return Field(default, json_schema_extra={"unused": reason, "honoured": honoured})
 
 
 def only(kind: Any, value: Any, reason: str) -> Any:
@@ -35,7 +49,7 @@ def only(kind: Any, value: Any, reason: str) -> Any:
             raise ValueError(f"{given!r} is not available: {reason}; use {value!r}")
         return given
 
-    return Annotated[kind, AfterValidator(check)]
+    return Annotated[kind, AfterValidator(check), Field(json_schema_extra={"only": value})]
 
 
 def _integral(value: Any) -> Any:
@@ -87,10 +101,15 @@ def _parse_betas(value: Any) -> Any:
     raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
 
 
+def _as_torch_spells_it(name: Any) -> Any:
+    return {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name) if isinstance(name, str) else name
+
+
 DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
 Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AdamName = Annotated[Literal["Adam", "AdamW"], BeforeValidator(_as_torch_spells_it)]
 Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
 
 

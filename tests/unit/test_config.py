@@ -3,13 +3,17 @@
 import base64
 import copy
 import json
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from zero.config import Config, load_config
+from zero.config_keys import Section
 
+PACKAGE = Path(__file__).parents[2] / "zero"
 SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
 
 
@@ -410,5 +414,35 @@ def test_keys_without_effect_are_listed_by_name_with_a_reason():
     assert all(reason for _, reason in listed)
 
 
+def test_what_accelerate_writes_by_itself_is_not_listed_where_it_changes_nothing():
+    assert load_config({"steps_per_print": float("inf"), "zero_allow_untested_optimizer": True}).without_effect() == []
+    listed = load_config({"steps_per_print": 10, "zero_allow_untested_optimizer": False}).without_effect()
+    assert [key for key, _ in listed] == ["steps_per_print", "zero_allow_untested_optimizer"]
+
+
 def test_defaults_that_the_user_did_not_write_are_not_listed():
     assert load_config(zero3()).without_effect() == []
+
+
+def test_every_key_without_a_mark_is_read_by_the_engine():
+    # The first ones act inside zero.config, the last one in accelerate, which reads the dict.
+    read_elsewhere = {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "adam_w_mode",
+        "zero_force_ds_cpu_optimizer",
+    }
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if not path.name.startswith("config")]
+    words = set(re.findall(r"\w+", "\n".join(sources)))
+    acting = set()
+    sections = [Config]
+    for section in sections:
+        for key, field in section.model_fields.items():
+            if field.json_schema_extra:
+                continue
+            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            inner = [kind for kind in inner if issubclass(kind, Section)]
+            sections += inner
+            acting |= set() if inner else {key}
+    assert len(acting) > 30
+    assert acting - read_elsewhere - words == set()

@@ -76,10 +76,13 @@ def test_a_restored_scaler_goes_on_where_it_was(hysteresis):
 
 
 def test_the_configuration_decides():
-    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 1}
-    scaler = LossScaler.from_config(load_config({"fp16": {**fp16, "min_loss_scale": 4}}))
-    assert scales(scaler, "x") == [4] and scaler.exhausted
-    assert LossScaler.from_config(load_config({"fp16": {**fp16, "loss_scale": 64}})).scale == 64.0
-    for raw in ({}, {"bf16": {"enabled": True}}, {"fp16": {**fp16, "enabled": False}}):
-        scaler = LossScaler.from_config(load_config(raw))
-        assert scaler.scale == 1.0 and not scaler.dynamic
+    dynamic = {"loss_scale": 0, "initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 4}
+
+    def scaler(fp16):
+        return LossScaler.from_config(load_config({"fp16": {"enabled": True, **fp16}}).fp16)
+
+    assert scales(scaler(dynamic), "...x") == [8, 8, 16, 8]
+    assert scales(scaler(dynamic), "x") == [4]
+    assert scales(scaler({**dynamic, "hysteresis": 2, "consecutive_hysteresis": True}), "x.x") == [8, 8, 8]
+    assert scales(scaler({**dynamic, "loss_scale": 64}), "xx") == [64, 64]
+    assert scales(scaler({}), "xx") == [2**16, 2**15]

@@ -7,7 +7,7 @@ calls :meth:`LossScaler.update` once for each optimizer step, skipped or not.
 
 from typing import Any
 
-from zero.config import Config
+from zero.config import FP16Config
 
 _FACTOR = 2.0
 
@@ -48,11 +48,8 @@ class LossScaler:
         self._last_overflow = -1
 
     @classmethod
-    def from_config(cls, config: Config) -> "LossScaler":
-        """The scaler of the ``fp16`` section; a static scale of 1 if fp16 is off."""
-        fp16 = config.fp16
-        if not fp16.enabled:
-            return cls(loss_scale=1.0)
+    def from_config(cls, fp16: FP16Config) -> "LossScaler":
+        """The scaler that an ``fp16`` section describes."""
         return cls(
             fp16.loss_scale,
             fp16.initial_scale_power,
