@@ -1,0 +1,8 @@
+"""A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
+
+from zero.engine import ZeroEngine, initialize
+from zero.init import GatheredParameters, Init
+
+__version__ = "0.1.0"
+
+__all__ = ["GatheredParameters", "Init", "ZeroEngine", "initialize"]

@@ -1,0 +1,256 @@
+"""The only caller of `torch.distributed` for parameters and gradients.
+
+[Note: collectives]
+Every operation is in place on flat 1-D tensors, so that nothing is copied before or after it, and returns a `Pending`
+whose `wait()` makes the result usable. On NCCL the collectives are torch's own. On gloo the same exchange is made of
+point-to-point messages: torch's gloo all-gather and reduce-scatter take 3-4 times as long for 10-100 MB (see
+benchmarks/LOG.md), and summing received slices here, in rank order and in fp32, is deterministic and more precise.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Pending:
+    """An operation in flight. `wait()` may be called more than once; `finish` runs once, after all works are done."""
+
+    def __init__(self, works: Sequence = (), finish: Callable[[], None] | None = None, keep: tuple = ()):
+        self._works, self._finish, self._keep = works, finish, keep
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self._keep = (), None, ()
+
+
+class Communicator:
+    """Collectives of one group of ranks on one kind of device.
+
+    `calls` and `elements` count operations and the elements of the full buffers they moved, by operation name.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+        self._tag = 0
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._native = device.type == "cuda"
+        if self._native and backend in dist.get_backend():
+            self._group = dist.group.WORLD
+        else:
+            # A group of our own: messages of the engine and of user code can never be taken for one another.
+            self._group = dist.new_group(backend=backend, timeout=default_timeout())
+
+    @property
+    def mean_factor(self) -> float:
+        """What `reduce_scatter`'s result must be multiplied by to be the mean over ranks."""
+        return 1.0 if self._native else 1.0 / self.world_size
+
+    def _count(self, name: str, numel: int) -> None:
+        self.calls[name] += 1
+        self.elements[name] += numel
+
+    def _next_tag(self) -> int:
+        # Equal on all ranks, since all ranks make the same calls in the same order.
+        self._tag = (self._tag + 1) % (1 << 30)
+        return self._tag
+
+    def _peers(self) -> list[int]:
+        """All other ranks, nearest first, so that no rank is everybody's first receiver."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
+        """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory)."""
+        self._count("all_gather", full.numel())
+        own = full.narrow(0, self.rank * shard.numel(), shard.numel())
+        own.copy_(shard, non_blocking=True)
+        if self.world_size == 1:
+            return Pending()
+        if self._native:
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            return Pending([gather(full, own, group=self._group, async_op=True)], keep=(full, own))
+        tag, n, works = self._next_tag(), shard.numel(), []
+        for peer in self._peers():
+            works.append(dist.isend(own, peer, group=self._group, tag=tag))
+            works.append(dist.irecv(full.narrow(0, peer * n, n), peer, group=self._group, tag=tag))
+        return Pending(works, keep=(full, own))
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int) -> Pending:
+        """Reduce `full` (world_size * n elements) over ranks into `out` (n fp32 elements, this rank's slice).
+
+        The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
+        (at least one a rank) go into one collective.
+        """
+        n, step = out.numel(), max(1, max_numel // self.world_size)
+        parts = [
+            self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate) for a in range(0, n, step)
+        ]
+        return parts[0] if len(parts) == 1 else Pending(parts)
+
+    def _reduce_columns(
+        self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool
+    ) -> Pending:
+        """Reduce columns `first : first + width` of `full` seen as a (world_size, n) matrix."""
+        self._count("reduce_scatter", width * self.world_size)
+        rows = [full.narrow(0, rank * n + first, width) for rank in range(self.world_size)]
+        if self._native:
+            return self._reduce_columns_nccl(out, rows, accumulate)
+        tag, works, terms = self._next_tag(), [], list(rows)
+        for peer in self._peers():
+            works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
+            terms[peer] = torch.empty_like(rows[peer])
+            works.append(dist.irecv(terms[peer], peer, group=self._group, tag=tag))
+        terms[self.rank] = rows[self.rank]
+
+        def finish() -> None:
+            total = out.add_(terms[0]) if accumulate else out.copy_(terms[0])
+            for term in terms[1:]:
+                total.add_(term)
+
+        return Pending(works, finish, keep=(full,))
+
+    def _reduce_columns_nccl(self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool) -> Pending:
+        whole = rows[0].numel() * len(rows)
+        first = rows[0]
+        contiguous = all(row.data_ptr() == first.data_ptr() + i * first.nbytes for i, row in enumerate(rows))
+        source = first.as_strided((whole,), (1,)) if contiguous else torch.cat(rows)
+        result = source if self.world_size == 1 else torch.empty_like(first)
+        works = []
+        if self.world_size > 1:
+            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+            works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._group, async_op=True))
+
+        def finish() -> None:
+            # `out` may be host memory (offload): add there what arrives in pinned pages.
+            part = result.to(out.device, dtype=out.dtype)
+            out.add_(part) if accumulate else out.copy_(part)
+
+        return Pending(works, finish, keep=(source,))
+
+    def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
+        """Give every rank its slice of rank `src`'s `full`; others may pass None. Blocking."""
+        n = shard.numel()
+        self._count("scatter", n * self.world_size)
+        if self.rank == src:
+            slices = [full.narrow(0, rank * n, n) for rank in range(self.world_size)]
+            shard.copy_(slices[self.rank])
+        if self.world_size == 1:
+            return
+        if self._native:
+            buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
+            dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
+            shard.copy_(buffer)
+            return
+        tag = self._next_tag()
+        if self.rank == src:
+            works = [dist.isend(slices[peer], peer, group=self._group, tag=tag) for peer in self._peers()]
+            Pending(works, keep=(full,)).wait()
+        else:
+            dist.irecv(shard, src, group=self._group, tag=tag).wait()
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""
+        self._count("broadcast", tensor.numel())
+        if self.world_size > 1:
+            dist.broadcast(tensor, src, group=self._group)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Sum, minimum or maximum over ranks, in place. Blocking."""
+        self._count("all_reduce", tensor.numel())
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self._group)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self._group)
+
+
+_communicators: dict[str, Communicator] = {}
+
+
+def communicator() -> Communicator:
+    """The communicator of this process's compute device, made (with the process group, if need be) on first use."""
+    if not is_initialized():
+        init_distributed()
+        _communicators.clear()
+    device = compute_device()
+    key = f"{device}/{id(dist.group.WORLD)}"
+    if key not in _communicators:
+        _communicators[key] = Communicator(device)
+    return _communicators[key]
+
+
+def compute_device() -> torch.device:
+    """This rank's accelerator, or the CPU where torch sees none or `ACCELERATE_USE_CPU` asks for it."""
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1", "yes"):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def default_timeout() -> timedelta:
+    """How long a collective may wait for other ranks: `DEEPSPEED_TIMEOUT` minutes, else 30."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    return timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = False,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **_ignored: object,
+) -> None:
+    """Make the default process group unless there is one; a process without a launcher becomes a world of one.
+
+    The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU and gloo on a CPU.
+    """
+    device = compute_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if init_method is None and "RANK" not in os.environ and rank < 0:
+        become_world_of_one()
+    dist.init_process_group(
+        backend, init_method=init_method, timeout=timeout or default_timeout(), rank=rank, world_size=world_size
+    )
+
+
+def become_world_of_one() -> None:
+    """Set the variables a launcher would have set for a single process, with a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, str(value))
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank() -> int:
+    return dist.get_rank() if is_initialized() else 0
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if is_initialized() else 1

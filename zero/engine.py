@@ -1,0 +1,310 @@
+"""`initialize` and the engine it returns: forward, backward and step over sharded state. It delegates all arithmetic."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zero import comm
+from zero.config import Config, load_config
+from zero.export import consolidated_state_dict
+from zero.gradients import GradientReducer
+from zero.hooks import ModuleHooks
+from zero.layout import plan_units
+from zero.optim.factory import build_optimizer
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.lr_schedules import build_scheduler
+from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.schedule import Schedule
+from zero.tiers import Tier
+from zero.unit import Residency, Unit, placeholder
+
+logger = logging.getLogger("zero")
+
+
+class ZeroEngine(nn.Module):
+    """A model whose parameters, gradients and optimizer state are sharded over all ranks (ZeRO stage 3).
+
+    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
+
+    Attributes:
+        module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
+        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps:
+        counters. residency: gathered elements, now and at their peak.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Config,
+        optimizer: torch.optim.Optimizer | Callable | None = None,
+        model_parameters: Iterable | None = None,
+        lr_scheduler: object | None = None,
+    ):
+        super().__init__()
+        self.comm = comm.communicator()
+        self.settings, self.config = settings.resolve_batch(self.comm.world_size), settings.raw
+        zero = settings.zero_optimization
+        if zero.stage != 3:
+            raise ValueError(f"zero_optimization.stage: {zero.stage} is not available yet; set it to 3")
+        self._report_settings()
+        self.module = model
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._boundary: bool | None = None
+        self.residency = Residency()
+
+        inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model)
+        self.units = self._make_units(param_group_of(inner) if inner is not None else {})
+        self._place_buffers()
+        offload = zero.offload_optimizer
+        tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
+        self.reducer = GradientReducer(
+            self.comm,
+            tier,
+            bucket_size=zero.reduce_bucket_size,
+            overlap=zero.overlap_comm,
+            contiguous=zero.contiguous_gradients,
+            dtype=settings.communication_data_type,
+        )
+        self.schedule = Schedule(
+            [unit.layout.numel for unit in self.units],
+            zero.stage3_prefetch_bucket_size,
+            zero.stage3_max_live_parameters,
+            zero.stage3_max_reuse_distance,
+        )
+        self.hooks = ModuleHooks(model, self.units, self.schedule, self.reducer, self.residency)
+        self.hooks.last_micro_step = self.is_gradient_accumulation_boundary
+        self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
+        self.optimizer: ZeroOptimizer | None = None
+        if inner is not None:
+            self.optimizer = ZeroOptimizer(
+                inner,
+                self.units,
+                self.reducer,
+                self.comm,
+                tier,
+                sub_group_size=zero.sub_group_size,
+                clipping=settings.gradient_clipping,
+                scaler=self.scaler,
+            )
+        self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
+
+    # -- construction
+
+    def _report_settings(self) -> None:
+        if self.comm.rank == 0:
+            for key, reason in self.settings.without_effect():
+                logger.warning("%s has no effect: %s", key, reason)
+            for old, new in self.settings.deprecated():
+                logger.warning("%s is an old name of %s", old, new)
+
+    def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
+        zero = self.settings.zero_optimization
+        offload = zero.offload_param
+        tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
+        sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
+        plans = plan_units(
+            self.module, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold, group_of
+        )
+        return [
+            Unit(
+                plan.name,
+                plan.params,
+                self.comm,
+                self.residency,
+                dtype=self.settings.compute_dtype if sixteen_bit else None,
+                tier=tier,
+                param_names=plan.param_names,
+                modules=plan.modules,
+                persistent=plan.persistent,
+                shared=plan.shared,
+            )
+            for plan in plans
+        ]
+
+    def _place_buffers(self) -> None:
+        """Move buffers to the compute device, with rank 0's values everywhere; they keep their dtype."""
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                placed = buffer.to(self.comm.device)
+                if placed.numel():
+                    placed = placed.contiguous()
+                    self.comm.broadcast(placed, src=0)
+                module._buffers[name] = placed
+
+    def _make_scheduler(self, given: object | None, inner: torch.optim.Optimizer | None) -> object | None:
+        """The user's scheduler object, what the user's function makes of the optimizer, or the configured one."""
+        if given is not None:
+            return given(inner) if callable(given) and not hasattr(given, "get_last_lr") else given
+        if self.settings.scheduler is None or inner is None:
+            return None
+        return build_scheduler(self.settings.scheduler, inner)
+
+    # -- training
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run backward for one micro-batch and reduce the gradients.
+
+        Args: loss: a scalar, the mean over this rank's micro-batch; scale_wrt_gas: divide it by
+        `gradient_accumulation_steps`. Returns the (unscaled) loss.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ValueError(f"backward: loss must be a tensor with one element, got {loss!r:.80}")
+        steps = self.settings.gradient_accumulation_steps
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        if self.scaler is not None:
+            # In fp32: the product overflows fp16 long before the gradients do.
+            scaled = scaled.float() * self.scaler.scale
+        scaled.backward(retain_graph=retain_graph)
+        return loss
+
+    def step(self) -> None:
+        """Finish a micro-batch; at the accumulation boundary update the parameters and the learning rate."""
+        if self.optimizer is None:
+            raise ValueError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            return
+        self.global_steps += 1
+        if self.optimizer.step():
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.skipped_steps += 1
+            self._log_skip()
+
+    def _log_skip(self) -> None:
+        if self.scaler is not None and self.comm.rank == 0:
+            logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before the parameters are updated."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.settings.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
+        self._boundary = is_boundary
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the accumulated gradients."""
+        self.reducer.clear()
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm over all parameters of the last step's mean gradient, before clipping; None before the first."""
+        return None if self.optimizer is None else self.optimizer.grad_norm
+
+    # -- weights out
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
+        if not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to true to save a model"
+            )
+        return consolidated_state_dict(self.module, self.units, self.comm.rank, exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the consolidated weights with `torch.save` from rank 0; False if the configuration forbids it."""
+        if not self.zero_gather_16bit_weights_on_model_save():
+            logger.warning("stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename)
+            return False
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        self.comm.barrier()
+        return True
+
+    # -- module behaviour
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> ZeroEngine:
+        """`to`, `half`, `cuda` and the like: allowed where they change nothing, since shards have a place already."""
+        for dtype in {unit.dtype for unit in self.units}:
+            before = placeholder(torch.Size([1]), dtype, self.comm.device)
+            after = fn(before)
+            if after.dtype != before.dtype or after.device != before.device:
+                raise ValueError(
+                    f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, bf16 or fp32 in the "
+                    f"configuration instead of converting the engine to {after.dtype} on {after.device}"
+                )
+        return self
+
+    def destroy(self) -> None:
+        """Take the hooks off the model and free what is gathered; parameters stay sharded."""
+        self.hooks.remove()
+        self.reducer.clear()
+        for unit in self.units:
+            if not unit.persistent and unit.state.name != "SHARDED":
+                unit.free()
+
+
+def initialize(
+    args: object | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: object | None = None,
+    lr_scheduler: object | None = None,
+    distributed_port: int | None = None,
+    mpu: object | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: object | None = None,
+    mesh_param: object | None = None,
+    config_params: object | None = None,
+) -> tuple[ZeroEngine, ZeroOptimizer | None, None, object | None]:
+    """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
+
+    Args:
+        model: the model, ordinary or built under `Init`; its parameters are sharded in place.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes one; it takes
+            precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all that require grad.
+        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
+        config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
+
+    Raises:
+        ValueError: for a bad configuration or an argument that is not supported, by name.
+    """
+    if model is None:
+        raise ValueError("initialize: model is missing")
+    refused = {"training_data": training_data, "mpu": mpu, "collate_fn": collate_fn, "mesh_param": mesh_param}
+    if given := [name for name, value in refused.items() if value is not None]:
+        raise ValueError(
+            f"initialize: not supported: {', '.join(given)}; make the DataLoader yourself, leave the rest out"
+        )
+    sources = [
+        source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
+    ]
+    if not sources:
+        raise ValueError("initialize: config is missing: pass the ds_config as a path or a dict")
+    settings = load_config(sources[0])
+    comm.init_distributed()
+    engine = ZeroEngine(model, settings, optimizer, model_parameters, lr_scheduler)
+    return engine, engine.optimizer, None, engine.lr_scheduler

@@ -1,0 +1,130 @@
+"""From `param.grad` of one backward to the reduced gradient of this rank's shard."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from zero.comm import Communicator, Pending
+from zero.tiers import Tier
+from zero.unit import Unit
+
+
+class _Collected:
+    """The gradients of one unit that backward has produced and that are not reduced yet."""
+
+    def __init__(self) -> None:
+        self.flat: torch.Tensor | None = None
+        self.parts: dict[int, torch.Tensor | None] = {}
+
+
+class GradientReducer:
+    """Collects each unit's gradients in one flat buffer, reduces it over ranks and adds it to `unit.grad`.
+
+    Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
+    reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
+    flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
+    (None: that of the parameters); tier: where the fp32 result is kept.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        tier: Tier,
+        *,
+        bucket_size: int,
+        overlap: bool,
+        contiguous: bool,
+        dtype: torch.dtype | None = None,
+    ):
+        self.comm, self.tier, self.dtype = comm, tier, dtype
+        self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
+        self._collected: dict[Unit, _Collected] = {}
+        self._in_flight: deque[tuple[int, Pending]] = deque()
+        self._fresh: set[Unit] = set()
+        self.buffered = 0
+        self.peak_buffered = 0
+
+    def collect(self, unit: Unit, index: int) -> None:
+        """Take over the gradient that autograd left on the unit's parameter number `index`."""
+        param = unit.params[index]
+        grad, param.grad = param.grad, None
+        entry = self._collected.setdefault(unit, _Collected())
+        if not self.contiguous:
+            earlier = entry.parts.get(index)
+            entry.parts[index] = grad if earlier is None else earlier + grad
+            return
+        if entry.flat is None:
+            entry.flat = self._flat(unit)
+        target = self._place(unit, entry.flat, index)
+        # A second gradient for the same parameter comes from reentrant checkpointing of shared weights.
+        target.add_(grad) if index in entry.parts else target.copy_(grad)
+        entry.parts[index] = None
+
+    def reduce(self, unit: Unit) -> None:
+        """Start reducing what was collected for `unit`; parameters without a gradient count as zero."""
+        entry = self._collected.pop(unit, None)
+        flat = self._flat(unit) if entry is None or entry.flat is None else entry.flat
+        parts = {} if entry is None else entry.parts
+        for index in range(len(unit.params)):
+            target = self._place(unit, flat, index)
+            if index not in parts:
+                target.zero_()
+            elif parts[index] is not None:
+                target.copy_(parts[index])
+        for start, end in unit.layout.gaps():
+            flat[start:end].zero_()
+        self._start(unit, flat)
+
+    def _start(self, unit: Unit, flat: torch.Tensor) -> None:
+        accumulate = unit in self._fresh
+        self._fresh.add(unit)
+        if unit.whole and flat.dtype == torch.float32 and self.tier.device == flat.device:
+            # A world of one has nothing to exchange: the flat buffer is the result.
+            unit.grad = unit.grad.add_(flat) if accumulate else flat
+            self.buffered -= flat.numel()
+            return
+        if unit.grad is None:
+            unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
+        while self._in_flight and sum(numel for numel, _ in self._in_flight) + flat.numel() > self.bucket_size:
+            self._wait_oldest()
+        pending = self.comm.reduce_scatter(unit.grad, flat, accumulate, self.bucket_size)
+        self._in_flight.append((flat.numel(), pending))
+        if not self.overlap:
+            self._wait_oldest()
+
+    def has_pending(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` were collected but not reduced."""
+        return unit in self._collected
+
+    def is_fresh(self, unit: Unit) -> bool:
+        """Whether `unit.grad` holds a gradient of the current accumulation cycle."""
+        return unit in self._fresh
+
+    def drain(self) -> None:
+        """Wait for all reductions in flight."""
+        while self._in_flight:
+            self._wait_oldest()
+
+    def clear(self) -> None:
+        """Forget all gradients; their buffers are written anew in the next cycle."""
+        self.drain()
+        self._collected.clear()
+        self._fresh.clear()
+        self.buffered = 0
+
+    def _wait_oldest(self) -> None:
+        numel, pending = self._in_flight.popleft()
+        pending.wait()
+        self.buffered -= numel
+
+    def _flat(self, unit: Unit) -> torch.Tensor:
+        self.buffered += unit.layout.padded
+        self.peak_buffered = max(self.peak_buffered, self.buffered)
+        return torch.empty(unit.layout.padded, dtype=self.dtype or unit.dtype, device=self.comm.device)
+
+    @staticmethod
+    def _place(unit: Unit, flat: torch.Tensor, index: int) -> torch.Tensor:
+        slot = unit.layout.slots[index]
+        return flat.narrow(0, slot.offset, slot.numel).view(slot.shape)

@@ -1,0 +1,151 @@
+"""`Init` shards a model while it is being built; `GatheredParameters` shows sharded values for a while."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zero import comm
+from zero.config import load_config
+from zero.tiers import Tier
+from zero.unit import Residency, Unit, _Exposed, unit_of
+
+
+class Init:
+    """Context in which every parameter is sharded as soon as the module that owns it is complete.
+
+    A module is complete when it is assigned to its parent, so that no rank holds more than its shards and the module
+    under construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize`
+    groups them.
+
+    Args:
+        module: an already built model to shard at once (then the object need not be used as a context).
+        config_dict_or_path: the ds_config; it decides the dtype and where shards live, and is checked here, before
+            anything is built.
+        dtype: of the sharded parameters; None: that of the configuration's fp16 or bf16 section, else unchanged.
+        enabled: False makes the context do nothing.
+        remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
+        pin_memory: whether host memory is page-locked; None: as the configuration says.
+        config: as `config_dict_or_path`.
+
+    Raises:
+        ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means nothing here.
+    """
+
+    _active: Init | None = None
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        config_dict_or_path: object = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool | None = None,
+        config: object = None,
+        **others: object,
+    ):
+        if unknown := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
+        self.enabled, self.dtype = enabled, dtype
+        if not enabled:
+            return
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        offload, pinned = "none", True
+        if source is not None:
+            settings = load_config(source, allow_auto=True)
+            if self.dtype is None and (settings.fp16.enabled or settings.bf16.enabled):
+                self.dtype = settings.compute_dtype
+            if settings.zero_optimization.offloads_params:
+                offload = settings.zero_optimization.offload_param.device
+                pinned = settings.zero_optimization.offload_param.pin_memory
+        self.comm = comm.communicator()
+        self.tier = Tier.of(remote_device or offload, pinned if pin_memory is None else pin_memory, self.comm.device)
+        self.residency = Residency()
+        self._seen: list[weakref.ref[nn.Module]] = []
+        if module is not None:
+            self._shard_tree(module)
+
+    def __enter__(self) -> Init:
+        self._outer = Init._active
+        if self.enabled and self._outer is None:
+            Init._active = self
+            self._handles = [
+                register_module_parameter_registration_hook(self._parameter_registered),
+                register_module_module_registration_hook(self._module_registered),
+            ]
+        return self
+
+    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        if Init._active is not self:
+            return
+        Init._active = None
+        for handle in self._handles:
+            handle.remove()
+        if exc_type is None:
+            # Parameters of modules that have no parent: the model itself.
+            for reference in self._seen:
+                if (module := reference()) is not None:
+                    self._shard_own(module)
+
+    def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if not self._seen or self._seen[-1]() is not module:
+            self._seen.append(weakref.ref(module))
+
+    def _module_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            self._shard_tree(module)
+
+    def _shard_tree(self, root: nn.Module) -> None:
+        for module in root.modules():
+            self._shard_own(module)
+
+    def _shard_own(self, module: nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta:
+                Unit(name, [param], self.comm, self.residency, dtype=self.dtype, tier=self.tier, param_names=[name])
+
+
+class GatheredParameters:
+    """Context in which sharded parameters show their full values on every rank.
+
+    Args:
+        params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
+        modifier_rank: the rank whose changes become everybody's on exit; None: changes are discarded for parameters
+            that are sharded outside of the context.
+        fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif isinstance(params, nn.Module):
+            params = params.parameters()
+        units = {unit_of(param) for param in params} - {None} if enabled else ()
+        # In order of creation, which is the same on all ranks; that of `params` may not be (HF passes sets).
+        self.units = sorted(units, key=lambda unit: unit.serial)
+        self.modifier_rank = modifier_rank
+
+    def __enter__(self) -> None:
+        self._exposed = _Exposed(self.units)
+        self._exposed.__enter__()
+
+    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        if self.modifier_rank is not None and exc_type is None:
+            for unit in self.units:
+                unit.write_back(self.modifier_rank)
+        self._exposed.__exit__(exc_type, *exc_info)

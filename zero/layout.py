@@ -1,0 +1,180 @@
+"""Pure arithmetic: which parameter sits where in which flat buffer, and whose slice is whose.
+
+[Note: words]
+unit        the group of parameters gathered, reduced and released together: one transformer block, or one stray module.
+full        a unit's gathered 1-D buffer; while a unit is gathered its parameters are views of it.
+shard       one rank's contiguous slice of `full`; all ranks' shards have the same length, so `full` is padded.
+slot        a parameter's place in `full`.
+persistent  a parameter small enough to stay gathered all the time.
+
+    full   | slot 0 | gap | slot 1           | gap | slot 2 | padding |
+    shards | rank 0             | rank 1             | rank 2         |
+
+Nothing here touches a process group or a tensor's values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+# Slots start on multiples of this many elements: 64 bytes or more for every dtype, so that matrix kernels and the
+# vectorised part of the optimizer see the alignment that separately allocated parameters would have.
+ALIGNMENT = 32
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its unit's flat buffer; all numbers are elements."""
+
+    offset: int
+    numel: int
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one slot that lies in one shard: `shard[start:start + numel] == slot_values[inside:inside + numel]`."""
+
+    slot: int
+    start: int
+    inside: int
+    numel: int
+
+
+class UnitLayout:
+    """Where each of a unit's parameters lies in `full` and how `full` is cut into shards.
+
+    `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int):
+        self.world_size = world_size
+        slots, offset = [], 0
+        for shape in shapes:
+            slots.append(Slot(offset, shape.numel(), shape))
+            offset = round_up(offset + shape.numel(), ALIGNMENT)
+        self.slots = tuple(slots)
+        self.numel = sum(slot.numel for slot in slots)
+        self.padded = round_up(offset, ALIGNMENT * world_size)
+        self.shard_numel = self.padded // world_size
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The (start, end) ranges of `full` that belong to no parameter."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.padded]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What `rank`'s shard holds, in the order of its elements."""
+        low, high = self.shard_range(rank)
+        found = []
+        for index, slot in enumerate(self.slots):
+            start, end = max(slot.offset, low), min(slot.end, high)
+            if start < end:
+                found.append(Piece(index, start - low, start - slot.offset, end - start))
+        return found
+
+
+@dataclass
+class UnitPlan:
+    """Which parameters form a unit, and the modules whose forward needs them.
+
+    `shared` marks a unit whose parameters several modules own (tied weights): it is gathered for each owner's call.
+    """
+
+    name: str
+    params: list[nn.Parameter] = field(default_factory=list)
+    param_names: list[str] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    persistent: bool = False
+    shared: bool = False
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Class names a model declares as indivisible, as HF models do in `_no_split_modules`."""
+    return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
+
+
+def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
+    """The outermost modules to gather as a whole: those named by the model, else the children of `ModuleList`s."""
+    classes, blocks = block_classes(model), {}
+
+    def visit(module: nn.Module, name: str, in_list: bool) -> None:
+        declared = type(module).__name__ in classes
+        if name and (declared or (in_list and not classes)):
+            blocks[module] = name
+            return
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, isinstance(module, nn.ModuleList))
+
+    visit(model, "", False)
+    return blocks
+
+
+def plan_units(
+    model: nn.Module,
+    persistence_threshold: int,
+    model_persistence_threshold: int = sys.maxsize,
+    sort_key: Mapping[nn.Parameter, Hashable] | None = None,
+) -> list[UnitPlan]:
+    """Assign every floating-point parameter of `model` to exactly one unit.
+
+    A unit is uniform in dtype and in `requires_grad`. Parameters of at most `persistence_threshold` elements go to
+    the persistent units, up to `model_persistence_threshold` elements in all. Others go to the unit of the block that contains all of their owners, else to a stray unit
+    keyed by the modules that own them. Within a unit, parameters with equal `sort_key` (the optimizer's param group)
+    lie next to each other.
+    """
+    blocks = find_blocks(model)
+    block_of: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        for module in block.modules():
+            block_of.setdefault(module, block)
+
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+    module_names: dict[nn.Module, str] = {}
+    for module_name, module in model.named_modules():
+        module_names[module] = module_name
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+            names.setdefault(param, f"{module_name}.{name}" if module_name else name)
+
+    plans: dict[Hashable, UnitPlan] = {}
+    persistent = 0
+    for param, owned_by in owners.items():
+        if not param.is_floating_point() or param.numel() == 0:
+            continue
+        traits = (param.dtype, param.requires_grad)
+        homes = {block_of.get(module) for module in owned_by}
+        home = next(iter(homes)) if len(homes) == 1 else None
+        if param.numel() <= persistence_threshold and persistent + param.numel() <= model_persistence_threshold:
+            persistent += param.numel()
+            key, plan = ("persistent", traits), UnitPlan("persistent", persistent=True)
+        elif home is not None:
+            key, plan = (home, traits), UnitPlan(blocks[home], modules=[home])
+        else:
+            key = (tuple(owned_by), traits)
+            plan = UnitPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)
+        plans.setdefault(key, plan).params.append(param)
+
+    for plan in plans.values():
+        if sort_key is not None:
+            plan.params.sort(key=lambda p: sort_key.get(p, -1))
+        plan.param_names = [names[param] for param in plan.params]
+    return list(plans.values())

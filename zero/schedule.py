@@ -1,0 +1,107 @@
+"""Pure policy: from one traced step, what to gather ahead, what to keep and what to release. No tensors here.
+
+[Note: schedule]
+A *pass* is one training step's forward and backward, or one forward without gradients. Each use of a unit in a pass
+is a *visit*. The first pass of a kind is only recorded; from then on the recorded order predicts the next visits:
+
+    visit(a)  ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
+    leave(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
+                  `max_live_parameters` elements are gathered; release otherwise
+
+A pass that leaves the recorded order (a dropped layer, another branch) stops predicting until the next pass, which
+follows the new order. All inputs are the same on every rank, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+NEVER = float("inf")
+
+
+class Plan:
+    """A recorded order of visits with, for each position, the distance in elements to the unit's next visit."""
+
+    def __init__(self, order: Sequence[int], sizes: Sequence[int]):
+        self.order = tuple(order)
+        self.total = sum(sizes[unit] for unit in self.order)
+        self.next_distance: list[float] = [NEVER] * len(self.order)
+        self.first_distance: dict[int, int] = {}
+        self.wrap_distance: list[float] = [NEVER] * len(self.order)
+        before, last_seen = 0, {}
+        for position, unit in enumerate(self.order):
+            if unit in last_seen:
+                previous, end = last_seen[unit]
+                self.next_distance[previous] = before - end
+            else:
+                self.first_distance[unit] = before
+            before += sizes[unit]
+            last_seen[unit] = (position, before)
+        for unit, (position, end) in last_seen.items():
+            self.wrap_distance[position] = self.total - end + self.first_distance[unit]
+
+
+class Schedule:
+    """Follows the visits of a pass and answers what to prefetch and whether to keep.
+
+    Args (all in elements): sizes: of each unit, by index; prefetch_bucket_size, max_live_parameters and
+    max_reuse_distance: as the settings `stage3_*` of the same names.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], prefetch_bucket_size: int, max_live_parameters: int, max_reuse_distance: int
+    ):
+        self.sizes = tuple(sizes)
+        self.prefetch_bucket_size = prefetch_bucket_size
+        self.max_live_parameters = max_live_parameters
+        self.max_reuse_distance = max_reuse_distance
+        self.plans: dict[Hashable, Plan] = {}
+        self._plan: Plan | None = None
+        self._kind: Hashable = None
+        self._trace: list[int] | None = None
+        self._last_position = [-1] * len(self.sizes)
+        self.wraps = False
+
+    def begin(self, kind: Hashable, wraps: bool) -> None:
+        """Start a pass of `kind`; `wraps` says that parameters do not change before the next pass of this kind."""
+        self._kind, self.wraps = kind, wraps
+        self._plan = self.plans.get(kind)
+        self._trace = []
+        self._last_position = [-1] * len(self.sizes)
+
+    def end(self) -> None:
+        """Finish the pass; a new order replaces the recorded one."""
+        if self._trace and (self._plan is None or self._plan.order != tuple(self._trace)):
+            self.plans[self._kind] = Plan(self._trace, self.sizes)
+        self._plan, self._trace = None, None
+
+    def visit(self, unit: int) -> None:
+        """Record that `unit` is used now."""
+        if self._trace is None:
+            return
+        position = len(self._trace)
+        self._trace.append(unit)
+        self._last_position[unit] = position
+        if self._plan is not None and (position >= len(self._plan.order) or self._plan.order[position] != unit):
+            self._plan = None
+
+    def upcoming(self) -> Sequence[int]:
+        """The units that the recorded order visits next, nearest first."""
+        if self._plan is None or self._trace is None:
+            return ()
+        return self._plan.order[len(self._trace) :]
+
+    def distance(self, unit: int) -> float:
+        """Elements used between the unit's last visit and its next one; infinite when unknown."""
+        if self._plan is None or self._last_position[unit] < 0:
+            return NEVER
+        position = self._last_position[unit]
+        ahead = self._plan.next_distance[position]
+        return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
+
+    def keep(self, unit: int, live: int) -> bool:
+        """Whether a unit that goes out of use stays gathered while `live` elements (its own included) are."""
+        return live <= self.max_live_parameters and self.distance(unit) <= self.max_reuse_distance
+
+    def may_prefetch(self, unit: int, in_flight: int, live: int) -> bool:
+        return in_flight < self.prefetch_bucket_size and live + self.sizes[unit] <= self.max_live_parameters

@@ -1,0 +1,298 @@
+"""One unit: its shard, its gathered buffer, its gradient, and the legal transitions between its states.
+
+[Note: storage under autograd]
+`full` is allocated once; releasing it empties its *storage* (`untyped_storage().resize_(0)`) and gathering refills the
+same storage. Tensors that autograd saved during forward, such as `weight.t()`, are views of that storage and are valid
+again whenever backward gathers the unit. Between uses `param.data` is a NaN of the right shape, dtype and device that
+occupies one element, so that a stray read is visible and never touches freed memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+from zero.comm import Communicator, Pending
+from zero.layout import UnitLayout
+from zero.tiers import Tier
+
+
+class State(Enum):
+    """What memory a unit holds and what its parameters show."""
+
+    SHARDED = "only the shard; parameters show NaN"
+    FETCHING = "full is allocated and being gathered; parameters show NaN"
+    RESIDENT = "full is gathered but not in use; parameters show NaN"
+    EXPOSED = "full is gathered; parameters are views of it"
+
+
+@dataclass
+class Residency:
+    """Counts gathered elements: `persistent` ones apart, `live` now and `peak` so far for all others."""
+
+    persistent: int = 0
+    live: int = 0
+    peak: int = 0
+
+    def add(self, numel: int) -> None:
+        self.live += numel
+        self.peak = max(self.peak, self.live)
+
+    def remove(self, numel: int) -> None:
+        self.live -= numel
+
+
+_nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
+    key = (dtype, device)
+    if key not in _nan_scalars:
+        _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+    return _nan_scalars[key].expand(shape)
+
+
+def unit_of(param: torch.Tensor) -> Unit | None:
+    """The unit that holds `param`'s values, or None for an ordinary parameter."""
+    return getattr(param, "_zero_unit", None)
+
+
+_serials = itertools.count()
+
+
+class Unit:
+    """Parameters that are gathered, reduced and released together.
+
+    Attributes: shard (1-D, compute dtype, this rank's slice), master (1-D fp32 or None; the same tensor as `shard`
+    when that is fp32), grad (1-D fp32 or None: the reduced gradient of this rank's slice; times `comm.mean_factor` it
+    is the mean over ranks), users (how many callers need the parameters exposed now), serial (order of creation, equal
+    on all ranks).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        comm: Communicator,
+        residency: Residency,
+        *,
+        dtype: torch.dtype | None = None,
+        tier: Tier | None = None,
+        param_names: Sequence[str] = (),
+        modules: Sequence[nn.Module] = (),
+        persistent: bool = False,
+        shared: bool = False,
+    ):
+        self.serial = next(_serials)
+        self.name, self.params, self.param_names = name, list(params), list(param_names)
+        self.modules, self.shared = list(modules), shared
+        self.comm, self.residency = comm, residency
+        self.dtype = dtype or self.params[0].dtype
+        self.trainable = self.params[0].requires_grad
+        self.layout = UnitLayout([param.shape for param in self.params], comm.world_size)
+        self.tier = tier or Tier(comm.device)
+        # One rank whose shard already lies on the compute device has nothing to gather.
+        self.whole = comm.world_size == 1 and self.tier.device == comm.device
+        self.persistent = persistent or self.whole
+        self.state, self.users = State.SHARDED, 0
+        self.master: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self.shard = self._take_values()
+        self.full = self.shard if self.whole else torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+        self._views = [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
+        self._placeholders = [placeholder(slot.shape, self.dtype, comm.device) for slot in self.layout.slots]
+        if not self.whole:
+            self.full.untyped_storage().resize_(0)
+        self._pending = Pending()
+        self._show(self._placeholders)
+        for param in self.params:
+            param._zero_unit, param.ds_numel, param.ds_shape = self, param.numel(), param.shape
+        if self.persistent:
+            residency.persistent += self.layout.numel
+            self._allocate()
+            self.refresh()
+            self._show(self._views)
+            self.state = State.EXPOSED
+
+    # -- values in
+
+    @torch.no_grad()
+    def _take_values(self) -> torch.Tensor:
+        """Rank 0's values of ordinary parameters, or those of parameters sharded before, as this rank's shard.
+
+        Each parameter's former memory is let go before the next one is read.
+        """
+        source = self.params[0].dtype
+        full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
+        sharded_before = True
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            former, target = unit_of(param), full.narrow(0, slot.offset, slot.numel)
+            sharded_before &= former is not None
+            if former is not None:
+                with former.exposed():
+                    target.copy_(param.data.reshape(-1))
+                former.retire()
+            else:
+                target.copy_(param.data.reshape(-1))
+            param.data = placeholder(slot.shape, source, self.comm.device)
+        low, high = self.layout.shard_range(self.comm.rank)
+        if self.whole:
+            values = full
+        else:
+            values = self.tier.empty(self.layout.shard_numel, source)
+            if sharded_before:
+                values.copy_(full[low:high])
+            else:
+                self.comm.scatter(values, full, src=0)
+        if self.dtype == source:
+            return values
+        if self.trainable and source == torch.float32:
+            self.master = values
+        return self._to_tier(values, self.dtype)
+
+    def _to_tier(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self.tier.empty(values.numel(), dtype).copy_(values)
+
+    @torch.no_grad()
+    def make_master(self, tier: Tier) -> None:
+        """Make the fp32 copy that the optimizer updates, on `tier`; an fp32 shard on that tier is its own master."""
+        source = self.shard if self.master is None else self.master
+        if source.dtype == torch.float32 and source.device == tier.device:
+            self.master = source
+        else:
+            self.master = tier.empty(source.numel(), torch.float32).copy_(source)
+
+    @torch.no_grad()
+    def publish_master(self) -> None:
+        """Round the updated master into the shard and drop what was gathered from the old one."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+        self.invalidate()
+
+    @torch.no_grad()
+    def write_back(self, src: int) -> None:
+        """Make rank `src`'s exposed values the values of every rank."""
+        if not self.whole:
+            self.comm.scatter(self.shard, self.full, src)
+        if self.master is not None and self.master is not self.shard:
+            self.master.copy_(self.shard)
+        if self.persistent:
+            self.refresh()
+
+    def retire(self) -> None:
+        """Let go of all memory; the parameters go to another unit."""
+        if self.persistent:
+            self.residency.persistent -= self.layout.numel
+        elif self.state is not State.SHARDED:
+            self.free()
+        self._show(self._placeholders)
+        self.state, self.shard, self.master, self.full, self._views = State.SHARDED, None, None, None, []
+
+    # -- transitions
+
+    def fetch(self) -> None:
+        """SHARDED -> FETCHING: allocate `full` and start gathering."""
+        assert self.state is State.SHARDED, self.describe()
+        self._allocate()
+        self.residency.add(self.layout.numel)
+        with torch.no_grad():
+            self._pending = self.comm.all_gather(self.full, self.shard)
+        self.state = State.FETCHING
+
+    def arrive(self) -> None:
+        """FETCHING -> RESIDENT: wait for the gather."""
+        assert self.state is State.FETCHING, self.describe()
+        self._pending.wait()
+        self.state = State.RESIDENT
+
+    def expose(self) -> None:
+        """RESIDENT -> EXPOSED: make the parameters views of `full`."""
+        assert self.state is State.RESIDENT, self.describe()
+        self._show(self._views)
+        self.state = State.EXPOSED
+
+    def conceal(self) -> None:
+        """EXPOSED -> RESIDENT: make the parameters NaN; `full` stays for a later use."""
+        assert self.state is State.EXPOSED and not self.persistent, self.describe()
+        self._show(self._placeholders)
+        self.state = State.RESIDENT
+
+    def free(self) -> None:
+        """FETCHING, RESIDENT or EXPOSED -> SHARDED: really free the memory of `full`."""
+        if self.state is State.FETCHING:
+            self.arrive()
+        if self.state is State.EXPOSED:
+            self.conceal()
+        assert self.state is State.RESIDENT, self.describe()
+        self.full.untyped_storage().resize_(0)
+        self.residency.remove(self.layout.numel)
+        self.state = State.SHARDED
+
+    def invalidate(self) -> None:
+        """The shard has new values: drop or renew what was gathered."""
+        if self.persistent:
+            self.refresh()
+        elif self.state is not State.SHARDED:
+            self.free()
+
+    def refresh(self) -> None:
+        """Gather a persistent unit's values again, in place."""
+        if not self.whole:
+            with torch.no_grad():
+                self.comm.all_gather(self.full, self.shard).wait()
+
+    def exposed(self) -> _Exposed:
+        """Context in which the parameters show their values, gathered if need be and left as they were found."""
+        return _Exposed([self])
+
+    def acquire(self) -> None:
+        """One more user: gather if need be and expose."""
+        self.users += 1
+        if self.state is State.SHARDED:
+            self.fetch()
+        if self.state is State.FETCHING:
+            self.arrive()
+        if self.state is State.RESIDENT:
+            self.expose()
+
+    def leave(self) -> bool:
+        """One user less; whether it was the last one. The caller then conceals or frees."""
+        assert self.users > 0, self.describe()
+        self.users -= 1
+        return self.users == 0 and not self.persistent
+
+    def _allocate(self) -> None:
+        if not self.whole:
+            self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
+
+    def _show(self, tensors: Iterable[torch.Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+    def describe(self) -> str:
+        return f"unit {self.name!r} ({self.layout.numel} elements) is {self.state.name} with {self.users} users"
+
+
+class _Exposed:
+    """Acquires units on entry and frees on exit those nobody else uses."""
+
+    def __init__(self, units: Sequence[Unit]):
+        self.units = units
+
+    def __enter__(self) -> None:
+        self.kept = [unit.state is not State.SHARDED for unit in self.units]
+        for unit in self.units:
+            unit.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        for unit, keep in zip(self.units, self.kept, strict=True):
+            if unit.leave():
+                unit.conceal()
+                if not keep:
+                    unit.free()
