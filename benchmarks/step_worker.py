@@ -86,7 +86,7 @@ def _initialized(package: Any, model: nn.Module, args: argparse.Namespace, zero:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": args.dtype == "bf16"},
     }
-    package.init_distributed(dist_backend="gloo")
+    package.comm.init_distributed(dist_backend="gloo")
     engine, *_ = package.initialize(model=model, optimizer=adamw(model), config=config)
 
     def train_step(batch: dict[str, torch.Tensor]) -> torch.Tensor:

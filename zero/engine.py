@@ -1,4 +1,4 @@
-"""`initialize` and the engine it returns: forward, backward and step over sharded state. It delegates all arithmetic."""
+"""`initialize` and the engine it returns: forward, backward and step over sharded state; all arithmetic is elsewhere."""
 
 from __future__ import annotations
 

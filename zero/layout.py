@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one slot that lies in one shard: `shard[start:start + numel] == slot_values[inside:inside + numel]`."""
+    """The part of a slot that lies in a shard: `shard[start:start + numel]` is `values[inside:inside + numel]`."""
 
     slot: int
     start: int
@@ -136,9 +136,9 @@ def plan_units(
     """Assign every floating-point parameter of `model` to exactly one unit.
 
     A unit is uniform in dtype and in `requires_grad`. Parameters of at most `persistence_threshold` elements go to
-    the persistent units, up to `model_persistence_threshold` elements in all. Others go to the unit of the block that contains all of their owners, else to a stray unit
-    keyed by the modules that own them. Within a unit, parameters with equal `sort_key` (the optimizer's param group)
-    lie next to each other.
+    the persistent units, up to `model_persistence_threshold` elements in all. Others go to the unit of the block that
+    contains all of their owners, else to a stray unit keyed by the modules that own them. Within a unit, parameters
+    with equal `sort_key` (the optimizer's param group) lie next to each other.
     """
     blocks = find_blocks(model)
     block_of: dict[nn.Module, nn.Module] = {}

@@ -20,12 +20,25 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 
 def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
-    """`zero.comm.init_distributed`, for a caller that may be accelerate in the middle of making its state.
-
-    On a machine without an accelerator, accelerate finds no backend, and would then take each rank for a world of one
-    whatever the size of the group it has asked for here; so it is told the backend of that group.
-    """
+    """`zero.comm.init_distributed`, which accelerate calls in the middle of making its state."""
     comm.init_distributed(dist_backend, **kwargs)
+    _tell_accelerate_the_backend()
+
+
+def is_initialized() -> bool:
+    """`zero.comm.is_initialized`; if so, accelerate goes on without a call of `init_distributed`."""
+    initialized = comm.is_initialized()
+    if initialized:
+        _tell_accelerate_the_backend()
+    return initialized
+
+
+def _tell_accelerate_the_backend() -> None:
+    """Complete the state which accelerate is making where it found no backend for its device.
+
+    That is so on a machine without an accelerator, and accelerate would then take each rank for a world of one,
+    whatever the size of the group that is there.
+    """
     accelerate_state = sys.modules.get("accelerate.state")
     if accelerate_state is None or not accelerate_state.PartialState._shared_state:
         return

@@ -22,7 +22,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": "zero.hf.definitions:clone_tensors_for_torch_save"},
     "deepspeed.comm": {
         "init_distributed": "zero.hf.definitions:init_distributed",
-        "is_initialized": "zero.comm:is_initialized",
+        "is_initialized": "zero.hf.definitions:is_initialized",
         "get_rank": "zero.comm:get_rank",
         "get_world_size": "zero.comm:get_world_size",
     },

@@ -22,7 +22,6 @@ from zero.optim.loss_scaler import LossScaler
 from zero.tiers import Tier
 from zero.unit import Unit
 
-
 logger = logging.getLogger("zero")
 
 
