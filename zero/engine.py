@@ -1,4 +1,4 @@
-"""`initialize` and the engine it returns: forward, backward and step over sharded state; all arithmetic is elsewhere."""
+"""`initialize` and the engine it returns: forward, backward and step over sharded state; no arithmetic of its own."""
 
 from __future__ import annotations
 
