@@ -1,0 +1,148 @@
+"""Tiny models, data and Trainer runs for the tests of this folder. An ordinary transformers script: no word of zero.
+
+`python jobs.py JOBS.json` runs each job in turn and writes what it saw to the job's `report` file from rank 0. A job:
+
+    model       "llama" or "t5"
+    arguments   keyword arguments of `Seq2SeqTrainingArguments`
+    reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]}, the optimizer and the
+                learning-rate factor of each step, for a run without DeepSpeed
+    report      path of the JSON file to write
+    predict     optional: generate for the evaluation set, ending earlier on rank 0 than on the others
+    fail_at     optional: rank 1 raises in that step, while a thread of it never ends
+    save        optional: call `save_model` at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    set_seed,
+)
+
+SAMPLES = 16  # a multiple of every global batch used here, so that no batch is filled up with repeated samples
+EVALUATION_SAMPLES = {"llama": 8, "t5": 7}  # 7 leaves the ranks with unequal numbers of samples
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Random tokens; the labels of all samples have one length, so a mean over ranks is a mean over tokens."""
+
+    def __init__(self, size: int, seq2seq: bool):
+        self.size, self.seq2seq = size, seq2seq
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        generator = torch.Generator().manual_seed(index)
+        if not self.seq2seq:
+            tokens = torch.randint(3, 60, (8,), generator=generator).tolist()
+            return {"input_ids": tokens, "labels": tokens}
+        source = torch.randint(3, 60, (5 + index % 4,), generator=generator).tolist()
+        return {"input_ids": source, "attention_mask": [1] * len(source), "labels": source[:5][::-1]}
+
+
+def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        key: pad_sequence([torch.tensor(s[key]) for s in samples], batch_first=True, padding_value=padding[key])
+        for key in samples[0]
+    }
+
+
+def make_model(name: str) -> torch.nn.Module:
+    set_seed(0)
+    if name == "t5":
+        config = T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return T5ForConditionalGeneration(config)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class StopEarlierOnRankZero(StoppingCriteria):
+    """Ends the sequences of rank 0 after 3 tokens and those of the other ranks after 7."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        limit = 3 if os.environ.get("RANK", "0") == "0" else 7
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] > limit)
+
+
+class FailOnRankOne(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step and os.environ["RANK"] == "1":
+            threading.Thread(target=threading.Event().wait).start()
+            raise RuntimeError("the batch was cursed")
+
+
+def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
+    kind = getattr(torch.optim, reference["optimizer"])
+    optimizer = kind(model.parameters(), **reference["parameters"])
+    factors = reference["factors"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])
+    return optimizer, scheduler
+
+
+def run(job: dict) -> None:
+    # The arguments come first: they tell transformers to build the model sharded.
+    args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
+    model = make_model(job["model"])
+    seq2seq = job["model"] == "t5"
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=Tokens(SAMPLES, seq2seq),
+        eval_dataset=Tokens(EVALUATION_SAMPLES[job["model"]], seq2seq),
+        data_collator=collate,
+        optimizers=reference_optimizers(model, job["reference"]) if "reference" in job else (None, None),
+        callbacks=[FailOnRankOne(job["fail_at"])] if "fail_at" in job else None,
+    )
+    trainer.train()
+    report = {
+        "log": trainer.state.log_history,
+        "evaluation": trainer.evaluate(),
+        "world_size": args.world_size,
+        "engine": type(trainer.model_wrapped).__name__,
+        "config": getattr(trainer.model_wrapped, "config", {}) if args.deepspeed else {},
+        "parameters": model.num_parameters(),
+    }
+    if job.get("predict"):
+        report["predictions"] = trainer.predict(
+            trainer.eval_dataset, max_new_tokens=8, stopping_criteria=StoppingCriteriaList([StopEarlierOnRankZero()])
+        ).predictions.tolist()
+    if job.get("save"):
+        trainer.save_model()
+    if args.process_index == 0:
+        Path(job["report"]).write_text(json.dumps(report, default=str), encoding="utf-8")
+
+
+def main() -> None:
+    for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        run(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Optimizer and scheduler sections, "auto" values and the log: a sharded Trainer against a plain one, step by step."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tests.hf.trainer_runs import SHIPPED_CONFIG, column, run_own, run_plain, run_unmodified
+
+STEPS = 6
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "per_device_eval_batch_size": 4,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "adam_beta2": 0.98,
+    "adam_epsilon": 1e-6,
+    "weight_decay": 0.1,
+    "warmup_steps": 3,
+    "max_grad_norm": 0.5,
+}
+ADAM = {"lr": 1e-2, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
+# Factors of the learning rate after each step, with warmup_num_steps 3 and total_num_steps 6. As DeepSpeed's, the
+# configured schedules count that step as their step 0: they use in a step what they said after the one before.
+WARMUP_LOG = [math.log(1) / math.log(3), math.log(2) / math.log(3), 1, 1, 1, 1]
+WARMUP_LINEAR_DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
+# transformers' own linear schedule: the factor used in each step, and at the end
+LINEAR = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "AdamW+WarmupLR": {
+        "optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    },
+    "Adam+WarmupDecayLR": {
+        "optimizer": {"type": "Adam", "params": {**ADAM, "adam_w_mode": False}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto", "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear",
+            },
+        },
+    },
+    "neither": {},
+    "neither, offloaded": {},
+    "AdamW, the Trainer's schedule": {"optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}}},
+    "the Trainer's optimizer, WarmupLR": {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    },
+}  # fmt: skip
+REFERENCES: dict[str, dict[str, Any] | None] = {
+    "AdamW+WarmupLR": {"optimizer": "AdamW", "parameters": ADAM, "factors": [0, *WARMUP_LOG]},
+    "Adam+WarmupDecayLR": {"optimizer": "Adam", "parameters": ADAM, "factors": [0, *WARMUP_LINEAR_DECAY]},
+    "neither": None,
+    "neither, offloaded": None,
+    "AdamW, the Trainer's schedule": {"optimizer": "AdamW", "parameters": ADAM, "factors": LINEAR},
+}
+
+
+def _config(name: str) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    if "offloaded" in name:
+        zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    batch = {key: "auto" for key in ("train_batch_size", "train_micro_batch_size_per_gpu")}
+    steps = {key: "auto" for key in ("gradient_accumulation_steps", "gradient_clipping")}
+    return {"zero_optimization": zero, **batch, **steps, **SECTIONS[name]}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """The reports of two ranks with 2 samples each in a step, by the name of the configuration."""
+    jobs = [
+        {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": _config(name)}}
+        for name in SECTIONS
+    ]
+    reports = run_unmodified(jobs, tmp_path_factory.mktemp("sharded"), nproc=2)
+    return dict(zip(SECTIONS, reports, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The reports of one process with 4 samples in a step."""
+    jobs: list[dict[str, Any]] = []
+    for reference in REFERENCES.values():
+        job = {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}}
+        jobs.append(job | ({"reference": reference} if reference else {}))
+    reports = run_plain(jobs, tmp_path_factory.mktemp("plain"))
+    return dict(zip(REFERENCES, reports, strict=True))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
+    ours, theirs = sharded[name], plain[name]
+    assert (ours["engine"], ours["world_size"]) == ("ZeroEngine", 2)
+    assert len(column(ours, "loss")) == STEPS
+    # The order of the sums differs between one process and two; Adam makes more of it than SGD would.
+    assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=1e-4)
+    assert column(ours, "grad_norm") == pytest.approx(column(theirs, "grad_norm"), rel=1e-3)
+    assert ours["evaluation"]["eval_loss"] == pytest.approx(theirs["evaluation"]["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, factors",
+    [
+        ("AdamW+WarmupLR", WARMUP_LOG),
+        ("Adam+WarmupDecayLR", WARMUP_LINEAR_DECAY),
+        ("neither", LINEAR[:-1]),
+        ("neither, offloaded", LINEAR[:-1]),
+        ("AdamW, the Trainer's schedule", LINEAR[1:]),
+        ("the Trainer's optimizer, WarmupLR", WARMUP_LOG),
+    ],
+)
+def test_learning_rates_in_the_log(name, factors, sharded):
+    """The engine steps its scheduler within the step, before the Trainer logs; the Trainer steps its own after."""
+    assert column(sharded[name], "learning_rate") == pytest.approx([1e-2 * factor for factor in factors])
+
+
+def test_trainers_optimizer_under_a_configured_schedule_trains(sharded, plain):
+    # No plain reference: the Trainer's optimizer has two param groups, the reference of this schedule has one.
+    ours = column(sharded["the Trainer's optimizer, WarmupLR"], "loss")
+    assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
+    assert ours[-1] < ours[0] - 0.05
+
+
+def test_auto_values_are_filled_in(sharded):
+    config = sharded["AdamW+WarmupLR"]["config"]
+    assert config["train_batch_size"] == 4
+    assert config["train_micro_batch_size_per_gpu"] == 2
+    assert config["gradient_accumulation_steps"] == 1
+    assert config["gradient_clipping"] == 0.5
+    assert config["optimizer"]["params"] == ADAM
+    assert config["scheduler"]["params"] == {"warmup_max_lr": 1e-2, "warmup_num_steps": 3}
+    zero = config["zero_optimization"]
+    hidden = 32
+    assert zero["reduce_bucket_size"] == hidden * hidden
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * hidden * hidden)
+    assert zero["stage3_param_persistence_threshold"] == 10 * hidden
+
+
+def test_plain_python_is_a_world_of_one(tmp_path, plain):
+    """The shipped configuration, in a script that asks for zero itself and has no launcher."""
+    arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "deepspeed": str(SHIPPED_CONFIG)}
+    (report,) = run_own([{"model": "llama", "arguments": arguments}], tmp_path)
+    assert (report["engine"], report["world_size"]) == ("ZeroEngine", 1)
+    reference = plain["AdamW+WarmupLR"]
+    assert column(report, "loss") == pytest.approx(column(reference, "loss"), rel=1e-4)
+    assert column(report, "grad_norm") == pytest.approx(column(reference, "grad_norm"), rel=1e-3)
+    assert "auto" not in json.dumps(report["config"])

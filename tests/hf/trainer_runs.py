@@ -1,0 +1,54 @@
+"""Runs jobs of `scripts/jobs.py` in processes of their own and hands back what they report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.launch import REPOSITORY, run, torchrun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SHIPPED_CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
+TIMEOUT = 240.0
+
+Job = dict[str, Any]
+
+
+def write_jobs(jobs: list[Job], folder: Path) -> Path:
+    """Complete the jobs with a report file and an output folder each, and write the list to a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, job in enumerate(jobs):
+        job["report"] = str(folder / f"report{number}.json")
+        job["arguments"].setdefault("output_dir", str(folder / f"output{number}"))
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs), encoding="utf-8")
+    return path
+
+
+def _reports(jobs: list[Job], process: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert process.returncode == 0, process.stdout + process.stderr
+    return [json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs]
+
+
+def run_plain(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
+    """In one process, without zero: what the Trainer does by itself."""
+    return _reports(jobs, run([sys.executable, SCRIPTS / "jobs.py", write_jobs(jobs, folder)], timeout=TIMEOUT))
+
+
+def run_unmodified(jobs: list[Job], folder: Path, nproc: int) -> list[dict[str, Any]]:
+    """The plain script under torchrun and `-m zero run`."""
+    path = write_jobs(jobs, folder)
+    return _reports(jobs, torchrun("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT))
+
+
+def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
+    """The script that calls `zero.hf.enable()`, under plain python."""
+    return _reports(jobs, run([sys.executable, SCRIPTS / "own.py", write_jobs(jobs, folder)], timeout=TIMEOUT))
+
+
+def column(report: dict[str, Any], key: str) -> list[float]:
+    """One value for each logged training step."""
+    return [entry[key] for entry in report["log"] if key in entry]

@@ -1,0 +1,290 @@
+"""The import hook and the launcher, each in a process of its own: both change what a process imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import REPOSITORY, run
+from zero.__main__ import main
+from zero.optim.cpu_adam import CPUAdam
+
+
+def python(code: str, tmp_path: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    return run([sys.executable, script], timeout=120, env=env)
+
+
+def zero(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-m", "zero", *arguments], timeout=120, cwd=cwd)
+
+
+@pytest.fixture
+def real_deepspeed(tmp_path):
+    """A folder with a package that looks like an installed DeepSpeed of another version."""
+    site = tmp_path / "site"
+    (site / "deepspeed").mkdir(parents=True)
+    (site / "deepspeed" / "__init__.py").write_text("real = True\n", encoding="utf-8")
+    record = site / "deepspeed-0.17.1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.1\n", encoding="utf-8")
+    return site
+
+
+# -- names
+
+
+def test_transformers_and_accelerate_find_it(tmp_path):
+    done = python(
+        """
+        import importlib.metadata, importlib.util, os
+        import zero.hf
+        assert importlib.util.find_spec("deepspeed") is None
+        zero.hf.enable()
+        zero.hf.enable()
+        import sys
+        assert sum(type(finder).__name__ == "FacadeFinder" for finder in sys.meta_path) == 1
+        assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+        assert importlib.metadata.version("DeepSpeed") == "0.19.8"
+        assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
+        assert not list(importlib.metadata.distributions(name="deepspeed", path=[os.getcwd()]))
+        from accelerate.utils import HfDeepSpeedConfig, compare_versions, is_deepspeed_available
+        from transformers.integrations import deepspeed as integration
+        assert is_deepspeed_available() and integration.is_deepspeed_available()
+        assert compare_versions("deepspeed", ">=", "0.18.2")
+        assert issubclass(integration.HfTrainerDeepSpeedConfig, HfDeepSpeedConfig)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_name_of_the_table_resolves(tmp_path):
+    done = python(
+        """
+        import importlib, zero, zero.comm, zero.hf
+        from zero.hf.names import NAMES
+        zero.hf.enable()
+        for module, names in NAMES.items():
+            imported = importlib.import_module(module)
+            for name in names:
+                getattr(imported, name)
+                assert name in dir(imported)
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is zero.ZeroEngine
+        assert deepspeed.initialize is zero.initialize and deepspeed.zero.Init is zero.Init
+        assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_name_is_an_error_that_says_so(tmp_path):
+    done = python(
+        """
+        import pytest, zero.hf; zero.hf.enable()
+        import deepspeed, deepspeed.ops.adam
+        with pytest.raises(AttributeError, match="'deepspeed.PipelineModule' is not provided by zero"):
+            deepspeed.PipelineModule
+        with pytest.raises(AttributeError, match="'deepspeed.ops.adam.FusedAdam' is not provided by zero"):
+            deepspeed.ops.adam.FusedAdam
+        with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe' is not provided by zero"):
+            import deepspeed.moe.layer
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_arange_keeps_its_dtype_under_transformers_wrapper(tmp_path):
+    done = python(
+        """
+        import zero.hf; zero.hf.enable()
+        import torch
+        from deepspeed.runtime.zero import partition_parameters
+        from transformers.integrations.deepspeed import prevent_arange_dtype_change
+        before = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+        with prevent_arange_dtype_change(), zero.Init(dtype=torch.bfloat16):
+            assert torch.arange(0, 4, dtype=torch.float32).dtype == torch.float32
+        assert partition_parameters.zero_wrapper_for_fp_tensor_constructor is before
+        assert before(torch.empty) is torch.empty
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- when and where
+
+
+@pytest.mark.parametrize("name", ["transformers.integrations.deepspeed", "accelerate"])
+def test_too_late(name, tmp_path):
+    done = python(f"import {name}, zero.hf; zero.hf.enable()", tmp_path)
+    assert done.returncode == 1
+    assert "before importing transformers or accelerate" in done.stderr.splitlines()[-1]
+
+
+def test_real_deepspeed_stays_unless_zero_is_asked_for(real_deepspeed, tmp_path):
+    code = """
+    import zero, zero.hf, importlib.metadata
+    print(importlib.metadata.version("deepspeed"))
+    if {enable}:
+        zero.hf.enable()
+    import deepspeed
+    print(importlib.metadata.version("deepspeed"), hasattr(deepspeed, "real"))
+    """
+    env = {"PYTHONPATH": os.pathsep.join([str(real_deepspeed), str(REPOSITORY)])}
+    without = python(code.format(enable=False), tmp_path, env)
+    assert without.stdout.split() == ["0.17.1", "0.17.1", "True"], without.stderr
+    assert "zero:" not in without.stderr
+    asked = python(code.format(enable=True), tmp_path, env)
+    assert asked.stdout.split() == ["0.17.1", "0.19.8", "False"], asked.stderr
+    said = [line for line in asked.stderr.splitlines() if line.startswith("zero:")]
+    assert said == ["zero: DeepSpeed 0.17.1 is installed too; this run uses zero in its place"]
+    other_rank = python(code.format(enable=True), tmp_path, {**env, "RANK": "1", "WORLD_SIZE": "1"})
+    assert other_rank.returncode == 0 and "zero:" not in other_rank.stderr
+
+
+def test_real_deepspeed_already_imported(real_deepspeed, tmp_path):
+    env = {"PYTHONPATH": os.pathsep.join([str(real_deepspeed), str(REPOSITORY)])}
+    done = python("import deepspeed, zero.hf; zero.hf.enable()", tmp_path, env)
+    assert done.returncode == 1
+    assert "the real deepspeed is already imported" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a CUDA device")
+def test_accelerate_sees_the_group_on_a_cpu(tmp_path):
+    """A world of one by plain python, and a state that knows its backend, also when it is made a second time."""
+    done = python(
+        """
+        import zero.hf; zero.hf.enable()
+        import torch.distributed as dist
+        from transformers import TrainingArguments
+        for _ in range(2):
+            arguments = TrainingArguments(deepspeed={"zero_optimization": {"stage": 3}}, report_to=[])
+            state = arguments.distributed_state
+            assert (state.backend, state.num_processes, str(state.device)) == ("gloo", 1, "cpu")
+            assert state.distributed_type.name == "DEEPSPEED"
+        assert dist.get_world_size() == 1
+        """,
+        tmp_path,
+        # This variable makes accelerate ignore DeepSpeed; enable() takes it out of the way.
+        env={"ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- launcher
+
+
+def test_run_is_as_python_would_run_it(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "beside.py").write_text("value = 1\n", encoding="utf-8")
+    script = folder / "script.py"
+    script.write_text(
+        "import sys, beside, deepspeed\n"
+        "assert 'zero' in deepspeed.__doc__\n"
+        "print(__name__, __file__, sys.argv, sys.path[0], sys.modules['__main__'].beside.value)\n",
+        encoding="utf-8",
+    )
+    arguments = ["--flag", "a b", "--deepspeed"]
+    ours = zero("run", "folder/script.py", *arguments, cwd=tmp_path)
+    assert ours.returncode == 0, ours.stderr
+    expected = f"__main__ folder/script.py {['folder/script.py', *arguments]} {folder} 1\n"
+    assert ours.stdout.replace(f"{tmp_path}/folder/script.py", "folder/script.py") == expected
+
+
+def test_exit_code_and_traceback_of_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; sys.exit(7)", encoding="utf-8")
+    assert zero("run", script).returncode == 7
+    script.write_text("raise KeyError('gone')", encoding="utf-8")
+    done = zero("run", script)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "KeyError: 'gone'"
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "ds.json"),
+        ("{", "ds.json"),
+        ('{"zero_optimisation": {"stage": 3}}', "zero_optimization"),
+    ],
+    ids=["missing", "syntax", "misspelt"],
+)
+@pytest.mark.parametrize("form", ["--deepspeed={}", "--deepspeed {}", "--deepspeed_config {}"])
+def test_bad_configuration_ends_before_the_script_starts(form, content, said, tmp_path, capsys):
+    config = tmp_path / "ds.json"
+    if content is not None:
+        config.write_text(content, encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text("print('started')", encoding="utf-8")
+    assert_refused(["run", str(script), *form.format(config).split()], said, capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments, said", [(["walk"], "unknown command 'walk'"), (["run"], "no script"), (["run", "no.py"], "no.py")]
+)
+def test_bad_command_line(arguments, said, capsys):
+    assert_refused(arguments, said, capsys)
+
+
+def assert_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    stdout, stderr = capsys.readouterr()
+    assert (ended.value.code, stdout) == (2, "")
+    assert len(stderr.splitlines()) == 1
+    assert stderr.startswith("zero: ") and said in stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "-h"]])
+def test_usage(arguments, capsys):
+    main(arguments)
+    assert "usage: python -m zero run SCRIPT.py ARGS..." in capsys.readouterr().out
+
+
+# -- CPUAdam
+
+
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_cpu_adam_has_the_numbers_of_torch(adamw_mode):
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    optimizer = CPUAdam([ours], **settings, adamw_mode=adamw_mode)
+    reference = (torch.optim.AdamW if adamw_mode else torch.optim.Adam)([theirs], **settings)
+    for step in range(3):
+        for param in (ours, theirs):
+            param.grad = torch.linspace(1, -2, 7) * (step + 1)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours, theirs)
+
+
+def test_cpu_adam_keeps_what_the_groups_say():
+    """As accelerate calls it: with the groups of the user's optimizer and two of its defaults."""
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    user = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], betas=(0.5, 0.6)
+    )
+    optimizer = CPUAdam(user.param_groups, lr=1e-3, weight_decay=0.01, adamw_mode=True)
+    assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (0.5, 0.01, (0.5, 0.6)),
+        (1e-3, 0.0, (0.5, 0.6)),
+    ]
+
+
+@pytest.mark.parametrize("setting", ["bias_correction", "fp32_optimizer_states"])
+def test_cpu_adam_refuses_what_it_does_not_do(setting):
+    with pytest.raises(ValueError, match=setting):
+        CPUAdam([torch.nn.Parameter(torch.ones(2))], **{setting: False})
