@@ -24,36 +24,39 @@ def report(result: dict[str, Any]) -> None:
 def run_ranks(
     python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run `torchrun --nproc_per_node nproc command...` by the interpreter `python`, from the repository's root.
+    """`run_job` for a worker that calls `report`: returns what each rank reported, in the order of the ranks.
 
-    Returns what each rank gave to `report`, in the order of the ranks. Every process has one compute thread. Raises
-    RuntimeError with the end of the job's output when it fails, does not report, or takes more than `timeout` seconds.
+    Raises RuntimeError as `run_job` does, and when a rank did not report.
     """
     with tempfile.TemporaryDirectory() as folder:
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {}), REPORT_FOLDER: folder}
-        launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-        output = _run([*launcher, *command], timeout, variables)
+        output = run_job(python, command, nproc, timeout, {**(env or {}), REPORT_FOLDER: folder})
         reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     if len(reports) != nproc:
         raise RuntimeError(f"{len(reports)} of {nproc} ranks reported: {' '.join(command)}\n{output[-4000:]}")
     return reports
 
 
-def _run(command: list[str], timeout: float, env: dict[str, str]) -> str:
+def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None) -> str:
+    """Run `torchrun --nproc_per_node nproc command...` by the interpreter `python`, from the repository's root.
+
+    Every process has one compute thread and no network. Returns what the job printed. Raises RuntimeError with the
+    end of it when the job fails or takes more than `timeout` seconds.
+    """
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
     process = subprocess.Popen(
-        command,
+        [*launcher, *command],
         cwd=REPOSITORY,
-        env=env,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        # SIGTERM lets torchrun end the workers, which have process groups of their own.
+        # SIGTERM, so that torchrun ends its workers.
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate()
         raise RuntimeError(f"not finished after {timeout:g} s: {' '.join(command)}\n{output[-4000:]}") from None

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE), default="fp32")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="sentences per process and step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of each source and of each target")
+    parser.add_argument("--length", type=int, default=32, help="tokens of each source and of each target")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3, help="steps not counted, per round")
     parser.add_argument("--steps", type=int, default=4, help="steps counted, per round")

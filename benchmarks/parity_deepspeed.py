@@ -1,0 +1,105 @@
+"""Loss curves of the same script, seed and configuration under the real DeepSpeed and under this engine.
+
+    python -m benchmarks.parity_deepspeed --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+
+DeepSpeed has an environment of its own (`pip install deepspeed==0.19.8` beside `requirements.txt`) and runs on the CPU.
+Three ways, on two processes each: through `initialize`/`backward`/`step` (a T5 and a GPT-2, with and without gradient
+accumulation), through a third party's Trainer script with the shipped configuration, and through `run_translation.py`.
+Loss and gradient norm of every step must agree within 1e-4 relative, or the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.launch import REPOSITORY, run_job, run_ranks
+
+TOLERANCE = 1e-4
+STEPS = 20
+PROCESSES = 2
+CONFIG = "configs/ds_config_zero3.json"
+TRAINING = (
+    f"--max_steps {STEPS} --logging_steps 1 --warmup_steps 5 --learning_rate 2e-3 --max_grad_norm 1.0 --seed 7"
+    " --per_device_train_batch_size 4 --report_to none --save_strategy no --disable_tqdm true"
+).split()
+# DeepSpeed's own choice of an accelerator, and, for accelerate, the argument without which it believes in one process.
+DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu"}
+DEEPSPEED_TRAINING = ["--use_cpu", "true"]
+
+Curve = list[dict[str, float]]
+
+
+def engine_curve(package: str, python: str, model: str, accumulation: int) -> Curve:
+    """Rank 0's losses and the global gradient norms, by the engine's own interface."""
+    options = f"--package {package} --model {model} --steps {STEPS} --accumulation {accumulation}".split()
+    command = ["-m", "benchmarks.parity_worker", *options]
+    return run_ranks(python, command, PROCESSES, 600, DEEPSPEED_ENV if package == "deepspeed" else None)[0]["curve"]
+
+
+def script_curve(package: str, python: str, script: str, arguments: list[str]) -> Curve:
+    """What the Trainer of `script` logged, from `trainer_state.json` in its output folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [script, "--deepspeed", CONFIG, "--output_dir", folder, *arguments, *TRAINING]
+        if package == "deepspeed":
+            run_job(python, [*command, *DEEPSPEED_TRAINING], PROCESSES, 600, DEEPSPEED_ENV)
+        else:
+            run_job(python, ["-m", "zero", "run", *command], PROCESSES, 600)
+        state = json.loads((Path(folder) / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "grad_norm" in entry]
+
+
+def largest_difference(ours: Curve, theirs: Curve, name: str) -> float:
+    """The largest relative difference of `name` over the steps."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(abs(mine[name] - other[name]) / abs(other[name]) for mine, other in pairs)
+
+
+def runs() -> dict[str, Callable[[str, str], Curve]]:
+    """What is compared: a function (package, python) -> curve for each label."""
+    result: dict[str, Callable[[str, str], Curve]] = {}
+    for model in ("t5", "gpt2"):
+        for accumulation in (1, 4):
+
+            def curve(package: str, python: str, model: str = model, accumulation: int = accumulation) -> Curve:
+                return engine_curve(package, python, model, accumulation)
+
+            result[f"engine, {model}, accumulation {accumulation}"] = curve
+    result["Trainer script, shipped configuration"] = lambda package, python: script_curve(
+        package, python, "benchmarks/t5_trainer.py", []
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed-python", required=True, help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "parity_deepspeed.json")
+    args = parser.parse_args()
+
+    print(f"{'run':<42}  {'steps':>5}  {'first':>8}  {'last':>8}  {'loss diff':>9}  {'norm diff':>9}")
+    results, agree = {}, True
+    for label, curve_of in runs().items():
+        theirs = curve_of("deepspeed", args.deepspeed_python)
+        ours = curve_of("zero", sys.executable)
+        loss, norm = (largest_difference(ours, theirs, name) for name in ("loss", "grad_norm"))
+        good = max(loss, norm) <= TOLERANCE
+        agree &= good
+        print(
+            f"{label:<42}  {len(ours):>5}  {ours[0]['loss']:8.4f}  {ours[-1]['loss']:8.4f}  {loss:9.1e}  {norm:9.1e}"
+            f"  {'' if good else f'more than {TOLERANCE:.0e}'}",
+            flush=True,
+        )
+        results[label] = {"loss_difference": loss, "grad_norm_difference": norm, "ours": ours, "deepspeed": theirs}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=2))
+    print(f"written: {args.output}")
+    sys.exit(0 if agree else 1)
+
+
+if __name__ == "__main__":
+    main()
