@@ -5,13 +5,15 @@
     backward of its output acquire again (autograd is about to run the module backwards)
     last gradient arrived  leave; start the reduction
 
-All uses of a trainable parameter lie before the moment its gradient is complete, so a unit whose expected gradients
-have all arrived is not needed any more. That does not serve units whose gradients come late or never: tied ones
+All uses of a trainable parameter lie before the moment its gradient is complete, so a unit whose gradients have all
+arrived is not needed any more. That does not serve units whose gradients come late or never: tied ones
 (complete only after the last owner) and frozen ones. These leave when the gradients of the inputs of the call are
 complete. What is still held at the end of backward is released then.
 
-Activation checkpointing runs a module's forward again inside of backward. The unit acquired there is kept for the
-backward that follows.
+Activation checkpointing runs forward code again inside of backward. Where it runs a hooked module again, the unit
+acquired there is kept for the backward that follows; where it runs inside of the hooked module (as in transformers),
+the unit was acquired before. Autograd's graph does not tell which gradients will come (reentrant checkpointing makes
+graphs on the way), so a unit with a parameter that got none is held to the end of backward.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.autograd.graph import register_multi_grad_hook
 
 from zero.gradients import GradientReducer
 from zero.schedule import Schedule
@@ -68,10 +70,8 @@ class ModuleHooks:
         self._held: Counter[Unit] = Counter()
         self._in_backward: set[Unit] = set()
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}
-        self._expected: dict[Unit, int] = {}
         self._reduced: set[Unit] = set()
         self._backward_is_open = False
-        self._nodes: dict[Unit, list] = {}
         self.handles: list = []
         self._install(model)
 
@@ -91,7 +91,6 @@ class ModuleHooks:
         self.handles.append(model.register_forward_hook(self._root_post_forward))
         for unit in self.units:
             if unit.trainable:
-                self._nodes[unit] = [get_gradient_edge(param).node for param in unit.params]
                 for i, param in enumerate(unit.params):
                     hook = partial(self._gradient_ready, unit, i)
                     self.handles.append(param.register_post_accumulate_grad_hook(hook))
@@ -168,14 +167,8 @@ class ModuleHooks:
 
     def _pre_backward(self, units: list[Unit], grad: torch.Tensor) -> None:
         for unit in units:
-            if unit.trainable and not unit.shared:
-                arrived, nodes = self._arrived[unit], self._nodes[unit]
-                missing = [i for i in range(len(nodes)) if i not in arrived]
-                coming = sum(torch._C._will_engine_execute_node(nodes[i]) for i in missing)
-                if not coming:
-                    continue
-                self._expected[unit] = len(arrived) + coming
-            if unit not in self._in_backward:
+            complete = not unit.shared and len(self._arrived[unit]) == len(unit.params)
+            if not complete and unit not in self._in_backward:
                 self._in_backward.add(unit)
                 self._acquire(unit)
 
@@ -186,20 +179,17 @@ class ModuleHooks:
         self.reducer.collect(unit, index)
         arrived = self._arrived[unit]
         arrived.add(index)
-        if len(arrived) == self._expected.get(unit, len(unit.params)):
+        if len(arrived) == len(unit.params):
             if not unit.shared:
                 self._leave_backward(unit)
-            if len(arrived) == len(unit.params) and unit not in self._reduced:
-                self._reduce(unit)
+            if unit not in self._reduced:
+                self._reduced.add(unit)
+                self.reducer.reduce(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit in self._in_backward:
             self._in_backward.remove(unit)
             self._leave(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        self._reduced.add(unit)
-        self.reducer.reduce(unit)
 
     def finish_backward(self) -> None:
         """Release what is still held and reduce what is not reduced yet: the same units, in order, on every rank."""
@@ -210,7 +200,6 @@ class ModuleHooks:
             if unit.trainable and (unit not in self._reduced or self.reducer.has_pending(unit)):
                 self.reducer.reduce(unit)
             self._arrived[unit].clear()
-        self._expected.clear()
         self._reduced.clear()
         self.reducer.drain()
         self._end_pass()
