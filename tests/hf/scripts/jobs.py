@@ -122,7 +122,7 @@ def run(job: dict) -> None:
     )
     trainer.train()
     report = {
-        "log": trainer.state.log_history,
+        "log": list(trainer.state.log_history),  # without the evaluation that follows
         "evaluation": trainer.evaluate(),
         "world_size": args.world_size,
         "engine": type(trainer.model_wrapped).__name__,
