@@ -1,0 +1,39 @@
+"""An `evaluate` metric for translations, BLEU and chrF by sacrebleu: `evaluate.load("metrics/bleu_chrf.py")`."""
+
+# evaluate finds what a metric script needs by reading it line by line: each import stands on its own line.
+import datasets
+import evaluate
+import sacrebleu
+
+_DESCRIPTION = """\
+Corpus BLEU (Papineni et al. 2002; 13a tokenization, exponential smoothing) and chrF (Popovic 2015; character n-grams up
+to 6), both from 0 to 100, higher is better, one reference a sentence.
+"""
+
+_CITATION = """\
+@inproceedings{post-2018-call,
+    title = "A Call for Clarity in Reporting {BLEU} Scores",
+    author = "Post, Matt",
+    booktitle = "Proceedings of the Third Conference on Machine Translation",
+    year = "2018",
+}
+"""
+
+
+class BleuChrf(evaluate.Metric):
+    """`compute(predictions=[str, ...], references=[str, ...])` -> {"bleu": float, "chrf": float}."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        text = datasets.Value("string")
+        return evaluate.MetricInfo(
+            description=_DESCRIPTION,
+            citation=_CITATION,
+            inputs_description="predictions and references: one string a sentence, not tokenized.",
+            features=datasets.Features({"predictions": text, "references": text}),
+        )
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        return {
+            "bleu": sacrebleu.corpus_bleu(predictions, [references]).score,
+            "chrf": sacrebleu.corpus_chrf(predictions, [references]).score,
+        }

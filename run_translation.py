@@ -1,0 +1,113 @@
+"""Train, evaluate and use a translation model with transformers' Seq2SeqTrainer; `--deepspeed` shards it.
+
+Without a model and data this is a demonstration that needs no network (translation/corpus.py says on what):
+
+    torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
+"""
+# ruff: noqa: E402
+
+import zero.hf
+
+# transformers and accelerate look for the engine once, while they are imported: this comes before.
+zero.hf.enable()
+
+import logging
+import sys
+
+import datasets
+import torch.distributed
+import transformers
+from datasets import Dataset
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from translation import data, report
+from translation.arguments import Arguments, fail, is_demonstration, parse_arguments
+from translation.loss import GlobalTokenMean
+from translation.model import load_model_and_tokenizer
+from translation.records import InputError
+
+
+def main() -> None:
+    try:
+        model_args, data_args, args = arguments = parse_arguments()
+        start_logging(args)
+        set_seed(args.seed)
+        texts = data.load_splits(data_args, model_args, args)
+        trainer, tokens = make_trainer(texts, arguments)
+    except InputError as error:
+        fail(str(error))
+    if args.do_train:
+        train(trainer, overwrite=data_args.overwrite_output_dir)
+    if args.do_eval:
+        evaluate(trainer)
+    if args.do_predict:
+        predict(trainer, texts["test"], tokens["test"])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
+        held_out = texts.get("test") or texts.get("validation") or texts["train"]
+        report.reload_in_fresh_process(args.output_dir, held_out["source"][:3])
+
+
+def start_logging(args: Seq2SeqTrainingArguments) -> None:
+    """Rank 0 tells of progress, the other ranks of warnings."""
+    level = logging.INFO if args.process_index == 0 else logging.WARNING
+    logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
+    logging.getLogger("translation").setLevel(level)
+    transformers.utils.logging.set_verbosity(args.get_process_log_level())
+    if args.process_index != 0:
+        datasets.disable_progress_bars()
+
+
+def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2SeqTrainer, dict[str, Dataset]]:
+    """Tokenizer, tokens, model and trainer for the text. Returns the trainer and the tokens of each split."""
+    model_args, data_args, args = arguments
+    model, tokenizer = load_model_and_tokenizer(texts, arguments)
+    tokens = {split: data.tokenize(text, tokenizer, data_args, args, split) for split, text in texts.items()}
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=tokens.get("train"),
+        eval_dataset=tokens.get("validation"),
+        processing_class=tokenizer,
+        data_collator=data.make_collator(tokenizer, model, data_args, args),
+        compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
+        compute_metrics=report.make_compute_metrics(tokenizer) if args.predict_with_generate else None,
+    )
+    return trainer, tokens
+
+
+def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
+    """Train, from the last checkpoint in the output folder unless told to overwrite it, and save model and metrics."""
+    args = trainer.args
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None and not overwrite and args.has_output_dir():
+        checkpoint = get_last_checkpoint(args.output_dir)
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+
+
+def evaluate(trainer: Seq2SeqTrainer) -> None:
+    """Score the validation split."""
+    metrics = trainer.evaluate(metric_key_prefix="eval")
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+
+
+def predict(trainer: Seq2SeqTrainer, text: Dataset, tokens: Dataset) -> None:
+    """Translate and score the test split; write the translations, one a line, and show some."""
+    result = trainer.predict(tokens, metric_key_prefix="predict")
+    trainer.log_metrics("predict", result.metrics)
+    trainer.save_metrics("predict", result.metrics)
+    if trainer.args.predict_with_generate and trainer.is_world_process_zero():
+        translations = report.decode(result.predictions, trainer.processing_class)
+        report.write_translations(trainer.args.output_dir, translations)
+        report.print_samples(text, translations)
+
+
+if __name__ == "__main__":
+    main()

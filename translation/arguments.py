@@ -1,0 +1,268 @@
+"""Command-line arguments of run_translation.py, and everything about them that can be checked before work begins."""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import accelerator
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+import zero.config
+from translation.records import InputError, check_data_file
+
+
+@dataclass
+class ModelArguments:
+    """Which model, configuration and tokenizer to use."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model folder or hub name. Without it a small T5 is made from scratch."},
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "Configuration folder or hub name, if not the model's: trains from scratch."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer folder or hub name, if not the model's."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where to keep what is downloaded from the hub."})
+    use_fast_tokenizer: bool = field(default=True, metadata={"help": "Use a tokenizer backed by `tokenizers`."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the hub model."})
+    token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the hub model to run here."})
+
+
+@dataclass
+class DataTrainingArguments:
+    """What to translate, from where, and how much of it."""
+
+    source_lang: str | None = field(
+        default=None, metadata={"help": "Language to translate from: a key of each record."}
+    )
+    target_lang: str | None = field(default=None, metadata={"help": "Language to translate to: a key of each record."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Name of a `datasets` dataset, or a folder written by its save_to_disk."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "Training data: JSON lines (.json, .jsonl), .csv or .tsv."}
+    )
+    validation_file: str | None = field(default=None, metadata={"help": "Validation data, same formats."})
+    test_file: str | None = field(default=None, metadata={"help": "Test data, same formats."})
+    overwrite_cache: bool = field(default=False, metadata={"help": "Prepare the data again instead of using a cache."})
+    preprocessing_num_workers: int | None = field(
+        default=None, metadata={"help": "Processes that tokenize; default: this one."}
+    )
+    max_source_length: int = field(default=128, metadata={"help": "Longer sources are cut to this many tokens."})
+    max_target_length: int = field(default=128, metadata={"help": "Longer targets are cut to this many tokens."})
+    val_max_target_length: int | None = field(
+        default=None,
+        metadata={"help": "The same for validation and test, and the limit of generation; default: max_target_length."},
+    )
+    pad_to_max_length: bool = field(
+        default=False, metadata={"help": "Pad every sentence to the maximum, not to the longest of its batch."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training pairs."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many validation pairs."})
+    max_predict_samples: int | None = field(default=None, metadata={"help": "Use only this many test pairs."})
+    num_beams: int | None = field(default=None, metadata={"help": "Beams in evaluation and prediction."})
+    ignore_pad_token_for_loss: bool = field(default=True, metadata={"help": "Leave padding out of the loss."})
+    source_prefix: str | None = field(default=None, metadata={"help": "Text put before every source sentence."})
+    forced_bos_token: str | None = field(
+        default=None, metadata={"help": "First token to generate; multilingual models take the target language here."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Train into an output folder that has files in it already, from the start."}
+    )
+
+
+Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
+
+# What a run without model and data does. Explicit arguments win over each of these.
+DEMONSTRATION = {
+    "output_dir": "output/translation_demo",
+    "overwrite_output_dir": True,
+    "do_train": True,
+    "do_eval": True,
+    "do_predict": True,
+    "bf16": True,
+    "learning_rate": 2e-3,
+    "warmup_steps": 100,
+    "num_train_epochs": 8.0,
+    "per_device_train_batch_size": 64,
+    "per_device_eval_batch_size": 128,
+    "max_source_length": 48,
+    "max_target_length": 48,
+    "logging_steps": 50,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+class ArgumentParser(HfArgumentParser):
+    """HfArgumentParser whose errors are one line, with the nearest argument for a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                options = [option for action in self._actions for option in action.option_strings]
+                near = difflib.get_close_matches(word.split("=")[0], options, n=1)
+                self.error(f"unknown argument {word}" + (f": did you mean {near[0]}?" if near else "; see --help"))
+        if unknown:
+            self.error(f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help")
+        return parsed
+
+
+def fail(message: str) -> NoReturn:
+    """Print `message` as one line on stderr and end this process with exit code 2."""
+    # One write, so that the lines of several ranks do not mix.
+    sys.stderr.write(f"run_translation.py: error: {' '.join(message.split())}\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def is_demonstration(model_args, data_args) -> bool:
+    """Whether neither a model nor data was named. Takes the two dataclasses, or one argparse namespace twice."""
+    return is_from_scratch(model_args) and uses_built_in_corpus(data_args)
+
+
+def is_from_scratch(model_args) -> bool:
+    """Whether our own small T5 is to be made, neither a model nor a configuration being named."""
+    return not (model_args.model_name_or_path or model_args.config_name)
+
+
+def uses_built_in_corpus(data_args) -> bool:
+    """Whether no data was named."""
+    return not any(getattr(data_args, name) for name in ("dataset_name", "train_file", "validation_file", "test_file"))
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Parse and check the command line. Only then are the training arguments built, which may start the process group.
+
+    Raises:
+        InputError: a value, file, folder or configuration that cannot work; names it and the remedy.
+    """
+    parser = ArgumentParser((ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False)
+    parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
+    given = parser.parse_args(argv)
+    if is_demonstration(given, given):
+        parser.set_defaults(**_demonstration_defaults(given))
+        given = parser.parse_args(argv)
+    if uses_built_in_corpus(given):
+        given.source_lang, given.target_lang = given.source_lang or "en", given.target_lang or "de"
+    given.val_max_target_length = given.val_max_target_length or given.max_target_length
+    given.generation_max_length = given.generation_max_length or given.val_max_target_length
+    given.generation_num_beams = given.num_beams or given.generation_num_beams
+    check_arguments(given)
+    try:
+        return parser.parse_dict(vars(given))
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+
+
+def _demonstration_defaults(given: argparse.Namespace) -> dict:
+    """DEMONSTRATION, less what would add to an explicit choice of stages, precision or output folder."""
+    defaults = dict(DEMONSTRATION)
+    if given.do_train or given.do_eval or given.do_predict:
+        for stage in ("do_train", "do_eval", "do_predict"):
+            del defaults[stage]
+    if given.fp16:
+        del defaults["bf16"]
+    if given.output_dir:
+        del defaults["overwrite_output_dir"]
+    return defaults
+
+
+def check_arguments(given: argparse.Namespace) -> None:
+    """Check everything that needs no process group, so that each rank finds the same fault by itself, at once."""
+    if given.deepspeed:
+        _check_ds_config(given.deepspeed)
+    if not (given.do_train or given.do_eval or given.do_predict):
+        raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+    if is_from_scratch(given) and not given.do_train:
+        raise InputError("an untrained model cannot be evaluated: give --model_name_or_path or --do_train")
+    _check_numbers(given)
+    _check_data(given)
+    for argument in ("model_name_or_path", "config_name", "tokenizer_name"):
+        _check_folder(argument, getattr(given, argument))
+    _check_output_dir(given)
+
+
+def _check_ds_config(path: str) -> None:
+    try:
+        zero.config.load_config(path, allow_auto=True)
+    except (ValueError, OSError) as error:
+        raise InputError(f"--deepspeed: {error}") from error
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    names = "max_source_length max_target_length val_max_target_length max_train_samples max_eval_samples"
+    for name in (*names.split(), "max_predict_samples", "preprocessing_num_workers", "num_beams"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name} is {value}: give a whole number of at least 1, or leave it out")
+
+
+def _check_data(given: argparse.Namespace) -> None:
+    if given.source_lang and given.source_lang == given.target_lang:
+        raise InputError(f"--source_lang and --target_lang are both {given.source_lang!r}: name two languages")
+    if uses_built_in_corpus(given):
+        return
+    stages = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
+    if not given.dataset_name:
+        for stage, argument in stages.items():
+            if getattr(given, stage) and not getattr(given, argument):
+                raise InputError(f"--{stage} needs data: give --{argument} or --dataset_name")
+    languages = {"--source_lang": given.source_lang, "--target_lang": given.target_lang}
+    for argument in stages.values():
+        if path := getattr(given, argument):
+            check_data_file(path, f"--{argument}", languages)
+    for argument, language in languages.items():
+        if not language:
+            raise InputError(f"{argument} is missing: name the language, as it is called in the data (for instance en)")
+
+
+def _check_folder(argument: str, name: str | None) -> None:
+    """A local model, configuration or tokenizer folder must hold one. Other names are left to the hub."""
+    if not name:
+        return
+    if not os.path.isdir(name):
+        if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or os.path.exists(name):
+            raise InputError(f"--{argument} {name}: no such folder")
+        return
+    files = os.listdir(name)
+    if argument == "tokenizer_name":
+        wanted = ("tokenizer_config.json", "tokenizer.json", "spiece.model")
+    else:
+        wanted = ("config.json",)
+    if not any(file in files for file in wanted):
+        raise InputError(
+            f"--{argument} {name}: there is no {wanted[0]} in this folder; name one that holds a saved model"
+        )
+    if argument == "model_name_or_path" and not any(file.endswith((".safetensors", ".bin")) for file in files):
+        raise InputError(
+            f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to train this"
+            f" configuration from scratch, name it by --config_name"
+        )
+
+
+def _check_output_dir(given: argparse.Namespace) -> None:
+    folder = given.output_dir
+    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+        raise InputError(f"--output_dir {folder} is a file: name a folder")
+    if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
+        return
+    if folder and os.path.isdir(folder) and os.listdir(folder) and get_last_checkpoint(folder) is None:
+        raise InputError(
+            f"--output_dir {folder} has files in it and no checkpoint to resume from: name another folder,"
+            f" or give --overwrite_output_dir to train into this one"
+        )

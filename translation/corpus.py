@@ -1,0 +1,234 @@
+"""A parallel corpus made on the spot from the Unicode CLDR data that Babel ships: nothing is downloaded.
+
+Each pair is one value (a date, an amount of money, a list of countries, ...) written out in two locales by Babel's
+own formatters, so the target is what CLDR's translators chose, word order and plural forms included. Bare names (of
+countries, languages, currencies) always go to the training split: no model can guess the German name of a country that
+it has never seen, while "in three weeks" and "Greek (Cyprus)" can be put together from known parts.
+"""
+
+import datetime
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from babel import Locale, UnknownLocaleError
+from babel.dates import (
+    format_date,
+    format_interval,
+    format_skeleton,
+    format_time,
+    format_timedelta,
+    get_datetime_format,
+)
+from babel.languages import get_official_languages
+from babel.lists import format_list
+from babel.numbers import format_compact_decimal, format_currency, format_percent, get_territory_currencies
+from babel.units import format_unit
+
+Formatter = Callable[[Locale], str]
+
+TRAIN_PAIRS = 12_000
+HELD_OUT_PAIRS = 500
+# The members of the European Union and of the G20, and some of their neighbours.
+COUNTRIES = (
+    "AR AT AU BE BG BR CA CH CN CY CZ DE DK EE EG ES FI FR GB GR HR HU ID IE IN IS IT JP KR LT LU LV MT MX NL NO PL PT RO "
+    "RS RU SA SE SI SK TR UA US ZA"
+)
+UNITS = (
+    "area-hectare area-square-kilometer duration-hour duration-minute duration-month duration-second duration-week "
+    "duration-year energy-kilocalorie energy-kilowatt-hour length-centimeter length-foot length-kilometer length-mile "
+    "mass-gram mass-kilogram mass-tonne power-watt speed-kilometer-per-hour speed-mile-per-hour temperature-celsius "
+    "temperature-fahrenheit volume-cubic-meter volume-liter digital-gigabyte"
+).split()
+
+
+class Pair(NamedTuple):
+    """One sentence in both languages."""
+
+    source: str
+    target: str
+
+
+class Corpus(NamedTuple):
+    """Three splits of pairs; no source sentence occurs twice, in one split or across them."""
+
+    train: list[Pair]
+    validation: list[Pair]
+    test: list[Pair]
+
+
+def build_corpus(
+    source_lang: str = "en",
+    target_lang: str = "de",
+    train_pairs: int = TRAIN_PAIRS,
+    held_out_pairs: int = HELD_OUT_PAIRS,
+    seed: int = 0,
+) -> Corpus:
+    """Build the corpus: at most `train_pairs` for training, `held_out_pairs` each for validation and test.
+
+    The same arguments give the same sentences in the same order on every machine with the same Babel.
+
+    Raises:
+        ValueError: Babel has no locale of that name, or the two are the same.
+    """
+    if source_lang == target_lang:
+        raise ValueError(f"source_lang and target_lang are both {source_lang!r}: a parallel corpus needs two languages")
+    source, target = parse_locale(source_lang), parse_locale(target_lang)
+    rng = random.Random(seed)
+    names = _distinct_pairs(_bare_names(source, target), source, target, seen=set())
+    seen = {pair.source for pair in names}
+    wanted = train_pairs + 2 * held_out_pairs - min(len(names), train_pairs)
+    composed = _distinct_pairs(_composed_values(rng, source, target), source, target, seen, limit=wanted)
+    test, validation = composed[:held_out_pairs], composed[held_out_pairs : 2 * held_out_pairs]
+    train = (names + composed[2 * held_out_pairs :])[:train_pairs]
+    rng.shuffle(train)
+    return Corpus(train, validation, test)
+
+
+def parse_locale(name: str) -> Locale:
+    """The Babel locale called `name` ("de", "pt_BR"). Raises ValueError when there is none."""
+    try:
+        return Locale.parse(name)
+    except (UnknownLocaleError, ValueError):
+        raise ValueError(f"the built-in corpus has no language {name!r}: use a CLDR locale such as de") from None
+
+
+def _distinct_pairs(
+    values: Iterator[Formatter], source: Locale, target: Locale, seen: set[str], limit: int | None = None
+) -> list[Pair]:
+    """Format values in both locales, keeping the first pair of each source sentence, until `limit` pairs are found."""
+    pairs: list[Pair] = []
+    for formatter in values:
+        if limit is not None and len(pairs) >= limit:
+            break
+        pair = Pair(_plain_spaces(formatter(source)), _plain_spaces(formatter(target)))
+        if pair.source in seen or not (pair.source and pair.target):
+            continue
+        seen.add(pair.source)
+        pairs.append(pair)
+    return pairs
+
+
+def _plain_spaces(text: str) -> str:
+    """CLDR spaces are of many widths (U+00A0, U+202F, U+2009); a tokenizer and a metric should see one kind."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _territories() -> list[str]:
+    return COUNTRIES.split()
+
+
+def _languages(*locales: Locale) -> list[str]:
+    """The countries' official languages that all locales have a name for."""
+    codes = {code for country in _territories() for code in get_official_languages(country, de_facto=True)}
+    return sorted(code for code in codes if all(code in locale.languages for locale in locales))
+
+
+def _currencies() -> list[str]:
+    """The countries' legal tender on a fixed day, so that the corpus does not change with the calendar."""
+    day = datetime.date(2025, 1, 1)
+    return sorted({code for country in _territories() for code in get_territory_currencies(country, day)})
+
+
+def _bare_names(*locales: Locale) -> Iterator[Formatter]:
+    """Every name by itself: countries, languages, currencies, months, days of the week."""
+    yield from (lambda locale, c=code: locale.territories[c] for code in _territories())
+    yield from (lambda locale, c=code: locale.languages[c] for code in _languages(*locales))
+    yield from (lambda locale, c=code: locale.currencies[c] for code in _currencies())
+    yield from (lambda locale, m=month: locale.months["stand-alone"]["wide"][m] for month in range(1, 13))
+    yield from (lambda locale, d=day: locale.days["stand-alone"]["wide"][d] for day in range(7))
+
+
+def _composed_values(rng: random.Random, *locales: Locale) -> Iterator[Formatter]:
+    """An endless, seeded stream of values of all kinds; each kind is drawn equally often."""
+    territories, languages, currencies = _territories(), _languages(*locales), _currencies()
+    makers: list[Callable[[], Formatter]] = [
+        lambda: _date(rng),
+        lambda: _date_interval(rng),
+        lambda: _date_and_time(rng),
+        lambda: _relative_time(rng),
+        lambda: _unit(rng),
+        lambda: _money(rng, currencies),
+        lambda: _large_number(rng),
+        lambda: _name_list(rng, "territories", territories),
+        lambda: _name_list(rng, "languages", languages),
+        lambda: _language_in_country(rng, languages, territories),
+    ]
+    while True:
+        yield rng.choice(makers)()
+
+
+def _random_day(rng: random.Random) -> datetime.datetime:
+    return datetime.datetime(1950, 1, 1) + datetime.timedelta(minutes=rng.randrange(100 * 365 * 24 * 60))
+
+
+def _date(rng: random.Random) -> Formatter:
+    day, form = _random_day(rng), rng.choice(["full", "long", "medium", "MMMMd", "yMMMM", "MMMEd", "yQQQQ", "GyMMMd"])
+    if form in ("full", "long", "medium"):
+        return lambda locale: format_date(day, form, locale=locale)
+    return lambda locale: format_skeleton(form, day, locale=locale)
+
+
+def _date_interval(rng: random.Random) -> Formatter:
+    start, form = _random_day(rng), rng.choice(["yMMMd", "MMMd", "yMMMEd"])
+    end = start + datetime.timedelta(days=rng.randrange(1, 60))
+    return lambda locale: format_interval(start, end, form, locale=locale)
+
+
+def _date_and_time(rng: random.Random) -> Formatter:
+    moment, form = _random_day(rng), rng.choice(["full", "long", "medium", "time"])
+    if form == "time":
+        return lambda locale: format_time(moment, "short", locale=locale)
+    # format_datetime() would spell out seconds and the time zone with the longer dates; people write the short time.
+    return lambda locale: (
+        get_datetime_format(form, locale=locale)
+        .replace("'", "")
+        .replace("{0}", format_time(moment, "short", locale=locale))
+        .replace("{1}", format_date(moment, form, locale=locale))
+    )
+
+
+def _relative_time(rng: random.Random) -> Formatter:
+    unit = rng.choice(["second", "minute", "hour", "day", "week", "month", "year"])
+    seconds = {
+        "second": 1,
+        "minute": 60,
+        "hour": 3600,
+        "day": 86400,
+        "week": 604800,
+        "month": 2592000,
+        "year": 31536000,
+    }
+    delta = datetime.timedelta(seconds=rng.choice([-1, 1]) * rng.randrange(1, 100) * seconds[unit])
+    # A threshold this high keeps the unit that was drawn instead of rounding up to the next larger one.
+    return lambda locale: format_timedelta(delta, unit, threshold=10_000, add_direction=True, locale=locale)
+
+
+def _unit(rng: random.Random) -> Formatter:
+    unit, amount = rng.choice(UNITS), rng.choice([1, rng.randrange(2, 1000), rng.randrange(1, 1000) / 10])
+    return lambda locale: format_unit(amount, unit, "long", locale=locale)
+
+
+def _money(rng: random.Random, currencies: list[str]) -> Formatter:
+    amount, currency = rng.choice([1, rng.randrange(2, 500), rng.randrange(500, 100_000) / 100]), rng.choice(currencies)
+    return lambda locale: format_currency(amount, currency, locale=locale, format_type="name")
+
+
+def _large_number(rng: random.Random) -> Formatter:
+    if rng.random() < 0.5:
+        share = rng.randrange(1, 2000) / 1000
+        return lambda locale: format_percent(share, locale=locale, decimal_quantization=False)
+    count = rng.randrange(1, 1000) * 10 ** rng.randrange(3, 11)
+    return lambda locale: format_compact_decimal(count, format_type="long", locale=locale, fraction_digits=1)
+
+
+def _name_list(rng: random.Random, kind: str, codes: list[str]) -> Formatter:
+    """Two or three names of one kind, joined by "and" or "or"; `kind` is the Locale attribute that holds the names."""
+    chosen, style = rng.sample(codes, rng.choice([2, 3])), rng.choice(["standard", "or"])
+    return lambda locale: format_list([getattr(locale, kind)[code] for code in chosen], style, locale=locale)
+
+
+def _language_in_country(rng: random.Random, languages: list[str], territories: list[str]) -> Formatter:
+    language, territory = rng.choice(languages), rng.choice(territories)
+    return lambda locale: f"{locale.languages[language]} ({locale.territories[territory]})"

@@ -1,0 +1,144 @@
+"""The model and its tokenizer: loaded, or a small T5 made from scratch for the text at hand."""
+
+import logging
+from typing import NamedTuple
+
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
+    T5Config,
+)
+
+from translation.arguments import (
+    Arguments,
+    DataTrainingArguments,
+    ModelArguments,
+    is_from_scratch,
+    uses_built_in_corpus,
+)
+from translation.records import InputError
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+
+logger = logging.getLogger(__name__)
+
+
+class ScratchSize(NamedTuple):
+    """How large to make a model and vocabulary from scratch."""
+
+    vocab_size: int
+    character_coverage: float
+    d_model: int
+    num_layers: int
+
+
+BUILT_IN_CORPUS_SIZE = ScratchSize(vocab_size=2000, character_coverage=1.0, d_model=128, num_layers=2)
+FREE_TEXT_SIZE = ScratchSize(vocab_size=8000, character_coverage=0.9998, d_model=256, num_layers=3)
+
+
+def load_model_and_tokenizer(
+    texts: dict[str, Dataset], arguments: Arguments
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and tokenizer that were named; a small T5, and a tokenizer trained on `texts["train"]`, where none was.
+
+    Under ZeRO-3 transformers builds the model inside `zero.Init`.
+
+    Raises:
+        InputError: a model or tokenizer does not load, or cannot translate.
+    """
+    model_args, data_args, training_args = arguments
+    size = BUILT_IN_CORPUS_SIZE if uses_built_in_corpus(data_args) else FREE_TEXT_SIZE
+    name = model_args.tokenizer_name or model_args.model_name_or_path or model_args.config_name
+    if name:
+        tokenizer = _load_tokenizer(name, model_args, data_args)
+    else:
+        tokenizer = _make_tokenizer(texts["train"], size, training_args)
+    if is_from_scratch(model_args):
+        model = AutoModelForSeq2SeqLM.from_config(small_t5_config(tokenizer, size))
+        logger.info(
+            "no model was named: making a small T5 from scratch, %s parameters, vocabulary of %s",
+            f"{model.num_parameters():,}",
+            f"{len(tokenizer):,}",
+        )
+    else:
+        model = _load_model(model_args)
+    _fit(model, tokenizer, data_args)
+    return model, tokenizer
+
+
+def _load_tokenizer(name: str, model_args: ModelArguments, data_args: DataTrainingArguments) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=model_args.use_fast_tokenizer, **_hub(model_args))
+    except (OSError, ValueError) as error:
+        raise InputError(f"no tokenizer could be loaded from {name} ({error}); name one by --tokenizer_name") from error
+    if hasattr(tokenizer, "src_lang"):
+        tokenizer.src_lang, tokenizer.tgt_lang = data_args.source_lang, data_args.target_lang
+    return tokenizer
+
+
+def _make_tokenizer(
+    text: Dataset, size: ScratchSize, training_args: Seq2SeqTrainingArguments
+) -> PreTrainedTokenizerBase:
+    """Train a SentencePiece vocabulary on rank 0; every rank makes the same tokenizer from it."""
+    pieces = None
+    if training_args.process_index == 0:
+        sentences = (sentence for record in text for sentence in (record["source"], record["target"]))
+        pieces = scored_pieces(train_sentencepiece(sentences, size.vocab_size, size.character_coverage))
+    return t5_tokenizer(broadcast_object_list([pieces])[0])
+
+
+def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5Config:
+    """A T5 of `size.num_layers` encoder and decoder blocks, heads of 32, no dropout."""
+    return T5Config(
+        vocab_size=len(tokenizer),
+        d_model=size.d_model,
+        d_kv=32,
+        num_heads=size.d_model // 32,
+        d_ff=2 * size.d_model,
+        num_layers=size.num_layers,
+        dropout_rate=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _load_model(model_args: ModelArguments) -> PreTrainedModel:
+    """The named model with its weights, or, if only a configuration is named, a new one."""
+    name = model_args.model_name_or_path or model_args.config_name
+    try:
+        config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
+        if model_args.model_name_or_path:
+            return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **_hub(model_args))
+        return AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise InputError(f"no sequence-to-sequence model could be loaded from {name}: {error}") from error
+
+
+def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments) -> None:
+    """Fit the model to the tokenizer and the task: size of the vocabulary, first token of a translation."""
+    if len(tokenizer) > model.config.vocab_size:
+        model.resize_token_embeddings(len(tokenizer))
+    if model.config.decoder_start_token_id is None:
+        raise InputError("decoder_start_token_id is not set in the model's config.json: set it (T5: the padding token)")
+    if token := data_args.forced_bos_token:
+        index = tokenizer.convert_tokens_to_ids(token)
+        if index in (None, tokenizer.unk_token_id):
+            raise InputError(
+                f"--forced_bos_token {token!r} is not in the tokenizer's vocabulary: name one of its tokens"
+            )
+        model.generation_config.forced_bos_token_id = index
+
+
+def _hub(model_args: ModelArguments) -> dict:
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "token": model_args.token,
+        "trust_remote_code": model_args.trust_remote_code,
+    }

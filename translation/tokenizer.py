@@ -1,0 +1,54 @@
+"""A SentencePiece vocabulary trained on a corpus, and the transformers tokenizer made from it."""
+
+import io
+from collections.abc import Iterable
+
+import sentencepiece
+from transformers import T5Tokenizer
+
+PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+
+
+def train_sentencepiece(
+    sentences: Iterable[str], vocab_size: int, character_coverage: float = 1.0
+) -> sentencepiece.SentencePieceProcessor:
+    """Train a unigram model with T5's special pieces (pad 0, end of sentence 1, unknown 2).
+
+    `vocab_size` is an upper limit: a small corpus gets the vocabulary that it can fill. `character_coverage` is the
+    fraction of all characters that must get a piece; the rarest rest is unknown. Text is taken as it stands (no Unicode
+    normalisation), because T5Tokenizer does none either.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=character_coverage,
+        split_digits=True,
+        normalization_rule_name="identity",
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        pad_piece=PAD,
+        eos_piece=EOS,
+        unk_piece=UNK,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def scored_pieces(model: sentencepiece.SentencePieceProcessor) -> list[tuple[str, float]]:
+    """The model's vocabulary in the order of its ids: each piece with its log probability."""
+    return [(model.id_to_piece(index), model.get_score(index)) for index in range(model.get_piece_size())]
+
+
+def t5_tokenizer(pieces: list[tuple[str, float]]) -> T5Tokenizer:
+    """The tokenizer that gives the same ids as the SentencePiece model, and an end of sentence after each text.
+
+    Built from the pieces themselves: `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
+    """
+    return T5Tokenizer(vocab=pieces, extra_ids=0)
