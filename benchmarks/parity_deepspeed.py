@@ -15,7 +15,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.launch import REPOSITORY, run_job, run_ranks
 
@@ -41,16 +43,42 @@ def engine_curve(package: str, python: str, model: str, accumulation: int) -> Cu
     return run_ranks(python, command, PROCESSES, 600, DEEPSPEED_ENV if package == "deepspeed" else None)[0]["curve"]
 
 
-def script_curve(package: str, python: str, script: str, arguments: list[str]) -> Curve:
-    """What the Trainer of `script` logged, from `trainer_state.json` in its output folder."""
+def script_curve(command: dict[str, list[str]], package: str, python: str, arguments: list[str]) -> Curve:
+    """What a script's Trainer logged, from `trainer_state.json` in its output folder.
+
+    `command` says how the script is started for each package; it ends with the script's name.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [script, "--deepspeed", CONFIG, "--output_dir", folder, *arguments, *TRAINING]
+        line = [*command[package], "--deepspeed", CONFIG, "--output_dir", folder, *arguments, *TRAINING]
         if package == "deepspeed":
-            run_job(python, [*command, *DEEPSPEED_TRAINING], PROCESSES, 600, DEEPSPEED_ENV)
+            run_job(python, [*line, *DEEPSPEED_TRAINING], PROCESSES, 600, DEEPSPEED_ENV)
         else:
-            run_job(python, ["-m", "zero", "run", *command], PROCESSES, 600)
+            run_job(python, line, PROCESSES, 600)
         state = json.loads((Path(folder) / "trainer_state.json").read_text())
     return [entry for entry in state["log_history"] if "grad_norm" in entry]
+
+
+def trainer_curve(package: str, python: str) -> Curve:
+    script = "benchmarks/t5_trainer.py"
+    return script_curve({"zero": ["-m", "zero", "run", script], "deepspeed": [script]}, package, python, [])
+
+
+def translation_curve(package: str, python: str, start: str) -> Curve:
+    """`run_translation.py` on its built-in corpus, fine-tuning the model in the folder `start`."""
+    script = "run_translation.py"
+    command = {"zero": [script], "deepspeed": ["-m", "benchmarks.without_hook", script]}
+    return script_curve(
+        command, package, python, ["--do_train", "--model_name_or_path", start, "--overwrite_output_dir"]
+    )
+
+
+def save_translation_model(folder: str) -> None:
+    """One step of `run_translation.py` from scratch leaves a model and its tokenizer in `folder`.
+
+    Both engines start from these weights: each draws those of a new model in an order of its own.
+    """
+    options = ["--do_train", "--max_train_samples", "500", "--max_steps", "1"]
+    run_job(sys.executable, ["run_translation.py", "--output_dir", folder, *options], 1, 600)
 
 
 def largest_difference(ours: Curve, theirs: Curve, name: str) -> float:
@@ -59,20 +87,31 @@ def largest_difference(ours: Curve, theirs: Curve, name: str) -> float:
     return max(abs(mine[name] - other[name]) / abs(other[name]) for mine, other in pairs)
 
 
-def runs() -> dict[str, Callable[[str, str], Curve]]:
+def runs(start: str) -> dict[str, Callable[[str, str], Curve]]:
     """What is compared: a function (package, python) -> curve for each label."""
-    result: dict[str, Callable[[str, str], Curve]] = {}
-    for model in ("t5", "gpt2"):
-        for accumulation in (1, 4):
-
-            def curve(package: str, python: str, model: str = model, accumulation: int = accumulation) -> Curve:
-                return engine_curve(package, python, model, accumulation)
-
-            result[f"engine, {model}, accumulation {accumulation}"] = curve
-    result["Trainer script, shipped configuration"] = lambda package, python: script_curve(
-        package, python, "benchmarks/t5_trainer.py", []
-    )
+    result: dict[str, Callable[[str, str], Curve]] = {
+        f"engine, {model}, accumulation {accumulation}": partial(engine_curve, model=model, accumulation=accumulation)
+        for model in ("t5", "gpt2")
+        for accumulation in (1, 4)
+    }
+    result["Trainer script, shipped configuration"] = trainer_curve
+    result["run_translation.py, shipped configuration"] = partial(translation_curve, start=start)
     return result
+
+
+def compare(label: str, curve_of: Callable[[str, str], Curve], deepspeed_python: str) -> dict[str, Any]:
+    """Run both engines, print one line of the table, and return its numbers with both curves."""
+    theirs = curve_of("deepspeed", deepspeed_python)
+    ours = curve_of("zero", sys.executable)
+    loss, norm = (largest_difference(ours, theirs, name) for name in ("loss", "grad_norm"))
+    agrees = max(loss, norm) <= TOLERANCE
+    print(
+        f"{label:<42}  {len(ours):>5}  {ours[0]['loss']:8.4f}  {ours[-1]['loss']:8.4f}  {loss:9.1e}  {norm:9.1e}"
+        f"{'' if agrees else f'  more than {TOLERANCE:.0e}'}",
+        flush=True,
+    )
+    differences = {"agrees": agrees, "loss_difference": loss, "grad_norm_difference": norm}
+    return {**differences, "ours": ours, "deepspeed": theirs}
 
 
 def main() -> None:
@@ -82,23 +121,15 @@ def main() -> None:
     args = parser.parse_args()
 
     print(f"{'run':<42}  {'steps':>5}  {'first':>8}  {'last':>8}  {'loss diff':>9}  {'norm diff':>9}")
-    results, agree = {}, True
-    for label, curve_of in runs().items():
-        theirs = curve_of("deepspeed", args.deepspeed_python)
-        ours = curve_of("zero", sys.executable)
-        loss, norm = (largest_difference(ours, theirs, name) for name in ("loss", "grad_norm"))
-        good = max(loss, norm) <= TOLERANCE
-        agree &= good
-        print(
-            f"{label:<42}  {len(ours):>5}  {ours[0]['loss']:8.4f}  {ours[-1]['loss']:8.4f}  {loss:9.1e}  {norm:9.1e}"
-            f"  {'' if good else f'more than {TOLERANCE:.0e}'}",
-            flush=True,
-        )
-        results[label] = {"loss_difference": loss, "grad_norm_difference": norm, "ours": ours, "deepspeed": theirs}
+    results = {}
+    with tempfile.TemporaryDirectory() as start:
+        save_translation_model(start)
+        for label, curve_of in runs(start).items():
+            results[label] = compare(label, curve_of, args.deepspeed_python)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=2))
     print(f"written: {args.output}")
-    sys.exit(0 if agree else 1)
+    sys.exit(0 if all(result["agrees"] for result in results.values()) else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,41 @@
+"""Memory of building a T5 of 1.0e9 parameters under `zero.Init`: peak RSS of each rank against its shards + 1 GiB.
+
+    python -m benchmarks.init_memory
+
+The interpreter and its imports are part of the RSS, and so of the GiB. Exit code 1 when a rank takes more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.launch import REPOSITORY, run_ranks
+
+GIB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "init_memory.json")
+    args = parser.parse_args()
+
+    ranks = run_ranks(sys.executable, ["-m", "benchmarks.init_worker"], args.processes, timeout=900)
+    shards = ranks[0]["parameters"] * ranks[0]["bytes_per_parameter"] / args.processes
+    limit = shards + GIB
+    print(f"T5 of {ranks[0]['parameters'] / 1e9:.3f}e9 parameters, {args.processes} processes, built in zero.Init\n")
+    print(f"{'rank':>4}  {'shards':>9}  {'imports':>9}  {'built':>9}  {'peak':>9}  {'limit':>9}  {'seconds':>7}")
+    for number, rank in enumerate(ranks):
+        sizes = (shards, rank["rss_imported"], rank["rss_built"], rank["rss_peak"], limit)
+        print(f"{number:>4}  {'  '.join(f'{size / GIB:5.2f} GiB' for size in sizes)}  {rank['seconds']:7.1f}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps({"shards": shards, "limit": limit, "ranks": ranks}, indent=2))
+    print(f"\nwritten: {args.output}")
+    sys.exit(0 if all(rank["rss_peak"] <= limit for rank in ranks) else 1)
+
+
+if __name__ == "__main__":
+    main()
