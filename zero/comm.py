@@ -10,7 +10,6 @@ benchmarks/LOG.md), and summing received slices here, in rank order and in fp32,
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -196,8 +195,8 @@ def communicator() -> Communicator:
 
 
 def compute_device() -> torch.device:
-    """This rank's accelerator, or the CPU where torch sees none or `ACCELERATE_USE_CPU` asks for it."""
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1", "yes"):
+    """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
+    if torch.cuda.is_available() and not (is_initialized() and dist.get_backend() == "gloo"):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")
 
@@ -235,11 +234,8 @@ def init_distributed(
 
 
 def become_world_of_one() -> None:
-    """Set the variables a launcher would have set for a single process, with a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    """Set the variables a launcher would have set for a single process; port 0 lets the store choose a free one."""
+    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
 

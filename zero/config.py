@@ -169,8 +169,11 @@ class DataTypesConfig(Section):
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
 
 
-class AdamParams(KeywordSection):
-    """``optimizer.params``; ``**params`` are the keyword arguments lr, betas, eps and weight_decay of torch's Adam."""
+class AdamParams(_Params):
+    """``optimizer.params``; ``**params`` are keyword arguments of torch's Adam.
+
+    ``fused`` and ``foreach`` choose its implementation, by default as torch does.
+    """
 
     lr: NonNegative = 1e-3
     betas: Betas = (0.9, 0.999)
@@ -179,14 +182,14 @@ class AdamParams(KeywordSection):
     adam_w_mode: bool = True
     bias_correction: only(bool, True, "Adam always corrects the bias") = True
     amsgrad: only(bool, False, "DeepSpeed refuses it too") = False
-    torch_adam: bool = unused(False, "the engine's own step has the numerics of torch's Adam")
-    foreach: bool | None = unused(None, "the engine has one step for every device")
-    fused: bool | None = unused(None, "the engine has one step for every device")
+    foreach: bool | None = None
+    fused: bool | None = None
+    torch_adam: bool = unused(False, "it is always torch's Adam")
     set_grad_none: bool = unused(True, "gradients are always freed")
     fp32_optimizer_states: bool = unused(True, "moments are always fp32")
 
     def keys(self) -> list[str]:
-        return ["lr", "betas", "eps", "weight_decay"]
+        return ["lr", "betas", "eps", "weight_decay", "foreach", "fused"]
 
 
 class OptimizerConfig(Section):

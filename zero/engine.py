@@ -58,7 +58,7 @@ class ZeroEngine(nn.Module):
         self._boundary: bool | None = None
         self.residency = Residency()
 
-        inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model)
+        inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer)
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         self._place_buffers()
         offload = zero.offload_optimizer
