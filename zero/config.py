@@ -169,7 +169,7 @@ class DataTypesConfig(Section):
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
 
 
-class AdamParams(_Params):
+class AdamParams(KeywordSection):
     """``optimizer.params``; ``**params`` are keyword arguments of torch's Adam.
 
     ``fused`` and ``foreach`` choose its implementation, by default as torch does.
