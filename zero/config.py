@@ -189,7 +189,8 @@ class AdamParams(KeywordSection):
     fp32_optimizer_states: bool = unused(True, "moments are always fp32")
 
     def keys(self) -> list[str]:
-        return ["lr", "betas", "eps", "weight_decay", "foreach", "fused"]
+        chosen = [key for key in ("foreach", "fused") if getattr(self, key) is not None]
+        return ["lr", "betas", "eps", "weight_decay", *chosen]
 
 
 class OptimizerConfig(Section):

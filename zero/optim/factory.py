@@ -34,8 +34,8 @@ def build_optimizer(
     if given is None:
         kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
         settings = dict(config.params)
-        if offloaded and settings["fused"] is None and not settings["foreach"]:
-            settings["fused"] = True
+        if offloaded and not settings.get("foreach"):
+            settings.setdefault("fused", True)
         return kind(params, **settings)
     optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
     for kind in type(optimizer).__mro__:
