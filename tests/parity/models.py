@@ -1,0 +1,63 @@
+"""Small random models, each with its batches: the same on every rank, whatever was computed before."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCABULARY = 97
+# Divisible by 1, 2, 3 and 4 ranks.
+ROWS = 12
+
+
+def t5() -> nn.Module:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.06,
+        loss_type="ForCausalLM",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    """Odd sizes everywhere: hardly a parameter's size is divisible by 2, 3 or 4."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=37, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=16, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.06, loss_type="ForCausalLM",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+MODELS = {"t5": t5, "gpt2": gpt2, "llama": llama}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[name]().train()
+
+
+def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for _ in range(steps):
+        ids = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
+        labels = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator) if name == "t5" else ids
+        made.append({"input_ids": ids, "labels": labels})
+    return made

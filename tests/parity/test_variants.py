@@ -1,0 +1,157 @@
+"""Checkpointing, frozen and tied parameters, param groups, mixed dtypes: all against plain torch, without clipping."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.training import (
+    Curve,
+    assert_close,
+    assert_equal,
+    assert_same_weights,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_in_slices,
+    train_plain,
+    train_zero,
+    two_groups,
+)
+from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.test_fp32 import SMALL
+
+STEPS = 6
+
+
+class SeveralDtypes(nn.Module):
+    """An fp32 model with a bf16 block in the middle and a frozen bf16 projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24).bfloat16(), nn.Linear(24, 24)])
+        self.frozen = nn.Linear(24, 23, bias=False).bfloat16().requires_grad_(False)
+        self.head = nn.Linear(23, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden.to(block.weight.dtype))).float()
+        logits = self.head(self.frozen(hidden.bfloat16()).float())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.roll(1, dims=1).flatten())
+
+
+def variant(kind: str) -> nn.Module:
+    """A model by the name of what is special about it."""
+    if kind == "several dtypes":
+        torch.manual_seed(7)
+        return SeveralDtypes()
+    model = build("gpt2" if kind == "frozen embedding" else "t5")
+    if kind in ("reentrant", "non-reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    elif kind == "frozen encoder":
+        model.encoder.block.requires_grad_(False)
+    elif kind == "frozen embedding":
+        # Tied with the head, which so has a frozen weight that gradients flow through.
+        model.get_input_embeddings().requires_grad_(False)
+    elif kind == "frozen biases and norms":
+        for param in model.parameters():
+            param.requires_grad_(param.dim() > 1)
+    elif kind == "unused block":
+        model.add_module("unused", nn.Linear(32, 32))
+    elif kind == "untied":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+    return model
+
+
+def data(kind: str) -> list[dict[str, torch.Tensor]]:
+    return batches("gpt2" if kind in ("frozen embedding", "several dtypes") else "t5", STEPS)
+
+
+def plain(rank: int, world_size: int, kind: str) -> Curve:
+    return train_plain(variant(kind), data(kind))
+
+
+def slices(rank: int, world_size: int, kind: str, count: int) -> Curve:
+    return train_in_slices(variant(kind), data(kind), count, grouping=two_groups)
+
+
+def sharded(rank: int, world_size: int, kind: str, grouped: bool = False, settings: dict | None = None) -> Curve:
+    config = ds_config(**(SMALL if settings is None else settings))
+    engine, _ = start(variant(kind), config, two_groups) if grouped else start(variant(kind), config)
+    return train_zero(engine, data(kind))
+
+
+@cache
+def reference(kind: str) -> Curve:
+    return curve_on(1, plain, kind)
+
+
+KINDS = [
+    "plain",
+    "reentrant",
+    "non-reentrant",
+    "frozen encoder",
+    "frozen embedding",
+    "frozen biases and norms",
+    "untied",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_is_bit_for_bit_and_three_are_close(kind):
+    assert_equal(curve_on(1, sharded, kind), reference(kind))
+    assert_close(curve_on(3, sharded, kind), reference(kind))
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_checkpointing_changes_nothing(kind):
+    """Under settings that gather anew for each use, settings that keep all that was gathered, and some between.
+
+    Bit for bit what the checkpointed model gives in plain torch; that itself adds up the gradients of the encoder's
+    output in another order than without checkpointing.
+    """
+    anew = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    expected = curve_on(1, slices, kind, 2)
+    for settings in (SMALL, anew, {}):
+        found = curve_on(2, sharded, kind, True, settings | {"stage3_param_persistence_threshold": 0})
+        assert found.losses == expected.losses
+        assert_same_weights(found.weights, expected.weights)
+    assert_close(curve_on(2, sharded, kind), reference("plain"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_param_groups_keep_their_learning_rate_and_weight_decay(world_size):
+    expected = curve_on(1, slices, "plain", world_size)
+    found = curve_on(world_size, sharded, "plain", True)
+    assert found.losses == expected.losses
+    assert_same_weights(found.weights, expected.weights)
+    assert found.losses != curve_on(world_size, sharded, "plain", False).losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_several_dtypes_keep_theirs_with_fp32_masters(world_size):
+    expected = curve_on(1, slices, "several dtypes", world_size)
+    found = curve_on(world_size, sharded, "several dtypes", True)
+    assert found.losses == expected.losses
+    assert relative(found.norms, expected.norms) <= 1e-6
+    assert_same_weights(found.weights, expected.weights)
+    assert found.weights["blocks.1.weight"].dtype == torch.bfloat16
+
+
+def test_frozen_weights_stay_and_are_not_given_to_the_optimizer():
+    found = curve_on(2, sharded, "frozen encoder")
+    before = variant("frozen encoder").state_dict()
+    assert torch.equal(found.weights["encoder.block.0.layer.0.SelfAttention.q.weight"],
+                       before["encoder.block.0.layer.0.SelfAttention.q.weight"])  # fmt: skip
+    assert not torch.equal(found.weights["shared.weight"], before["shared.weight"])
+
+
+def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():
+    assert_close(curve_on(2, sharded, "unused block"), reference("unused block"))
