@@ -196,7 +196,7 @@ def communicator() -> Communicator:
 
 def compute_device() -> torch.device:
     """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
-    if torch.cuda.is_available() and not (is_initialized() and dist.get_backend() == "gloo"):
+    if torch.cuda.is_available() and (not is_initialized() or "nccl" in dist.get_backend()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")
 
