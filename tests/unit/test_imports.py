@@ -1,0 +1,90 @@
+"""First-party imports point downwards only, and `torch.distributed` has one door."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import zero
+
+PACKAGE = Path(zero.__file__).parent
+
+# From the bottom to the top. A module may import those before it, a package's name standing for all in it.
+LAYERS = [
+    "zero.config_keys",
+    "zero.config_reading",
+    "zero.config",
+    "zero.layout",
+    "zero.schedule",
+    "zero.comm",
+    "zero.tiers",
+    "zero.unit",
+    "zero.gradients",
+    "zero.hooks",
+    "zero.optim",
+    "zero.init",
+    "zero.checkpoint",
+    "zero.export",
+    "zero.engine",
+    "zero",
+    "zero.hf",
+    "zero.__main__",
+]
+# Within one layer: a package, or modules whose names begin alike.
+INSIDE = {
+    "zero.checkpoint": ["folder", "values", "slices", "state", "__init__"],
+    "zero.optim": ["loss_scaler", "lr_schedules", "cpu_adam", "factory", "step"],
+    "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "__init__"],
+}
+# torchrun's error files are no communication.
+HARMLESS = "torch.distributed.elastic"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def rank(module: str) -> tuple[int, int]:
+    """Position in `LAYERS`, then in the layer."""
+    layer = next((name for name in INSIDE if module == name or module.startswith((name + ".", name + "_"))), module)
+    if layer not in LAYERS:
+        raise AssertionError(f"{module} has no place in LAYERS")
+    inside = INSIDE.get(layer)
+    return LAYERS.index(layer), 0 if inside is None else inside.index(module.removeprefix(layer)[1:] or "__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that the file imports, at whatever depth; `from zero import comm` is zero.comm."""
+    files = {dotted(each) for each in MODULES}
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in files or whole == "torch.distributed" else node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_imports_point_downwards(path):
+    module = dotted(path)
+    for imported in imports(path):
+        if imported == "zero" or imported.startswith("zero."):
+            assert rank(imported) < rank(module), f"{module} imports {imported}, which is not below it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_only_comm_and_checkpoint_use_torch_distributed(path):
+    if dotted(path).startswith(("zero.comm", "zero.checkpoint")):
+        return
+    assert not [
+        name for name in imports(path) if name.startswith("torch.distributed") and not name.startswith(HARMLESS)
+    ]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        reached = isinstance(node, ast.Attribute) and node.attr == "distributed"
+        assert not (reached and isinstance(node.value, ast.Name) and node.value.id == "torch"), f"line {node.lineno}"

@@ -1,0 +1,155 @@
+"""zero.layout: slots, shards and pieces as arithmetic; which parameters form a unit."""
+
+import pytest
+import torch
+from torch import nn
+
+from zero.layout import ALIGNMENT, UnitLayout, find_blocks, plan_units
+
+SHAPES = [
+    [(1,)],
+    [(32,)],
+    [(33,), (7, 5), ()],
+    [(100, 3), (1,), (64,), (13, 17)],
+]
+
+
+def layout(shapes, world_size):
+    return UnitLayout([torch.Size(shape) for shape in shapes], world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
+    made = layout(shapes, world_size)
+    assert made.shard_numel * world_size == made.padded
+    assert made.numel == sum(torch.Size(shape).numel() for shape in shapes)
+    seen = torch.zeros(made.padded, dtype=torch.int)
+    for rank in range(world_size):
+        low, high = made.shard_range(rank)
+        last = 0
+        for piece in made.pieces(rank):
+            assert piece.start >= last, "pieces are in the order of the shard"
+            last = piece.start + piece.numel
+            assert last <= made.shard_numel
+            # Both ways to name the same elements: by the shard, and by the parameter.
+            at = low + piece.start
+            assert at == made.slots[piece.slot].offset + piece.inside
+            seen[at : at + piece.numel] += 1
+    for slot in made.slots:
+        assert (seen[slot.offset : slot.end] == 1).all()
+    for start, end in made.gaps():
+        assert (seen[start:end] == 0).all()
+        seen[start:end] += 1
+    assert (seen == 1).all(), "gaps and slots together are the whole buffer"
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_slots_and_shards_start_on_aligned_addresses(shapes, world_size):
+    made = layout(shapes, world_size)
+    assert all(slot.offset % ALIGNMENT == 0 for slot in made.slots)
+    assert made.shard_numel % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_padding_is_less_than_one_alignment_a_slot_and_a_rank(world_size):
+    for shapes in SHAPES:
+        made = layout(shapes, world_size)
+        assert made.padded - made.numel < ALIGNMENT * (len(shapes) + world_size)
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+
+
+class Model(nn.Module):
+    """A stem, two blocks, a head that is tied with the stem, and a loose one."""
+
+    def __init__(self, declare=None):
+        super().__init__()
+        if declare:
+            self._no_split_modules = declare
+        self.stem = nn.Linear(8, 10, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.stem.weight
+        self.loose = nn.Linear(8, 8, bias=False)
+
+
+def names(plans):
+    return {plan.name: plan.param_names for plan in plans}
+
+
+def test_a_unit_is_a_block_or_a_stray_parameter():
+    plans = plan_units(Model(), persistence_threshold=0)
+    block = ["one.weight", "one.bias", "two.weight", "two.bias"]
+    assert names(plans) == {
+        "stem.weight": ["stem.weight"],
+        "blocks.0": [f"blocks.0.{name}" for name in block],
+        "blocks.1": [f"blocks.1.{name}" for name in block],
+        "loose.weight": ["loose.weight"],
+    }
+
+
+def test_tied_parameters_belong_to_all_their_owners():
+    model = Model()
+    tied = plan_units(model, persistence_threshold=0)[0]
+    assert tied.shared and tied.modules == [model.stem, model.head]
+
+
+def test_parameters_tied_within_one_block_belong_to_the_block():
+    model = Model()
+    model.blocks[0].two.weight = model.blocks[0].one.weight
+    block = names(plan_units(model, persistence_threshold=0))["blocks.0"]
+    assert block == ["blocks.0.one.weight", "blocks.0.one.bias", "blocks.0.two.bias"]
+
+
+def test_declared_blocks_go_before_module_lists():
+    assert list(find_blocks(Model()).values()) == ["blocks.0", "blocks.1"]
+    assert list(find_blocks(Model(declare=["Linear"])).values()) == [
+        "stem", "blocks.0.one", "blocks.0.two", "blocks.1.one", "blocks.1.two", "head", "loose",
+    ]  # fmt: skip
+
+
+def test_parameters_up_to_the_threshold_are_persistent():
+    def persistent(threshold, model_threshold=1 << 60):
+        plans = plan_units(Model(), threshold, model_threshold)
+        return sorted(name for plan in plans if plan.persistent for name in plan.param_names)
+
+    biases = [f"blocks.{i}.{name}.bias" for i in range(2) for name in ("one", "two")]
+    assert persistent(7) == []
+    assert persistent(8) == biases
+    assert persistent(64) == sorted(
+        [*biases, *(f"blocks.{i}.{name}.weight" for i in range(2) for name in ("one", "two")), "loose.weight"]
+    )
+    assert len(persistent(8, model_threshold=31)) == 3, "no more elements than the model's threshold allows"
+
+
+def test_a_unit_has_one_dtype_and_one_requires_grad():
+    model = Model()
+    model.blocks[0].two.bfloat16()
+    model.blocks[1].one.requires_grad_(False)
+    plans = plan_units(model, persistence_threshold=0)
+    for plan in plans:
+        assert len({(param.dtype, param.requires_grad) for param in plan.params}) == 1
+    assert [plan.name for plan in plans].count("blocks.0") == 2
+    assert [plan.name for plan in plans].count("blocks.1") == 2
+
+
+def test_param_groups_lie_together():
+    model = Model()
+    keys = {param: int(param.dim() == 1) for param in model.parameters()}
+    block = names(plan_units(model, 0, sort_key=keys))["blocks.0"]
+    assert block == [f"blocks.0.{name}" for name in ("one.weight", "two.weight", "one.bias", "two.bias")]
+
+
+def test_every_floating_point_parameter_is_in_exactly_one_unit():
+    model = Model()
+    model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.empty = nn.Parameter(torch.empty(0))
+    planned = [param for plan in plan_units(model, 8) for param in plan.params]
+    expected = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
+    assert len(planned) == len(set(planned)) == len(expected) and set(planned) == set(expected)
