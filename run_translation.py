@@ -23,9 +23,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from translation import data, report
 from translation.arguments import Arguments, fail, is_demonstration, parse_arguments
-from translation.loss import GlobalTokenMean
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
+from translation.trainer import GlobalTokenMean, TranslationTrainer
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2S
     model_args, data_args, args = arguments
     model, tokenizer = load_model_and_tokenizer(texts, arguments)
     tokens = {split: data.tokenize(text, tokenizer, data_args, args, split) for split, text in texts.items()}
-    trainer = Seq2SeqTrainer(
+    trainer = TranslationTrainer(
         model=model,
         args=args,
         train_dataset=tokens.get("train"),

@@ -26,7 +26,6 @@ def train_sentencepiece(
         vocab_size=vocab_size,
         hard_vocab_limit=False,
         character_coverage=character_coverage,
-        split_digits=True,
         normalization_rule_name="identity",
         pad_id=0,
         eos_id=1,

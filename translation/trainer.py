@@ -1,8 +1,10 @@
-"""The training loss: the mean over all target tokens of the optimizer step, on all ranks and micro-batches together."""
+"""What Seq2SeqTrainer needs so that losses and scores do not depend on the number of ranks."""
 
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import Seq2SeqTrainer
 from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.trainer_utils import EvalLoopOutput
 
 
 class GlobalTokenMean:
@@ -28,3 +30,14 @@ class GlobalTokenMean:
             logits, labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=self.label_smoothing
         )
         return total / num_items_in_batch
+
+
+class TranslationTrainer(Seq2SeqTrainer):
+    """A Seq2SeqTrainer that scores every sentence once.
+
+    To give each rank a full last batch the data loader repeats sentences. Seq2SeqTrainer counts and returns these too.
+    """
+
+    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
