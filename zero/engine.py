@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero import comm
+from zero import checkpoint, comm
 from zero.config import Config, load_config
 from zero.export import consolidated_state_dict
 from zero.gradients import GradientReducer
@@ -232,6 +232,41 @@ class ZeroEngine(nn.Module):
             torch.save(state, Path(save_dir) / save_filename)
         self.comm.barrier()
         return True
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
+        return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> tuple[str | None, dict]:
+        """Restore a training state, on any number of ranks; see `zero.checkpoint.load_checkpoint`."""
+        return checkpoint.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
 
     # -- module behaviour
 

@@ -1,0 +1,285 @@
+"""Saving and loading through the engine: the same state bit for bit, on any number of ranks, under other settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import (
+    Curve,
+    assert_equal,
+    curve_on,
+    ds_config,
+    one_group,
+    relative,
+    start,
+    train_zero,
+    two_groups,
+)
+from tests.parity.models import batches, build
+from zero.checkpoint_folder import locate, read_description
+from zero.checkpoint_slices import SliceReader, whole
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}}
+OTHER_CUTS = {"stage3_param_persistence_threshold": 0, "sub_group_size": 300, "reduce_bucket_size": 500}
+STEPS = 3
+
+
+def stored(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint in `folder`, flattened, by its key."""
+    reader = SliceReader(locate(Path(folder), None))
+    tensors = {}
+    for key, nbytes in reader.stored_bytes().items():
+        tensors[key] = torch.full((nbytes // reader.dtype(key).itemsize,), float("nan")).to(reader.dtype(key))
+        reader.read({key: whole(tensors[key])})
+    return tensors
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+def train_save_train(rank: int, world_size: int, model: str, config: dict, folder: str) -> Curve:
+    """What an uninterrupted run does after the save."""
+    engine, _ = start(build(model), config)
+    data = batches(model, 2 * STEPS)
+    train_zero(engine, data[:STEPS])
+    engine.save_checkpoint(folder)
+    return train_zero(engine, data[STEPS:])
+
+
+def load_train(rank: int, world_size: int, model: str, config: dict, folder: str) -> Curve:
+    """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
+    torch.manual_seed(99)
+    fresh = build(model)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.normal_()
+    engine, _ = start(fresh, config)
+    path, _ = engine.load_checkpoint(folder)
+    assert path == str(Path(folder) / f"global_step{STEPS}")
+    engine.save_checkpoint(Path(folder) / f"again{world_size}")
+    return train_zero(engine, batches(model, 2 * STEPS)[STEPS:])
+
+
+@pytest.mark.parametrize("precision", [{}, BF16, FP16 | WARMUP], ids=["fp32", "bf16", "fp16"])
+def test_same_world_size_continues_bit_for_bit(precision, tmp_path):
+    config = ds_config(clip=1.0, **precision)
+    straight = curve_on(2, train_save_train, "llama", config, str(tmp_path))
+    resumed = curve_on(2, load_train, "llama", config, str(tmp_path))
+    assert_equal(resumed, straight)
+
+
+@pytest.mark.parametrize("written, read", [(2, 1), (2, 3), (1, 4), (3, 2)])
+def test_another_world_size_and_other_cuts_hold_the_same_state(written, read, tmp_path):
+    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0), str(tmp_path))
+    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS), str(tmp_path))
+    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= 1e-5
+
+
+def regroup(rank: int, world_size: int, folder: str, save: bool) -> list[dict]:
+    config = ds_config(bf16={"enabled": True})
+    engine, optimizer = start(build("t5"), config, one_group if save else two_groups)
+    if save:
+        train_zero(engine, batches("t5", 2))
+        optimizer.param_groups[0]["lr"] = 0.125
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+        engine.save_checkpoint(Path(folder) / "again")
+    return [{key: group[key] for key in ("lr", "weight_decay")} for group in optimizer.param_groups]
+
+
+def test_other_param_groups_hold_the_same_state(tmp_path):
+    (saved,) = run_on(2, regroup, str(tmp_path), True)[0]
+    assert saved == {"lr": 0.125, "weight_decay": 0.1}
+    # The learning rate comes from the checkpoint; what else a group says for itself is its own.
+    expected = [{"lr": 0.125, "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.0}]
+    assert run_on(3, regroup, str(tmp_path), False) == [expected] * 3
+    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
+
+
+class Odd(nn.Module):
+    """A frozen matrix, a buffer, tied weights, a 0-dim parameter and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+        self.frozen = nn.Linear(5, 7, bias=False).requires_grad_(False)
+        self.last = nn.Linear(7, 5, bias=False)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.order = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.register_buffer("offset", torch.arange(5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.first(x))[:, self.order]
+        return (self.last(hidden) * self.scale + self.offset.to(x.dtype)).float().square().mean()
+
+
+def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
+    torch.manual_seed(3)
+    engine, _ = start(Odd(), ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=0))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        loss = engine(torch.randn(4, 7, generator=generator).bfloat16())
+        engine.backward(loss)
+        engine.step()
+    engine.module.offset.add_(1)
+    with torch.no_grad():
+        engine.module.order.copy_(engine.module.order.flip(0))
+    client = {"epoch": 3, "pair": (1, 2.5), 7: torch.ones(2, 2).half(), "none": None}
+    engine.save_checkpoint(folder, client_state=client, **options)
+
+    torch.manual_seed(4)
+    other, _ = start(Odd(), ds_config(bf16={"enabled": True}))
+    former = other.module.frozen.weight.clone() if world_size == 1 else None
+    _, state = other.load_checkpoint(folder)
+    assert state.keys() == client.keys() and torch.equal(state[7], client[7]) and state["pair"] == (1, 2.5)
+    assert torch.equal(other.module.offset, engine.module.offset)
+    assert torch.equal(other.module.order, engine.module.order)
+    assert (other.global_steps, other.micro_steps, other.skipped_steps) == (2, 2, 0)
+    with zero.GatheredParameters([*engine.parameters(), *other.parameters()]):
+        same = {
+            name: torch.equal(a, b)
+            for (name, a), (_, b) in zip(engine.module.named_parameters(), other.module.named_parameters(), strict=True)
+        }
+    return {"same": same, "kept": former is not None and torch.equal(former, other.module.frozen.weight)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
+    report = run_on(world_size, odd_run, str(tmp_path), {})[0]
+    assert set(report["same"].values()) == {True}
+    tensors = stored(tmp_path)
+    # Frozen weights once, in the dtype they are used in; trained ones once, as fp32 masters; tied ones once.
+    assert {key: value.dtype for key, value in tensors.items() if not key.startswith("optimizer")} == {
+        "weights/first.weight": torch.float32,
+        "weights/first.bias": torch.float32,
+        "weights/scale": torch.float32,
+        "weights/frozen.weight": torch.bfloat16,
+        "plain/order": torch.int64,
+        "plain/offset": torch.float32,
+    }
+    assert {key.split("/")[2] for key in tensors if key.startswith("optimizer/exp_avg/")} == {
+        "first.weight",
+        "first.bias",
+        "scale",
+    }
+    assert read_description(locate(tmp_path, None))["tied"] == {"last.weight": "first.weight"}
+
+
+def test_frozen_parameters_may_be_left_out(tmp_path):
+    report = run_on(1, odd_run, str(tmp_path), {"exclude_frozen_parameters": True})[0]
+    assert "weights/frozen.weight" not in stored(tmp_path)
+    assert [name for name, same in report["same"].items() if not same] == ["frozen.weight"]
+    assert report["kept"]
+
+
+def partial_loads(rank: int, world_size: int, folder: str) -> dict:
+    config = ds_config(**FP16, **WARMUP)
+    data = batches("gpt2", 4)
+    engine, _ = start(build("gpt2"), config)
+    train_zero(engine, data)
+    engine.save_checkpoint(folder)
+    saved = engine._zero3_consolidated_16bit_state_dict()
+    report = {"saved": progress(engine)}
+    for name, options in {
+        "module only": {"load_module_only": True},
+        "no optimizer": {"load_optimizer_states": False},
+        "no scheduler": {"load_lr_scheduler_states": False},
+    }.items():
+        engine, _ = start(build("gpt2"), config)
+        engine.load_checkpoint(folder, **options)
+        loaded = engine._zero3_consolidated_16bit_state_dict()
+        if rank == 0:
+            assert all(torch.equal(loaded[key], saved[key]) for key in saved)
+        report[name] = progress(engine)
+    return report
+
+
+def progress(engine: zero.ZeroEngine) -> tuple:
+    scheduler = engine.lr_scheduler.last_batch_iteration
+    return engine.global_steps, engine.scaler.scale, scheduler, bool(engine.optimizer.state)
+
+
+def test_parts_of_a_checkpoint(tmp_path):
+    report = run_on(2, partial_loads, str(tmp_path))[0]
+    steps, scale, scheduler, _ = report["saved"]
+    assert (steps, scheduler) == (4, 3) and scale != 2.0**8
+    assert report["module only"] == (0, 2.0**8, -1, False)
+    assert report["no optimizer"] == (4, 2.0**8, 3, False)
+    assert report["no scheduler"] == (4, scale, -1, True)
+
+
+def rebuilt_random_states(rank: int, world_size: int, folder: str) -> None:
+    engine, _ = start(build("t5"), ds_config())
+    torch.manual_seed(rank)
+    engine.save_checkpoint(folder)
+    expected = torch.rand(3)
+    engine.load_checkpoint(folder)
+    assert torch.equal(torch.rand(3), expected)
+    # A folder of the Trainer holds its own random states, which it restores itself later.
+    before = torch.get_rng_state()
+    if rank == 0:
+        (Path(folder) / "rng_state_0.pth").touch()
+    torch.distributed.barrier()
+    engine.load_checkpoint(folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_states_of_every_rank(tmp_path):
+    run_on(2, rebuilt_random_states, str(tmp_path))
+
+
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    def message(act) -> str:
+        with pytest.raises(ValueError) as caught:
+            act()
+        return str(caught.value)
+
+    engine, _ = start(build("t5"), ds_config())
+    messages = {
+        "nothing": repr(engine.load_checkpoint(folder)),
+        "tag": message(lambda: engine.save_checkpoint(folder, tag="a/b")),
+        # One rank fails; all hear of it.
+        "client state": message(lambda: engine.save_checkpoint(folder, client_state={"f": print if rank else 1})),
+    }
+    engine.save_checkpoint(folder)
+    messages["no such tag"] = message(lambda: engine.load_checkpoint(folder, tag="global_step8"))
+    other, _ = start(build("gpt2"), ds_config())
+    messages["other model"] = message(lambda: other.load_checkpoint(folder))
+    sgd, _, _, _ = zero.initialize(
+        model=build("t5"), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), config=ds_config()
+    )
+    messages["other optimizer"] = message(lambda: sgd.load_checkpoint(folder))
+    messages["custom_load_fn"] = message(lambda: engine.load_checkpoint(folder, custom_load_fn=print))
+    sgd.load_checkpoint(folder, load_optimizer_states=False)
+    return messages
+
+
+def test_refusals_name_what_is_wrong_on_every_rank(tmp_path):
+    first, second = run_on(2, refusals, str(tmp_path))
+    assert first == second
+    expected = {
+        "nothing": "(None, {})",
+        "tag": "'a/b'",
+        "client state": "rank 1: client_state.f: a builtin_function_or_method cannot be stored",
+        "no such tag": "no checkpoint 'global_step8'; the newest earlier intact checkpoint is",
+        "other model": "load_module_strict=False",
+        "other optimizer": "the checkpoint's optimizer is AdamW, the present one SGD",
+        "custom_load_fn": "custom_load_fn",
+    }
+    assert first.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in first[name], first[name]

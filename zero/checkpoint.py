@@ -1,0 +1,409 @@
+"""Training checkpoints: written by any number of ranks, safe against crashes, read by any other number of ranks.
+
+    save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all ranks write their slices
+           -> rank 0 writes `checkpoint.json`, renames the folder and points `latest` to it
+    load   find the folder -> all ranks verify a share of the files -> compare names and shapes -> read into the masters
+           and the optimizer state -> round the masters into the shards, renew what is gathered
+
+Where one rank fails, every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from zero import checkpoint_folder as folders
+from zero.checkpoint_slices import SliceLoadPlanner, Slices, SliceSavePlanner, SliceWriter, whole
+from zero.checkpoint_state import (
+    OptimizerTarget,
+    classes_of,
+    group_settings,
+    optimizer_slices,
+    plain_tensors,
+    random_states,
+    restore_group_settings,
+    restore_random_states,
+    tied_names,
+    weights,
+)
+from zero.checkpoint_values import decode, dtype_name, encode
+from zero.comm import Communicator, default_timeout
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
+logger = logging.getLogger("zero")
+
+T = TypeVar("T")
+
+# Each slice is a record of its own in a file; an upper bound of what surrounds its bytes there and in the index.
+_BYTES_PER_SLICE = 4096
+
+
+# -- all ranks together
+
+
+class Ranks:
+    """Object collectives among all ranks in host memory, in which no rank fails alone."""
+
+    _of: WeakKeyDictionary[Communicator, Ranks] = WeakKeyDictionary()
+
+    def __init__(self, comm: Communicator):
+        self.rank, self.world_size = comm.rank, comm.world_size
+        # A group of its own: on the host whatever the device is, and apart from the messages of training.
+        self.group = dist.new_group(backend="gloo", timeout=default_timeout())
+
+    @classmethod
+    def of(cls, comm: Communicator) -> Ranks:
+        """Those of a communicator; every rank must ask at the same time, the first time."""
+        if comm not in cls._of:
+            cls._of[comm] = cls(comm)
+        return cls._of[comm]
+
+    def gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """`act()` on every rank; if it fails on any rank, an error naming `what` and that rank on all of them."""
+        failure: BaseException | None = None
+        result = None
+        try:
+            result = act()
+        except dcp.CheckpointException as error:  # is no Exception; DCP raises it on all ranks
+            failure = next(iter(error.failures.values()))[0]
+        except Exception as error:
+            failure = error
+        reports = self.gather(None if failure is None else _portable(failure))
+        for rank, report in enumerate(reports):
+            if report is not None:
+                raise _rebuild(report, f"{what}: rank {rank}: " if self.world_size > 1 else f"{what}: ") from failure
+        return result
+
+    def on_first(self, what: str, act: Callable[[], T]) -> T:
+        """Rank 0's `act()`, for all ranks."""
+        return self.gather(self.together(what, lambda: act() if self.rank == 0 else None))[0]
+
+
+def _portable(error: BaseException) -> tuple[str, int | None, str]:
+    if isinstance(error, OSError):
+        return "OSError", error.errno, str(error)
+    if isinstance(error, folders.DamagedCheckpointError):
+        return "DamagedCheckpointError", None, str(error)
+    if isinstance(error, ValueError):
+        return "ValueError", None, str(error)
+    return "RuntimeError", None, f"{type(error).__name__}: {error}"
+
+
+def _rebuild(report: tuple[str, int | None, str], prefix: str) -> Exception:
+    kind, number, message = report
+    if kind == "OSError":
+        return OSError(number, prefix + message)
+    kinds = {"DamagedCheckpointError": folders.DamagedCheckpointError, "ValueError": ValueError}
+    return kinds.get(kind, RuntimeError)(prefix + message)
+
+
+# -- save
+
+
+def save_checkpoint(
+    engine: ZeroEngine,
+    save_dir: str | os.PathLike,
+    tag: str | None = None,
+    client_state: dict | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the training state to `save_dir/tag`; every rank must call it. Returns True.
+
+    Args:
+        tag: name of the folder; default `global_stepN`. A checkpoint of that name is replaced.
+        client_state: a dict of the caller's, returned by `load_checkpoint`: numbers, strings, containers, tensors.
+        save_latest: make it the one that is loaded when no tag is given.
+        exclude_frozen_parameters: leave out the weights of parameters that are not trained.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
+        be stored. On every rank alike; the checkpoints that existed are still there.
+    """
+    ranks, target = Ranks.of(engine.comm), Path(save_dir)
+    what = f"saving a checkpoint to {target}"
+    tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    if ranks.rank == 0 and any(engine.reducer.is_fresh(unit) for unit in engine.units):
+        logger.warning("gradients of an unfinished accumulation are not part of the checkpoint %s", tag)
+    slices, description = _collect(engine, ranks, what, client_state or {}, exclude_frozen_parameters)
+    description["tag"] = tag
+
+    size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
+    total = sum(ranks.gather(size)) + len(json.dumps(description))
+    folder = ranks.on_first(what, lambda: folders.begin(target, tag, total))
+    try:
+        files = ranks.gather(ranks.together(what, lambda: _write(slices, folder, ranks)))
+        description["files"] = {name: entry for of_rank in files for name, entry in of_rank.items()}
+        ranks.on_first(what, lambda: folders.commit(folder, target, tag, description, latest=save_latest))
+    except Exception:
+        if ranks.rank == 0:
+            folders.abandon(folder)
+        raise
+    return True
+
+
+def _write(slices: dict[str, Slices], folder: Path, ranks: Ranks) -> dict[str, dict]:
+    writer = SliceWriter(folder)
+    dcp.save(slices, storage_writer=writer, planner=SliceSavePlanner(), process_group=ranks.group)
+    return writer.files
+
+
+def _collect(
+    engine: ZeroEngine, ranks: Ranks, what: str, client_state: dict, exclude_frozen: bool
+) -> tuple[dict[str, Slices], dict]:
+    """This rank's slices, as views, and the description, the same on all ranks."""
+
+    def collect() -> tuple[dict[str, Slices], dict[str, dict], dict[str, int]]:
+        slices, kinds, group_of = weights(engine, exclude_frozen), {}, {}
+        if ranks.rank == 0:
+            for name, value in plain_tensors(engine.module).items():
+                slices[f"plain/{name}"] = whole(value.contiguous())
+        if engine.optimizer is not None:
+            state, kinds, group_of = optimizer_slices(engine)
+            slices |= state
+        return slices, kinds, group_of
+
+    slices, kinds, group_of = ranks.together(what, collect)
+    description = ranks.together(what, lambda: _describe(engine, client_state, exclude_frozen))
+    gathered = ranks.gather((kinds, group_of, random_states(engine.comm.device)))
+    description["random_states"] = [states for _, _, states in gathered]
+    for kinds, group_of, _ in gathered:
+        for name, group in group_of.items():
+            description["parameters"][name]["group"] = group
+        if kinds:
+            description["optimizer"]["state"] |= kinds
+    return slices, description
+
+
+def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+    """All of `checkpoint.json` that every rank knows."""
+    optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
+    return {
+        "format": folders.FORMAT,
+        "version": folders.FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world_size": engine.comm.world_size,
+        "stage": engine.settings.zero_optimization.stage,
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "gradient_accumulation_steps": engine.settings.gradient_accumulation_steps,
+        "loss_scaler": None if scaler is None else encode(scaler.state_dict(), "loss_scaler"),
+        "lr_scheduler": None if scheduler is None else encode(scheduler.state_dict(), "lr_scheduler"),
+        "client_state": encode(client_state, "client_state"),
+        "frozen_excluded": exclude_frozen,
+        "parameters": _parameters(engine, exclude_frozen),
+        "tied": tied_names(engine.module),
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in plain_tensors(engine.module).items()
+        },
+        "optimizer": None
+        if optimizer is None
+        else {"classes": classes_of(optimizer.optimizer), "groups": group_settings(engine), "state": {}},
+        "model_config": _model_config(engine.module),
+    }
+
+
+def _parameters(engine: ZeroEngine, exclude_frozen: bool) -> dict[str, dict]:
+    """Shape and compute dtype of each stored parameter, in the model's order."""
+    found = {
+        name: {"shape": list(slot.shape), "dtype": dtype_name(unit.dtype), "trainable": unit.trainable}
+        for unit in engine.units
+        if unit.trainable or not exclude_frozen
+        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+    }
+    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
+
+
+def _model_config(model: torch.nn.Module) -> dict | None:
+    """What transformers writes to `config.json`, if this is one of its models."""
+    as_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    if as_json is None:
+        return None
+    return json.loads(as_json(use_diff=False)) | {"architectures": [type(model).__name__]}
+
+
+# -- load
+
+
+def load_checkpoint(
+    engine: ZeroEngine,
+    load_dir: str | os.PathLike,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable | None = None,
+) -> tuple[str | None, dict]:
+    """Restore what `save_checkpoint` wrote, on any number of ranks; every rank must call it.
+
+    Args:
+        load_dir: the `save_dir` of the save, or the checkpoint's own folder. tag: which one; default: the latest.
+        load_module_strict: the names of the parameters must be the same; else those in common are loaded.
+        load_optimizer_states: also the optimizer's state, hyperparameters and loss scale.
+        load_lr_scheduler_states: also the learning-rate scheduler.
+        load_module_only: nothing but the weights.
+
+    Random states are restored where the world size is the same, unless the folder holds those of the Trainer, which
+    restores them itself at the right moment.
+
+    Returns the checkpoint's folder and the client state; (None, {}) if no tag is given and there is no checkpoint.
+
+    Raises:
+        ValueError: on every rank, for a damaged file (named, with the newest earlier intact checkpoint), a checkpoint
+        that does not fit this model or optimizer, or `custom_load_fn`. OSError: files cannot be read.
+    """
+    if custom_load_fn is not None:
+        raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
+    ranks, source = Ranks.of(engine.comm), Path(load_dir)
+    what = f"loading a checkpoint from {source}"
+    folder = ranks.on_first(what, lambda: folders.locate(source, None if tag is None else str(tag)))
+    if folder is None:
+        if ranks.rank == 0:
+            logger.warning("%s: there is no checkpoint", source)
+        return None, {}
+    description = _verified(folder, ranks, what)
+    with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    _read(engine, ranks, what, folder, description, load_module_strict, with_optimizer)
+    if not load_module_only:
+        _restore_progress(engine, ranks, what, description, with_optimizer, load_lr_scheduler_states)
+        same_world = description["world_size"] == ranks.world_size
+        if same_world and not any(source.glob("rng_state*.pth")):
+            restore_random_states(description["random_states"][ranks.rank], engine.comm.device)
+    return str(folder), decode(description["client_state"])
+
+
+def _verified(folder: Path, ranks: Ranks, what: str) -> dict:
+    """The description of a checkpoint whose files are what was written; each rank checks a share of them."""
+
+    def check() -> dict:
+        description = folders.read_description(folder)
+        folders.verify(folder, list(description["files"].items())[ranks.rank :: ranks.world_size])
+        return description
+
+    try:
+        return ranks.together(what, check)
+    except folders.DamagedCheckpointError as error:
+        remedy = ranks.on_first(what, lambda: folders.offer(folder))
+        raise folders.DamagedCheckpointError(f"{error}{remedy}") from error
+
+
+def _read(
+    engine: ZeroEngine, ranks: Ranks, what: str, folder: Path, description: dict, strict: bool, with_optimizer: bool
+) -> None:
+    plain = plain_tensors(engine.module)
+
+    def prepare() -> tuple[dict[str, Slices], OptimizerTarget | None]:
+        names = _names_to_load(engine, description, strict)
+        slices = {key: entry for key, entry in weights(engine).items() if key.removeprefix("weights/") in names}
+        slices |= {f"plain/{name}": whole(plain[name]) for name in plain if name in names}
+        target = None
+        if with_optimizer:
+            _check_optimizer(engine, description)
+            target = OptimizerTarget(engine, description["optimizer"]["state"])
+            slices |= target.slices
+        return slices, target
+
+    slices, target = ranks.together(what, prepare)
+    reader = dcp.FileSystemReader(folder)
+    ranks.together(
+        what,
+        lambda: dcp.load(slices, storage_reader=reader, planner=SliceLoadPlanner(), process_group=ranks.group),
+    )
+    engine.zero_grad()
+    for unit in engine.units:
+        if unit.master is None:
+            unit.invalidate()
+        else:
+            unit.publish_master()
+    if target is not None:
+        ranks.together(what, target.install)
+
+
+def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[str]:
+    """Names that the model and the checkpoint have in common.
+
+    Raises ValueError if shapes differ, or, if `strict`, names.
+    """
+    stored = {name: entry["shape"] for part in ("parameters", "plain") for name, entry in description[part].items()}
+    here = {name: list(value.shape) for name, value in plain_tensors(engine.module).items()}
+    optional = set()
+    for unit in engine.units:
+        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True):
+            here[name] = list(slot.shape)
+            if not unit.trainable and description["frozen_excluded"]:
+                optional.add(name)
+    common = here.keys() & stored.keys()
+    if different := sorted(name for name in common if here[name] != stored[name]):
+        name = different[0]
+        raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
+    missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the checkpoint does not fit the model: it lacks {_some(missing)} and has {_some(unexpected)} which the "
+            "model lacks; load what they have in common with load_module_strict=False"
+        )
+    return set(common)
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _check_optimizer(engine: ZeroEngine, description: dict) -> None:
+    """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
+    stored, remedy = description["optimizer"], "load with load_optimizer_states=False to start with a fresh state"
+    if stored is None:
+        raise ValueError(f"the checkpoint holds no optimizer state; {remedy}")
+    if not set(stored["classes"]) & set(classes_of(engine.optimizer.optimizer)):
+        here = type(engine.optimizer.optimizer).__name__
+        raise ValueError(f"the checkpoint's optimizer is {stored['classes'][0]}, the present one {here}; {remedy}")
+    for unit in engine.optimizer.units:
+        for name in unit.param_names:
+            if "group" not in description["parameters"].get(name, {}):
+                raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
+
+
+def _restore_progress(
+    engine: ZeroEngine, ranks: Ranks, what: str, description: dict, with_optimizer: bool, with_scheduler: bool
+) -> None:
+    engine.global_steps, engine.skipped_steps = description["global_steps"], description["skipped_steps"]
+    accumulation = engine.settings.gradient_accumulation_steps
+    same = accumulation == description["gradient_accumulation_steps"]
+    engine.micro_steps = description["micro_steps"] if same else engine.global_steps * accumulation
+    if with_optimizer:
+        stored_group_of = {
+            name: entry["group"] for name, entry in description["parameters"].items() if "group" in entry
+        }
+        group_of: dict[str, int] = {}
+        for of_rank in ranks.gather(optimizer_slices(engine)[2]):
+            group_of |= of_rank
+        restore_group_settings(engine, description["optimizer"]["groups"], stored_group_of, group_of)
+        if engine.scaler is not None and description["loss_scaler"] is not None:
+            engine.scaler.load_state_dict(decode(description["loss_scaler"]))
+    if with_scheduler and engine.lr_scheduler is not None and description["lr_scheduler"] is not None:
+        state = decode(description["lr_scheduler"])
+        ranks.together(what, lambda: engine.lr_scheduler.load_state_dict(state))

@@ -1,0 +1,252 @@
+"""Checkpoint folders on disk: made visible by one rename, verified by checksums, found again after a crash.
+
+[Note: life of a checkpoint folder]
+    .saving-TAG     being written; whatever happens, readers do not see it. Removed by the next save if left over.
+    TAG             complete: `checkpoint.json` is in it, and every file that it lists was synced before the rename
+    .replaced-TAG   the former TAG, for the moment between two renames when a checkpoint of that name existed; read in
+                    its place after a crash in that moment, and put back by the next save
+    latest          a file with the newest TAG; changes last, and by a rename of its own
+
+A name beginning with a dot is this module's. Nothing here touches a process group or a tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+DESCRIPTION = "checkpoint.json"
+LATEST = "latest"
+FORMAT = "zero-checkpoint"
+FORMAT_VERSION = 1
+_SAVING, _REPLACED = ".saving-", ".replaced-"
+_READ_BYTES = 4 << 20
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+
+# -- writing
+
+
+def check_tag(tag: str) -> str:
+    """The tag, if it can name a folder; else ValueError."""
+    if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag:
+        raise ValueError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
+    return tag
+
+
+def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
+    """Clean up after dead saves, check that `nbytes` fit, and make the folder to write to.
+
+    Raises:
+        OSError: the folder cannot be written to, or has not enough space; nothing has been written then.
+    """
+    save_dir.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(save_dir)
+    free = shutil.disk_usage(save_dir).free
+    if nbytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere",
+            str(save_dir),
+        )
+    folder = save_dir / (_SAVING + tag)
+    folder.mkdir()
+    return folder
+
+
+def remove_leftovers(save_dir: Path) -> None:
+    """Remove what saves that died left behind, and put back a checkpoint whose replacement never came."""
+    for replaced in save_dir.glob(f"{_REPLACED}*"):
+        original = save_dir / replaced.name.removeprefix(_REPLACED)
+        if original.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(original)
+    for saving in save_dir.glob(f"{_SAVING}*"):
+        shutil.rmtree(saving)
+    for name in save_dir.glob(f".{LATEST}*"):
+        name.unlink()
+
+
+def commit(folder: Path, save_dir: Path, tag: str, description: dict, *, latest: bool) -> None:
+    """Write the description and make the folder that `begin` returned the checkpoint `tag`, in one step."""
+    _write_synced(folder / DESCRIPTION, _as_text(description))
+    _sync(folder)
+    target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)
+    if target.exists():
+        target.rename(replaced)
+    folder.rename(target)
+    _sync(save_dir)
+    if latest:
+        temporary = save_dir / f".{LATEST}"
+        _write_synced(temporary, tag)
+        temporary.replace(save_dir / LATEST)
+        _sync(save_dir)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def abandon(folder: Path) -> None:
+    """Remove a checkpoint that could not be finished, as far as the disk still lets us; the next save does the rest."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- the description
+
+
+def _as_text(description: dict) -> str:
+    """JSON with a line for each key of the first and of the second level, and its own checksum."""
+    lines = []
+    for key, value in (description | {"checksum": _own_checksum(description)}).items():
+        if isinstance(value, dict) and value:
+            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
+            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _own_checksum(description: dict) -> str:
+    rest = {key: value for key, value in description.items() if key != "checksum"}
+    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+def read_description(folder: Path) -> dict:
+    """The checked content of `checkpoint.json`.
+
+    Raises:
+        DamagedCheckpointError: it is missing or was changed. ValueError: another program or a newer version wrote it.
+    """
+    path = folder / DESCRIPTION
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing: this is not a complete checkpoint of zero") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        raise DamagedCheckpointError(f"{path} is damaged, or not a description of a checkpoint of zero")
+    if description.get("checksum") != _own_checksum(description):
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
+    if description["version"] != FORMAT_VERSION:
+        raise ValueError(f"{path}: format version {description['version']}, this program reads {FORMAT_VERSION}")
+    return description
+
+
+# -- verification
+
+
+def verify(folder: Path, files: Iterable[tuple[str, dict]]) -> None:
+    """Compare size and checksum of `files`, (name, entry) pairs of a description; DamagedCheckpointError names one."""
+    for name, entry in files:
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{path} is missing") from None
+        if size != entry["bytes"]:
+            raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry['bytes']} were written")
+        if _checksum(path) != entry["crc32"]:
+            raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
+
+
+def _checksum(path: Path) -> str:
+    crc = 0
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return f"{crc:08x}"
+
+
+# -- finding
+
+
+def locate(load_dir: Path, tag: str | None) -> Path | None:
+    """The folder of checkpoint `tag` in `load_dir`, without a tag that of the newest one; None if there is none.
+
+    `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from `latest`, has no folder.
+    """
+    if tag is None and (load_dir / DESCRIPTION).is_file():
+        return load_dir
+    pointer = load_dir / LATEST
+    if tag is None and pointer.is_file():
+        tag = check_tag(pointer.read_text(encoding="utf-8").strip())
+    if tag is None:
+        return next(iter(_newest_first(load_dir)), None)
+    for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"{load_dir}: there is no checkpoint {tag!r}{offer(load_dir / tag)}")
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Complete-looking checkpoints directly in `folder`, the one with the highest number first."""
+    found = [path.parent for path in folder.glob(f"[!.]*/{DESCRIPTION}")]
+    return sorted(found, key=lambda path: (_number(path.name), path.name), reverse=True)
+
+
+def _number(name: str) -> int:
+    digits = re.search(r"(\d+)$", name)
+    return int(digits[1]) if digits else -1
+
+
+def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
+    """The newest checkpoint under `folder` whose every checksum is right, or None.
+
+    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
+    `before`, a checkpoint's folder, only older ones count.
+    """
+    root = Path(folder)
+    found = _newest_first(root)
+    for trainer_folder in root.glob("checkpoint-*/"):
+        found += _newest_first(trainer_folder)
+    found.sort(key=lambda path: _number(path.name), reverse=True)
+    for candidate in found:
+        if before is not None and (candidate == before or _number(candidate.name) >= _number(before.name)):
+            continue
+        try:
+            verify(candidate, read_description(candidate)["files"].items())
+        except ValueError:
+            continue
+        return candidate
+    return None
+
+
+def offer(damaged: Path) -> str:
+    """The end of an error message: which checkpoint to load in place of this one."""
+    outside = damaged.parent.parent if re.fullmatch(r"checkpoint-\d+", damaged.parent.name) else damaged.parent
+    intact = find_intact(outside, before=damaged)
+    if intact is None:
+        return "; there is no earlier intact checkpoint beside it"
+    where = intact.parent if intact.parent != damaged.parent else intact
+    return f"; the newest earlier intact checkpoint is {where}"
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"

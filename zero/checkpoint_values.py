@@ -1,0 +1,96 @@
+"""Python values as JSON and back, exactly, without pickle: what of a training state is not a large tensor.
+
+None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an object with the
+one key `KIND` that names its type and what describes it. Floats survive bit for bit: Python prints the shortest digits
+that read back as the same number.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import numpy
+import torch
+
+KIND = "$type"
+
+
+def encode(value: object, place: str) -> object:
+    """`value` as what `json.dumps` takes; `place` says in an error where the value came from.
+
+    Raises:
+        ValueError: for a type that cannot be stored, naming its place.
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            # A subclass, such as an enum of strings or numpy's float64, is stored as the plain value.
+            for plain in (bool, int, float, str):
+                if isinstance(value, plain):
+                    return plain(value)
+            return None
+        case dict():
+            return _encode_dict(value, place)
+        case list():
+            return [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        case tuple():
+            return {KIND: "tuple", "items": [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+        case bytes():
+            return {KIND: "bytes", "data": base64.b64encode(value).decode()}
+        case torch.Tensor():
+            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            data = base64.b64encode(flat.tobytes()).decode()
+            return {KIND: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}
+        case numpy.generic():
+            return encode(value.item(), place)
+        case numpy.ndarray() if value.dtype.kind in "biufc":
+            data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
+            return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+    raise ValueError(
+        f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, strings, lists, dicts, "
+        "tuples, bytes, tensors or arrays"
+    )
+
+
+def _encode_dict(value: dict, place: str) -> object:
+    if all(type(key) is str and key != KIND for key in value):
+        return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")] for key, item in value.items()]
+    return {KIND: "dict", "items": pairs}
+
+
+def decode(value: object) -> object:
+    """The inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value.get(KIND):
+        case None:
+            return {key: decode(item) for key, item in value.items()}
+        case "tuple":
+            return tuple(decode(item) for item in value["items"])
+        case "dict":
+            return {decode(key): decode(item) for key, item in value["items"]}
+        case "bytes":
+            return base64.b64decode(value["data"])
+        case "tensor":
+            data = torch.frombuffer(bytearray(base64.b64decode(value["data"])), dtype=torch.uint8)
+            return data.view(dtype_of(value["dtype"])).view(value["shape"])
+        case "array":
+            flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=value["dtype"])
+            return flat.reshape(value["shape"]).copy()
+        case kind:
+            raise ValueError(f"unknown type {kind!r} in a checkpoint; a newer version wrote it")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """For instance "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`. Raises ValueError for a name that is no dtype's."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r} in a checkpoint")
+    return dtype
