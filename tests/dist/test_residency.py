@@ -1,0 +1,140 @@
+"""What is gathered at any moment: by the storages themselves, not only by the engine's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
+from tests.dist.training import adamw, ds_config, start, step, train_zero
+from tests.parity.test_variants import data, variant
+from zero.engine import ZeroEngine
+from zero.unit import State, Unit
+
+LIMITS = [0, 1500, 12000, 10**9]
+
+
+def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict[str, int]]:
+    """For each limit on live parameters, under the settings that tempt the engine most to hold more."""
+    found = []
+    for limit in LIMITS:
+        settings = {
+            "stage3_param_persistence_threshold": 50,
+            "stage3_max_live_parameters": limit,
+            "stage3_prefetch_bucket_size": 6000,
+        }
+        model, batches = (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
+        engine, _ = start(model, ds_config(accumulation=accumulation, **settings))
+        measured = []
+        with after_each(Unit, "fetch", lambda _, engine=engine, seen=measured: seen.append(gathered(engine))):
+            train_zero(engine, batches)
+        loose = [unit.layout for unit in engine.units if not unit.persistent]
+        found.append(
+            {
+                "limit": limit,
+                "counted": engine.residency.peak,
+                "measured": max(measured),
+                "unit": max(layout.numel for layout in loose),
+                "padding": sum(layout.padded - layout.numel for layout in loose),
+                "all": sum(layout.numel for layout in loose),
+                "live at rest": engine.residency.live,
+                "gathered at rest": gathered(engine),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "kind", ["toy", "plain", "reentrant", "non-reentrant", "frozen encoder", "frozen embedding", "untied"]
+)
+def test_live_elements_stay_within_the_limit_and_one_unit(kind, accumulation):
+    for peak in run_on(2, peaks, kind, accumulation)[0]:
+        assert peak["counted"] <= peak["limit"] + peak["unit"], peak
+        assert peak["measured"] <= peak["limit"] + peak["unit"] + peak["padding"], peak
+        assert peak["live at rest"] == 0, peak
+        assert peak["gathered at rest"] == 0, peak
+    assert peak["counted"] > peak["all"] // 2, "without a limit most of the model is kept until its backward"
+
+
+def states(rank: int, world_size: int) -> list[str]:
+    """What is wrong about a unit's memory, looked at in every forward and before every gradient."""
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=2 * BLOCK))
+    wrong = []
+
+    def look(*_) -> None:
+        for unit in engine.units:
+            size = unit.full.untyped_storage().nbytes()
+            if size != (0 if unit.state is State.SHARDED else unit.layout.padded * 4):
+                wrong.append(f"{unit.describe()} and holds {size} bytes")
+            if (unit.state is State.EXPOSED) == any(param.isnan().any() for param in unit.params):
+                wrong.append(f"{unit.describe()} and shows the wrong values")
+
+    for block in engine.module.blocks:
+        block.register_forward_hook(look)
+    for param in engine.module.parameters():
+        param.register_post_accumulate_grad_hook(look)
+    train_zero(engine, toy_batches(3))
+    look()
+    return wrong
+
+
+def test_a_sharded_unit_holds_no_byte_and_shows_nan():
+    assert run_on(2, states) == [[], []]
+
+
+def test_evaluation_frees_what_it_gathers():
+    assert run_on(2, evaluation) == [(0, 0)] * 2
+
+
+def evaluation(rank: int, world_size: int) -> tuple[int, int]:
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    train_zero(engine, toy_batches(2))
+    engine.eval()
+    with torch.no_grad():
+        for batch in toy_batches(3):
+            engine(**batch)
+    engine.train()
+    step(engine, toy_batches(1))
+    return engine.residency.live, gathered(engine)
+
+
+def state_bytes(engine: ZeroEngine) -> int:
+    """Memory of shards, masters, gradients and moments, each storage counted once."""
+    tensors = [t for unit in engine.units for t in (unit.shard, unit.master, unit.grad) if t is not None]
+    tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def state_of_a_rank(rank: int, world_size: int, sections: dict) -> tuple[int, int]:
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0, **sections))
+    train_zero(engine, toy_batches(1))
+    numel = sum(param.numel() for param in engine.module.parameters())
+    padding = sum(unit.layout.padded - unit.layout.numel for unit in engine.units)
+    # Between steps the buffer of a gradient may be kept or not: it is sharded all the same.
+    return state_bytes(engine), 4 * (numel + padding) * (4 if not sections else 4.5) / world_size
+
+
+@pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_state_of_a_rank_is_its_share(sections):
+    """fp32: weight, gradient and two moments; bf16: its 2-byte weight, and a master, a gradient and moments in fp32."""
+    for world_size in (1, 2, 4):
+        for held, share in run_on(world_size, state_of_a_rank, sections):
+            assert held <= share
+    assert held > 0.7 * share
+
+
+def test_the_model_itself_holds_nothing_once_it_is_sharded():
+    assert run_on(2, left_over) == [1, 1]
+
+
+def left_over(rank: int, world_size: int) -> int:
+    """Elements of memory behind all parameters while they are sharded."""
+    model = toy()
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    optimizer = adamw([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    assert type(engine.optimizer.optimizer) is type(optimizer)
+    storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
+    return sum(storages.values()) // 4
