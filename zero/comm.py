@@ -76,7 +76,8 @@ class Communicator:
         """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory)."""
         self._count("all_gather", full.numel())
         own = full.narrow(0, self.rank * shard.numel(), shard.numel())
-        own.copy_(shard, non_blocking=True)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard, non_blocking=True)
         if self.world_size == 1:
             return Pending()
         if self._native:
@@ -99,6 +100,19 @@ class Communicator:
             self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate) for a in range(0, n, step)
         ]
         return parts[0] if len(parts) == 1 else Pending(parts)
+
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int) -> Pending:
+        """As `reduce_scatter`, but every rank gets the whole result: `out` has as many elements as `full`."""
+        own = torch.empty(out.numel() // self.world_size, dtype=out.dtype, device=out.device)
+        scattered = self.reduce_scatter(own, full, False, max_numel)
+
+        def finish() -> None:
+            total = torch.empty_like(out) if accumulate else out
+            self.all_gather(total, own).wait()
+            if accumulate:
+                out.add_(total)
+
+        return Pending([scattered], finish)
 
     def _reduce_columns(
         self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool
@@ -246,6 +260,11 @@ def is_initialized() -> bool:
 
 def get_rank() -> int:
     return dist.get_rank() if is_initialized() else 0
+
+
+def get_backend() -> str:
+    """Name of the default group's backend, such as "gloo" or "nccl"."""
+    return dist.get_backend()
 
 
 def get_world_size() -> int:

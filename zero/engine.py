@@ -28,7 +28,7 @@ logger = logging.getLogger("zero")
 
 
 class ZeroEngine(nn.Module):
-    """A model whose parameters, gradients and optimizer state are sharded over all ranks (ZeRO stage 3).
+    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
 
@@ -50,8 +50,6 @@ class ZeroEngine(nn.Module):
         self.comm = comm.communicator()
         self.settings, self.config = settings.resolve_batch(self.comm.world_size), settings.raw
         zero = settings.zero_optimization
-        if zero.stage != 3:
-            raise ValueError(f"zero_optimization.stage: {zero.stage} is not available yet; set it to 3")
         self._report_settings()
         self.module = model
         self.global_steps = self.micro_steps = self.skipped_steps = 0
@@ -70,6 +68,8 @@ class ZeroEngine(nn.Module):
             overlap=zero.overlap_comm,
             contiguous=zero.contiguous_gradients,
             dtype=settings.communication_data_type,
+            deferred=zero.stage < 2,
+            last_micro_step=self.is_gradient_accumulation_boundary,
         )
         self.schedule = Schedule(
             [unit.layout.numel for unit in self.units],
@@ -77,8 +77,9 @@ class ZeroEngine(nn.Module):
             zero.stage3_max_live_parameters,
             zero.stage3_max_reuse_distance,
         )
-        self.hooks = ModuleHooks(model, self.units, self.schedule, self.reducer, self.residency)
-        self.hooks.last_micro_step = self.is_gradient_accumulation_boundary
+        self.hooks = ModuleHooks(
+            model, self.units, self.schedule, self.reducer, self.residency, self.is_gradient_accumulation_boundary
+        )
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if inner is not None:
@@ -108,9 +109,9 @@ class ZeroEngine(nn.Module):
         offload = zero.offload_param
         tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
-        plans = plan_units(
-            self.module, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold, group_of
-        )
+        # Below stage 3 nothing is gathered for use; units are what is reduced together.
+        threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
+        plans = plan_units(self.module, threshold, zero.stage3_model_persistence_threshold, group_of)
         return [
             Unit(
                 plan.name,
@@ -121,8 +122,9 @@ class ZeroEngine(nn.Module):
                 tier=tier,
                 param_names=plan.param_names,
                 modules=plan.modules,
-                persistent=plan.persistent,
+                persistent=plan.persistent or zero.stage < 3,
                 shared=plan.shared,
+                replicated=zero.stage == 0,
             )
             for plan in plans
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +17,7 @@ class _Collected:
 
     def __init__(self) -> None:
         self.flat: torch.Tensor | None = None
+        # By parameter: its gradient if it is kept apart, None if it is in `flat`.
         self.parts: dict[int, torch.Tensor | None] = {}
 
 
@@ -25,7 +27,9 @@ class GradientReducer:
     Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
     reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
-    (None: that of the parameters); tier: where the fp32 result is kept.
+    (None: that of the parameters); tier: where the fp32 result is kept; deferred: gradients of all micro-batches are
+    summed in an fp32 buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
+    reduced at once. `last_micro_step` tells which one is the last.
     """
 
     def __init__(
@@ -37,9 +41,13 @@ class GradientReducer:
         overlap: bool,
         contiguous: bool,
         dtype: torch.dtype | None = None,
+        deferred: bool = False,
+        last_micro_step: Callable[[], bool] = lambda: True,
     ):
         self.comm, self.tier, self.dtype = comm, tier, dtype
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
+        self.deferred, self.last_micro_step = deferred, last_micro_step
+        self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[tuple[int, Pending]] = deque()
         self._fresh: set[Unit] = set()
@@ -75,12 +83,19 @@ class GradientReducer:
                 target.copy_(parts[index])
         for start, end in unit.layout.gaps():
             flat[start:end].zero_()
+        if self.deferred:
+            if unit in self._carried:
+                self.buffered -= flat.numel()
+                flat = self._carried.pop(unit).add_(flat)
+            if not self.last_micro_step():
+                self._carried[unit] = flat.float()
+                return
         self._start(unit, flat)
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
         accumulate = unit in self._fresh
         self._fresh.add(unit)
-        if unit.whole and flat.dtype == torch.float32 and self.tier.device == flat.device:
+        if self.comm.world_size == 1 and flat.dtype == torch.float32 and self.tier.device == flat.device:
             # A world of one has nothing to exchange: the flat buffer is the result.
             unit.grad = unit.grad.add_(flat) if accumulate else flat
             self.buffered -= flat.numel()
@@ -89,7 +104,8 @@ class GradientReducer:
             unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
         while self._in_flight and sum(numel for numel, _ in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
-        pending = self.comm.reduce_scatter(unit.grad, flat, accumulate, self.bucket_size)
+        exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
+        pending = exchange(unit.grad, flat, accumulate, self.bucket_size)
         self._in_flight.append((flat.numel(), pending))
         if not self.overlap:
             self._wait_oldest()
@@ -111,6 +127,7 @@ class GradientReducer:
         """Forget all gradients; their buffers are written anew in the next cycle."""
         self.drain()
         self._collected.clear()
+        self._carried.clear()
         self._fresh.clear()
         self.buffered = 0
 

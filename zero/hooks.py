@@ -63,10 +63,11 @@ class ModuleHooks:
         schedule: Schedule,
         reducer: GradientReducer,
         residency: Residency,
+        last_micro_step: Callable[[], bool],
     ):
         self.units, self.schedule, self.reducer, self.residency = list(units), schedule, reducer, residency
         self.index = {unit: i for i, unit in enumerate(self.units)}
-        self.last_micro_step: Callable[[], bool] = lambda: True
+        self.last_micro_step = last_micro_step
         self._held: Counter[Unit] = Counter()
         self._in_backward: set[Unit] = set()
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}

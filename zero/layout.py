@@ -57,11 +57,12 @@ class Piece:
 class UnitLayout:
     """Where each of a unit's parameters lies in `full` and how `full` is cut into shards.
 
-    `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard.
+    `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard. The
+    shards of a `replicated` unit are all of `full`.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], world_size: int):
-        self.world_size = world_size
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
+        self.world_size, self.replicated = world_size, replicated
         slots, offset = [], 0
         for shape in shapes:
             slots.append(Slot(offset, shape.numel(), shape))
@@ -69,7 +70,7 @@ class UnitLayout:
         self.slots = tuple(slots)
         self.numel = sum(slot.numel for slot in slots)
         self.padded = round_up(offset, ALIGNMENT * world_size)
-        self.shard_numel = self.padded // world_size
+        self.shard_numel = self.padded if replicated else self.padded // world_size
 
     def gaps(self) -> list[tuple[int, int]]:
         """The (start, end) ranges of `full` that belong to no parameter."""
@@ -78,7 +79,9 @@ class UnitLayout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        """The (start, end) of `rank`'s shard in `full`."""
+        start = 0 if self.replicated else rank * self.shard_numel
+        return start, start + self.shard_numel
 
     def pieces(self, rank: int) -> list[Piece]:
         """What `rank`'s shard holds, in the order of its elements."""

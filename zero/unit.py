@@ -88,6 +88,7 @@ class Unit:
         modules: Sequence[nn.Module] = (),
         persistent: bool = False,
         shared: bool = False,
+        replicated: bool = False,
     ):
         self.serial = next(_serials)
         self.name, self.params, self.param_names = name, list(params), list(param_names)
@@ -95,38 +96,41 @@ class Unit:
         self.comm, self.residency = comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
-        self.layout = UnitLayout([param.shape for param in self.params], comm.world_size)
+        self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
         self.tier = tier or Tier(comm.device)
+        on_device = self.tier.device == comm.device
         # One rank whose shard already lies on the compute device has nothing to gather.
-        self.whole = comm.world_size == 1 and self.tier.device == comm.device
-        self.persistent = persistent or self.whole
+        self.persistent = persistent or (comm.world_size == 1 and on_device)
         self.state, self.users = State.SHARDED, 0
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        self.shard = self._take_values()
-        self.full = self.shard if self.whole else torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+        self._pending = Pending()
+        if self.persistent:
+            self.full = self._take_values()
+            self.shard = self._own_slice(self.full) if on_device else self._keep_own_slice(self.full)
+        else:
+            self.shard = self._keep_own_slice(self._take_values())
+            self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._views = [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
         self._placeholders = [placeholder(slot.shape, self.dtype, comm.device) for slot in self.layout.slots]
-        if not self.whole:
-            self.full.untyped_storage().resize_(0)
-        self._pending = Pending()
-        self._show(self._placeholders)
         for param in self.params:
             param._zero_unit, param.ds_numel, param.ds_shape = self, param.numel(), param.shape
         if self.persistent:
             residency.persistent += self.layout.numel
-            self._allocate()
-            self.refresh()
             self._show(self._views)
             self.state = State.EXPOSED
+        else:
+            self.full.untyped_storage().resize_(0)
+            self._show(self._placeholders)
 
     # -- values in
 
     @torch.no_grad()
     def _take_values(self) -> torch.Tensor:
-        """Rank 0's values of ordinary parameters, or those of parameters sharded before, as this rank's shard.
+        """A flat buffer with the parameters' values, rank 0's where they are ordinary, and the master if it is finer.
 
-        Each parameter's former memory is let go before the next one is read.
+        Each parameter's former memory is let go before the next one is read. Only this rank's slice of the result
+        counts unless the unit is persistent.
         """
         source = self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
@@ -141,23 +145,22 @@ class Unit:
             else:
                 target.copy_(param.data.reshape(-1))
             param.data = placeholder(slot.shape, source, self.comm.device)
-        low, high = self.layout.shard_range(self.comm.rank)
-        if self.whole:
-            values = full
-        else:
-            values = self.tier.empty(self.layout.shard_numel, source)
-            if sharded_before:
-                values.copy_(full[low:high])
+        if not sharded_before:
+            if self.persistent:
+                self.comm.broadcast(full, src=0)
             else:
-                self.comm.scatter(values, full, src=0)
+                self.comm.scatter(self._own_slice(full), full, src=0)
         if self.dtype == source:
-            return values
+            return full
         if self.trainable and source == torch.float32:
-            self.master = values
-        return self._to_tier(values, self.dtype)
+            self.master = self._own_slice(full).clone()
+        return full.to(self.dtype)
 
-    def _to_tier(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self.tier.empty(values.numel(), dtype).copy_(values)
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        return full[slice(*self.layout.shard_range(self.comm.rank))]
+
+    def _keep_own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        return self.tier.empty(self.layout.shard_numel, full.dtype).copy_(self._own_slice(full))
 
     @torch.no_grad()
     def make_master(self, tier: Tier) -> None:
@@ -178,12 +181,13 @@ class Unit:
     @torch.no_grad()
     def write_back(self, src: int) -> None:
         """Make rank `src`'s exposed values the values of every rank."""
-        if not self.whole:
+        if self.persistent:
+            self.comm.broadcast(self.full, src)
+            self.shard.copy_(self._own_slice(self.full))
+        else:
             self.comm.scatter(self.shard, self.full, src)
         if self.master is not None and self.master is not self.shard:
             self.master.copy_(self.shard)
-        if self.persistent:
-            self.refresh()
 
     def retire(self) -> None:
         """Let go of all memory; the parameters go to another unit."""
@@ -243,7 +247,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Gather a persistent unit's values again, in place."""
-        if not self.whole:
+        if self.layout.shard_numel < self.layout.padded or self.shard.device != self.full.device:
             with torch.no_grad():
                 self.comm.all_gather(self.full, self.shard).wait()
 
@@ -268,8 +272,7 @@ class Unit:
         return self.users == 0 and not self.persistent
 
     def _allocate(self) -> None:
-        if not self.whole:
-            self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
+        self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
 
     def _show(self, tensors: Iterable[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zero import comm
 
@@ -44,7 +43,7 @@ def _tell_accelerate_the_backend() -> None:
         return
     state = accelerate_state.PartialState()
     if state.backend is None:
-        state.backend = dist.get_backend()
+        state.backend = comm.get_backend()
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -73,6 +73,7 @@ class ZeroOptimizer:
         self.overflow = False
         self.grad_norm: float | None = None
         group_of = param_group_of(optimizer)
+        self._replicated = any(unit.layout.replicated for unit in self.units)
         for unit in self.units:
             unit.make_master(tier)
         self.tiles = [tile for unit in self.units for tile in self._cut(unit, group_of)]
@@ -193,7 +194,9 @@ class ZeroOptimizer:
         if norms:
             index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
             squares.index_copy_(0, index, torch.stack(norms).to(squares.device, torch.float64) ** 2)
-        self._param_norms = self.comm.all_reduce(squares).sqrt_().float()
+        if not self._replicated:
+            self.comm.all_reduce(squares)
+        self._param_norms = squares.sqrt_().float()
         return torch.linalg.vector_norm(self._param_norms).item()
 
     def _clip_coefficient(self) -> float:
