@@ -1,0 +1,128 @@
+"""When units are gathered: prefetch, reuse, limits and persistence, by the order of events and the number of gathers.
+
+Units of the toy in order of use: stem, blocks.0 ... blocks.3, head.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, WIDTH, after_each, fetching, recorded, short, toy, toy_batches
+from tests.dist.training import ds_config, start, step, train_zero
+from zero.unit import Unit
+
+STRAY = WIDTH * WIDTH
+SIZES = [STRAY, BLOCK, BLOCK, BLOCK, BLOCK, STRAY]
+# After blocks.3 come the head's two uses; after blocks.2 those and two of blocks.3; and so on.
+REUSE_DISTANCES = [2 * sum(SIZES[i + 1 :]) for i in range(6)]
+NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
+
+
+def traced(rank: int, world_size: int, settings: dict) -> tuple[list[list[tuple[str, str]]], list[int], int]:
+    """Three steps: the events of each, the all-gathers of each, and the most elements on their way at once."""
+    engine, _ = start(toy(), ds_config(**NOTHING_PERSISTENT | settings))
+    events, gathers, in_flight = [], [], [0]
+    with after_each(Unit, "fetch", lambda _: in_flight.append(fetching(engine))):
+        for batch in toy_batches(3):
+            before = engine.comm.calls["all_gather"]
+            with recorded(Unit, "fetch", "acquire") as seen:
+                step(engine, [batch])
+            events.append(short(seen))
+            gathers.append(engine.comm.calls["all_gather"] - before)
+    return events, gathers, max(in_flight)
+
+
+def trace(**settings: int) -> tuple[list[list[tuple[str, str]]], list[int], int]:
+    return run_on(2, traced, {f"stage3_{name}": value for name, value in settings.items()})[0]
+
+
+def lead_times(events: list[tuple[str, str]]) -> list[int]:
+    """For each gather: how many uses of other units begin between its start and the use it is for."""
+    found = []
+    for position, (event, name) in enumerate(events):
+        if event == "fetch":
+            uses = [unit for kind, unit in events[position:] if kind == "acquire"]
+            found.append(uses.index(name))
+    return found
+
+
+def test_without_prefetch_every_gather_starts_when_it_is_needed():
+    events, _, in_flight = trace(prefetch_bucket_size=0)
+    assert [set(lead_times(of_step)) for of_step in events] == [{0}] * 3
+    assert in_flight == BLOCK
+
+
+def test_prefetch_starts_the_next_gather_before_the_unit_at_hand_is_used():
+    events, _, _ = trace(prefetch_bucket_size=1, max_reuse_distance=0)
+    assert set(lead_times(events[0])) == {0}, "the first step is only recorded"
+    for of_step in events[1:]:
+        assert lead_times(of_step)[0] == 0 and set(lead_times(of_step)[1:]) == {1}
+
+
+def test_a_larger_bucket_prefetches_farther():
+    events, _, in_flight = trace(prefetch_bucket_size=2 * BLOCK, max_reuse_distance=0)
+    begin = [("fetch", "stem.weight"), ("fetch", "blocks.0"), ("fetch", "blocks.1"), ("acquire", "stem.weight")]
+    assert events[2][:4] == begin, "two blocks fill the bucket"
+    assert 2 * BLOCK <= in_flight <= 3 * BLOCK + STRAY
+    _, _, everything = trace(prefetch_bucket_size=10**9)
+    assert everything == sum(SIZES)
+
+
+def test_prefetch_keeps_to_the_limit_of_live_parameters():
+    events, _, in_flight = trace(prefetch_bucket_size=10**9, max_live_parameters=2 * BLOCK, max_reuse_distance=0)
+    assert max(lead_times(events[2])) <= 2 and in_flight <= 2 * BLOCK
+
+
+@pytest.mark.parametrize("distance", [0, REUSE_DISTANCES[4], REUSE_DISTANCES[3] - 1, REUSE_DISTANCES[2], 10**9])
+def test_reuse_distance_decides_what_backward_gathers_again(distance):
+    _, gathers, _ = trace(max_reuse_distance=distance, prefetch_bucket_size=0)
+    again = sum(reuse > distance for reuse in REUSE_DISTANCES)
+    assert gathers[1:] == [6 + again] * 2
+    assert gathers[0] == 12, "before the order is known nothing is kept"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(10**9, 6), (2 * BLOCK + 2 * STRAY, 9), (0, 12)])
+def test_the_limit_of_live_parameters_decides_too(limit, expected):
+    """Room for two blocks: stem, one block and head are kept, or two blocks; three are gathered again at least."""
+    _, gathers, _ = trace(max_live_parameters=limit, prefetch_bucket_size=0)
+    assert (expected - 1 if 0 < limit < 10**9 else expected) <= gathers[2] <= expected
+
+
+def persistence(rank: int, world_size: int, settings: dict) -> tuple[int, int, list[str], int]:
+    engine, _ = start(toy(), ds_config(stage3_prefetch_bucket_size=0, **settings))
+    train_zero(engine, toy_batches(2))
+    readable = [name for name, param in engine.module.named_parameters() if not param.isnan().any()]
+    with recorded(Unit, "fetch") as fetched:
+        step(engine, toy_batches(1))
+    return engine.residency.persistent, engine.residency.live, readable, len(fetched)
+
+
+@pytest.mark.parametrize("threshold", [0, WIDTH - 1, WIDTH, 3 * WIDTH, STRAY, 10**6])
+def test_parameters_up_to_the_persistence_threshold_stay_gathered(threshold):
+    expected = {name: p.numel() for name, p in toy().named_parameters() if p.numel() <= threshold}
+    for elements, live, readable, fetches in run_on(2, persistence, {"stage3_param_persistence_threshold": threshold}):
+        assert sorted(readable) == sorted(expected)
+        assert elements == sum(expected.values()) and live == 0
+        assert fetches == {STRAY: 4, 10**6: 0}.get(threshold, 6)
+
+
+def test_the_model_persistence_threshold_bounds_them_all():
+    settings = {"stage3_param_persistence_threshold": WIDTH, "stage3_model_persistence_threshold": 5 * WIDTH}
+    elements, _, readable, _ = run_on(2, persistence, settings)[0]
+    assert elements == 5 * WIDTH and len(readable) == 5
+
+
+def accumulating(rank: int, world_size: int) -> list[int]:
+    """All-gathers of each micro-batch, two a step."""
+    engine, _ = start(toy(), ds_config(accumulation=2, stage3_prefetch_bucket_size=0, **NOTHING_PERSISTENT))
+    found = []
+    for batch in toy_batches(8):
+        before = engine.comm.calls["all_gather"]
+        step(engine, [batch])
+        found.append(engine.comm.calls["all_gather"] - before)
+    return found
+
+
+def test_what_is_gathered_serves_the_next_micro_batch_until_the_update():
+    assert run_on(2, accumulating)[0][4:] == [6, 0, 6, 0]

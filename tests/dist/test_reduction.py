@@ -1,0 +1,192 @@
+"""Gradients on their way and the update: buckets, overlap, buffers, dtype of the exchange, sub-groups, clipping."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, after_each, toy, toy_batches
+from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
+from zero.comm import Communicator, Pending
+from zero.gradients import GradientReducer
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+UNITS = 6
+
+
+def reductions(rank: int, world_size: int, settings: dict) -> tuple[list[int], int, dict]:
+    """Of two steps: elements of each collective, the most elements on their way at once, and the weights."""
+    engine, _ = start(toy(), ds_config(**WHOLE, **settings))
+    sizes: list[int] = []
+    in_flight = [0]
+    count = Communicator._count
+
+    def counted(self, name, numel):
+        if name == "reduce_scatter":
+            sizes.append(numel)
+        count(self, name, numel)
+
+    def look(reducer):
+        in_flight.append(sum(numel for numel, _ in reducer._in_flight))
+
+    with mock.patch.object(Communicator, "_count", counted), after_each(GradientReducer, "reduce", look):
+        weights = train_zero(engine, toy_batches(2)).weights
+    return sizes, max(in_flight), weights
+
+
+def test_the_bucket_bounds_each_collective_and_what_is_on_its_way():
+    results = {size: run_on(2, reductions, {"reduce_bucket_size": size})[0] for size in (101, 3 * BLOCK, 10**9)}
+    sizes, in_flight, weights = results[101]
+    assert max(sizes) <= 101 and len(sizes) >= 2 * 4 * BLOCK // 101
+    assert in_flight < 2 * BLOCK, "a unit larger than the bucket is alone on its way"
+    sizes, in_flight, _ = results[3 * BLOCK]
+    assert len(sizes) == 2 * UNITS and BLOCK < in_flight <= 3 * BLOCK
+    _, everything, _ = results[10**9]
+    assert everything >= 4 * BLOCK
+    for _, _, others in results.values():
+        assert_same_weights(others, weights)
+
+
+def waits(rank: int, world_size: int, overlap: bool) -> tuple[str, dict]:
+    """The second step's reductions as letters, "s" for a start and "w" for its wait; and the weights."""
+    engine, _ = start(toy(), ds_config(**WHOLE, overlap_comm=overlap))
+    step(engine, toy_batches(1))
+    letters, started = [], []
+    reduce_scatter, wait = Communicator.reduce_scatter, Pending.wait
+
+    def starting(self, *args, **kwargs):
+        pending = reduce_scatter(self, *args, **kwargs)
+        started.append(pending)
+        letters.append("s")
+        return pending
+
+    def waiting(self):
+        if any(self is pending for pending in started):
+            letters.append("w")
+        wait(self)
+
+    with mock.patch.object(Communicator, "reduce_scatter", starting), mock.patch.object(Pending, "wait", waiting):
+        step(engine, toy_batches(1))
+    return "".join(letters), engine._zero3_consolidated_16bit_state_dict()
+
+
+def test_overlap_waits_for_a_reduction_only_when_backward_is_over():
+    (overlapped, weights), (immediate, others) = (run_on(2, waits, overlap)[0] for overlap in (True, False))
+    assert overlapped == "s" * UNITS + "w" * UNITS
+    assert immediate == "sw" * UNITS
+    assert_same_weights(others, weights)
+
+
+def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], dict]:
+    """After each gradient: whether its unit's flat buffer exists; and the weights."""
+    engine, _ = start(toy(), ds_config(**WHOLE, contiguous_gradients=contiguous))
+    seen: list[bool] = []
+    collect = GradientReducer.collect
+
+    def collected(self, unit, index):
+        before = self.buffered
+        grad = unit.params[index].grad
+        collect(self, unit, index)
+        held = any(part is grad for entry in self._collected.values() for part in entry.parts.values())
+        seen.append(not held)
+        assert self.buffered >= before
+
+    with mock.patch.object(GradientReducer, "collect", collected):
+        weights = train_zero(engine, toy_batches(2)).weights
+    return seen, weights
+
+
+def test_contiguous_gradients_are_copied_as_they_are_produced():
+    (copied, weights), (apart, others) = (run_on(2, buffers, contiguous)[0] for contiguous in (True, False))
+    assert all(copied) and not any(apart) and copied
+    assert_same_weights(others, weights)
+
+
+def exchanged(rank: int, world_size: int, settings: dict) -> set[torch.dtype]:
+    engine, _ = start(toy(), ds_config(**settings))
+    found = set()
+    reduce_scatter = Communicator.reduce_scatter
+
+    def reduced(self, out, full, *args):
+        found.add(full.dtype)
+        assert out.dtype == torch.float32
+        return reduce_scatter(self, out, full, *args)
+
+    with mock.patch.object(Communicator, "reduce_scatter", reduced):
+        step(engine, toy_batches(1))
+    return found
+
+
+def test_gradients_travel_in_the_dtype_of_the_parameters_or_the_configured_one():
+    bf16 = {"bf16": {"enabled": True}}
+    assert run_on(2, exchanged, {})[0] == {torch.float32}
+    assert run_on(2, exchanged, bf16)[0] == {torch.bfloat16}
+    assert run_on(2, exchanged, bf16 | {"communication_data_type": "fp32"})[0] == {torch.float32}
+    assert run_on(2, exchanged, {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
+
+
+def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], int, dict]:
+    """Sizes of what each call of the optimizer updates, this rank's elements, and the weights after two steps."""
+    engine, optimizer = start(toy(), ds_config(sub_group_size=size, **WHOLE))
+    calls: list[list[int]] = []
+    optimizer.optimizer.register_step_pre_hook(
+        lambda inner, *_: calls.append([p.numel() for group in inner.param_groups for p in group["params"]])
+    )
+    weights = train_zero(engine, toy_batches(2)).weights
+    return calls[: len(calls) // 2], sum(unit.layout.shard_numel for unit in engine.units), weights
+
+
+def test_the_optimizer_never_sees_more_than_a_sub_group():
+    results = {size: run_on(2, sub_groups, size)[0] for size in (100, BLOCK, 10**9)}
+    for size, (calls, own, weights) in results.items():
+        assert max(sum(call) for call in calls) <= size
+        assert sum(sum(call) for call in calls) == own
+        assert_same_weights(weights, results[100][2])
+    assert len(results[10**9][0]) == 1 and len(results[100][0]) >= 2 * BLOCK // 100
+    assert len(results[BLOCK][0]) < len(results[100][0]) // 5, "small tiles are updated together"
+
+
+def clipped(rank: int, world_size: int, clip: float) -> tuple[float, float]:
+    """Norm of the change that one step of gradient descent at rate 1 makes, and the norm reported."""
+    model = toy()
+    before = weights_of(model)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=ds_config(clip=clip)
+    )
+    step(engine, toy_batches(1))
+    after = engine._zero3_consolidated_16bit_state_dict()
+    change = 0.0 if after is None else torch.nn.utils.get_total_norm([after[n] - before[n] for n in after]).item()
+    return change, engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_clipping_bounds_the_update_and_not_the_reported_norm(world_size):
+    unclipped, norm = run_on(world_size, clipped, 0.0)[0]
+    assert unclipped == pytest.approx(norm, rel=1e-4)
+    change, reported = run_on(world_size, clipped, norm / 10)[0]
+    assert change == pytest.approx(norm / 10, rel=1e-4) and reported == norm
+    assert run_on(world_size, clipped, norm * 10)[0] == (unclipped, norm)
+
+
+def accumulated(rank: int, world_size: int) -> list[tuple[int, bool, bool]]:
+    """After each micro-batch: steps so far, at the boundary before it, and whether the weights have changed."""
+    engine, _ = start(toy(), ds_config(accumulation=3, stage3_param_persistence_threshold=10**6))
+    found = []
+    for batch in toy_batches(6):
+        before, boundary = weights_of(engine.module), engine.is_gradient_accumulation_boundary()
+        step(engine, [batch])
+        same = all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+        found.append((engine.global_steps, boundary, not same))
+    return found
+
+
+def test_parameters_change_once_in_as_many_micro_batches_as_configured():
+    within, boundary = (False, False), (True, True)
+    assert run_on(2, accumulated)[0] == [
+        (steps, *kind)
+        for steps, kind in [(0, within), (0, within), (1, boundary), (1, within), (1, within), (2, boundary)]
+    ]
