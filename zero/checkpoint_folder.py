@@ -207,12 +207,14 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
 
 def _newest_first(folder: Path) -> list[Path]:
     """Complete-looking checkpoints directly in `folder`, the one with the highest number first."""
-    found = [path.parent for path in folder.glob(f"[!.]*/{DESCRIPTION}")]
-    return sorted(found, key=lambda path: (_number(path.name), path.name), reverse=True)
+    found = {path.parent.name: path.parent for path in folder.glob(f"[!.]*/{DESCRIPTION}")}
+    for path in folder.glob(f"{_REPLACED}*/{DESCRIPTION}"):
+        found.setdefault(path.parent.name.removeprefix(_REPLACED), path.parent)
+    return sorted(found.values(), key=lambda path: (_number(path), path.name), reverse=True)
 
 
-def _number(name: str) -> int:
-    digits = re.search(r"(\d+)$", name)
+def _number(folder: Path) -> int:
+    digits = re.search(r"(\d+)$", folder.name)
     return int(digits[1]) if digits else -1
 
 
@@ -226,9 +228,9 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     found = _newest_first(root)
     for trainer_folder in root.glob("checkpoint-*/"):
         found += _newest_first(trainer_folder)
-    found.sort(key=lambda path: _number(path.name), reverse=True)
+    found.sort(key=_number, reverse=True)
     for candidate in found:
-        if before is not None and (candidate == before or _number(candidate.name) >= _number(before.name)):
+        if before is not None and (candidate == before or _number(candidate) >= _number(before)):
             continue
         try:
             verify(candidate, read_description(candidate)["files"].items())

@@ -22,12 +22,15 @@ def encode(value: object, place: str) -> object:
         ValueError: for a type that cannot be stored, naming its place.
     """
     match value:
-        case None | bool() | int() | float() | str():
-            # A subclass, such as an enum of strings or numpy's float64, is stored as the plain value.
-            for plain in (bool, int, float, str):
-                if isinstance(value, plain):
-                    return plain(value)
-            return None
+        case None | bool():
+            return value
+        # A subclass, such as an enum of strings or numpy's float64, is stored as the plain value.
+        case int():
+            return int(value)
+        case float():
+            return float(value)
+        case str():
+            return str.__str__(value)
         case dict():
             return _encode_dict(value, place)
         case list():
@@ -74,7 +77,7 @@ def decode(value: object) -> object:
         case "bytes":
             return base64.b64decode(value["data"])
         case "tensor":
-            data = torch.frombuffer(bytearray(base64.b64decode(value["data"])), dtype=torch.uint8)
+            data = torch.from_numpy(numpy.frombuffer(base64.b64decode(value["data"]), dtype=numpy.uint8).copy())
             return data.view(dtype_of(value["dtype"])).view(value["shape"])
         case "array":
             flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=value["dtype"])

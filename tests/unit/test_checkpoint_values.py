@@ -1,0 +1,90 @@
+"""Values that go to JSON come back as they were, types included."""
+
+import json
+import math
+import random
+from enum import Enum
+
+import numpy
+import pytest
+import torch
+
+from zero.checkpoint_values import decode, dtype_name, dtype_of, encode
+
+
+def round_trip(value: object) -> object:
+    return decode(json.loads(json.dumps(encode(value, "value"))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -3,
+        2**70,
+        0.1,
+        1e-320,
+        math.inf,
+        "ä",
+        b"\x00\xff",
+        [1, [2.5]],
+        (1, (2,)),
+        {"a": (1,)},
+        {3: "int", (1, 2): "tuple", None: 0},
+        {"$type": "tuple"},
+        random.getstate(),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_plain_values(value):
+    found = round_trip(value)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+def test_tensors_bit_for_bit(dtype):
+    value = torch.tensor([[0.1, -2.0, 3.0], [0.0, 1.0, 1e-3]]).to(dtype)
+    found = round_trip({"tensor": value.T})["tensor"]
+    assert found.dtype == dtype and torch.equal(found, value.T)
+
+
+def test_empty_and_scalar_tensors():
+    assert round_trip(torch.empty(0, 3)).shape == (0, 3)
+    assert round_trip(torch.tensor(2.5)).item() == 2.5 and round_trip(torch.tensor(2.5)).shape == ()
+
+
+def test_arrays_and_numpy_numbers():
+    array = numpy.arange(6, dtype=numpy.uint16).reshape(2, 3)
+    found = round_trip(array)
+    assert found.dtype == array.dtype and numpy.array_equal(found, array)
+    found[0, 0] = 9  # writable, as the original was
+    assert round_trip(numpy.float32(0.1)) == float(numpy.float32(0.1))
+    assert round_trip(numpy.float64(0.1)) == 0.1
+
+
+def test_subclasses_become_plain_values():
+    class Kind(str, Enum):
+        COSINE = "cosine"
+
+    assert round_trip(Kind.COSINE) == "cosine"
+    assert json.dumps(encode(Kind.COSINE, "kind")) == '"cosine"'
+
+
+@pytest.mark.parametrize(
+    "value, place",
+    [
+        ({"a": [1, {2}]}, r"state\.a\[1\]: a set"),
+        (numpy.array([print]), "state: a ndarray"),
+        (print, "state: a builtin"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(value, place):
+    with pytest.raises(ValueError, match=place):
+        encode(value, "state")
+
+
+def test_dtype_names():
+    assert dtype_of(dtype_name(torch.bfloat16)) is torch.bfloat16
+    with pytest.raises(ValueError, match="'nn'"):
+        dtype_of("nn")
