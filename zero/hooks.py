@@ -87,7 +87,7 @@ class ModuleHooks:
         for module, units in per_module.items():
             before, after = partial(self._pre_forward, units), partial(self._post_forward, units)
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after))
+            self.handles.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of units that the root module itself owns.
         self.handles.append(model.register_forward_hook(self._root_post_forward))
         for unit in self.units:
@@ -150,14 +150,19 @@ class ModuleHooks:
                 if inputs:
                     register_multi_grad_hook(inputs, partial(self._inputs_done, unit), mode="all")
 
-    def _post_forward(self, units: list[Unit], module: nn.Module, args: tuple, output: object) -> None:
+    def _post_forward(self, units: list[Unit], module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         if not in_backward():
             for unit in units:
                 self._leave(unit)
         # The backward of an embedding needs its indices, not its weight.
-        if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
-            for tensor in tensors_with_grad(output):
-                tensor.register_hook(partial(self._pre_backward, units))
+        if not torch.is_grad_enabled() or isinstance(module, nn.Embedding):
+            return
+        passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
+        for tensor in tensors_with_grad(output):
+            if tensor.grad_fn is not None and id(tensor) not in passed_through:
+                # On the node, not on the tensor: hooks of the tensor, which is the next module's input, come first,
+                # so that the next module's units leave before these are gathered.
+                tensor.grad_fn.register_prehook(partial(self._pre_backward, units))
 
     # -- backward
 
@@ -166,7 +171,7 @@ class ModuleHooks:
             self._backward_is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
-    def _pre_backward(self, units: list[Unit], grad: torch.Tensor) -> None:
+    def _pre_backward(self, units: list[Unit], grads: tuple) -> None:
         for unit in units:
             complete = not unit.shared and len(self._arrived[unit]) == len(unit.params)
             if not complete and unit not in self._in_backward:
