@@ -147,7 +147,9 @@ def save_checkpoint(
     description["tag"] = tag
 
     size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
-    total = sum(ranks.gather(size)) + len(json.dumps(description))
+    # At stage 0 all ranks hold the same slices, and DCP has each one written by one of them.
+    combine = max if engine.settings.zero_optimization.stage == 0 else sum
+    total = combine(ranks.gather(size)) + len(json.dumps(description))
     folder = ranks.on_first(what, lambda: folders.begin(target, tag, total))
     try:
         files = ranks.gather(ranks.together(what, lambda: _write(slices, folder, ranks)))

@@ -77,8 +77,10 @@ def decode(value: object) -> object:
         case "bytes":
             return base64.b64decode(value["data"])
         case "tensor":
-            data = torch.from_numpy(numpy.frombuffer(base64.b64decode(value["data"]), dtype=numpy.uint8).copy())
-            return data.view(dtype_of(value["dtype"])).view(value["shape"])
+            tensor = torch.empty(value["shape"], dtype=dtype_of(value["dtype"]))
+            data = numpy.frombuffer(base64.b64decode(value["data"]), dtype=numpy.uint8)
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(data.copy()))
+            return tensor
         case "array":
             flat = numpy.frombuffer(base64.b64decode(value["data"]), dtype=value["dtype"])
             return flat.reshape(value["shape"]).copy()

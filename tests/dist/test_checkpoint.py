@@ -79,10 +79,15 @@ def test_same_world_size_continues_bit_for_bit(precision, tmp_path):
     assert_equal(resumed, straight)
 
 
-@pytest.mark.parametrize("written, read", [(2, 1), (2, 3), (1, 4), (3, 2)])
-def test_another_world_size_and_other_cuts_hold_the_same_state(written, read, tmp_path):
-    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0), str(tmp_path))
-    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS), str(tmp_path))
+# (ranks, stage) of the writer and of the reader: every stage and every number of ranks on both sides.
+@pytest.mark.parametrize(
+    "writer, reader",
+    [((2, 3), (1, 3)), ((2, 3), (3, 0)), ((1, 0), (4, 3)), ((3, 2), (2, 1)), ((4, 1), (2, 2)), ((3, 0), (2, 3))],
+)
+def test_another_world_size_stage_and_other_cuts_hold_the_same_state(writer, reader, tmp_path):
+    (written, stage), (read, other) = writer, reader
+    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, stage=stage), str(tmp_path))
+    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, stage=other, **OTHER_CUTS), str(tmp_path))
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
     assert relative(resumed.mean_losses(), straight.mean_losses()) <= 1e-5
 
