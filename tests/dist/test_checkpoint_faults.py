@@ -1,0 +1,229 @@
+"""Disks that are full or read-only, damaged files, and ranks killed in the middle of a save."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import ds_config, start, train_zero
+from tests.parity.models import batches, build
+from zero.checkpoint_folder import DamagedCheckpointError, find_intact, locate, read_description
+
+
+def two_saves(folder: str) -> zero.ZeroEngine:
+    engine, _ = start(build("gpt2"), ds_config())
+    for batch in batches("gpt2", 2):
+        train_zero(engine, [batch])
+        engine.save_checkpoint(folder)
+    return engine
+
+
+def failing_save(
+    rank: int, world_size: int, folder: str, fail: Callable[[int], None], repair: Callable[[], None]
+) -> str:
+    """A third save under the conditions that `fail` makes; then loading the second one, and a save that works."""
+    engine = two_saves(folder)
+    expected = engine._zero3_consolidated_16bit_state_dict()
+    train_zero(engine, batches("gpt2", 1))
+    fail(rank)
+    try:
+        with pytest.raises(OSError) as caught:
+            engine.save_checkpoint(folder)
+    finally:
+        repair()
+    dist.barrier()
+    assert engine.load_checkpoint(folder)[0] == str(Path(folder) / "global_step2")
+    loaded = engine._zero3_consolidated_16bit_state_dict()
+    if rank == 0:
+        assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+    engine.save_checkpoint(folder, tag="after")
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["after", "global_step1", "global_step2", "latest"]
+    return str(caught.value)
+
+
+def limit_file_size(rank: int) -> None:
+    """From now on rank 1 cannot write a file of more than 20 kB: the operating system refuses, as on a full disk."""
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+
+def lift_file_size_limit() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def become_nobody(rank: int) -> None:
+    """Root may write to any folder, so it must be somebody else who tries."""
+    os.seteuid(65534)
+
+
+def become_root() -> None:
+    os.seteuid(0)
+
+
+def test_disk_that_fills_up_on_one_rank(tmp_path):
+    messages = run_on(2, failing_save, str(tmp_path), limit_file_size, lift_file_size_limit)
+    assert messages[0] == messages[1]
+    assert "rank 1" in messages[0] and "File too large" in messages[0] and str(tmp_path) in messages[0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_folder_that_cannot_be_written_to(tmp_path):
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    messages = run_on(2, failing_save, str(tmp_path), become_nobody, become_root)
+    assert messages[0] == messages[1]
+    assert "Permission denied" in messages[0] and str(tmp_path) in messages[0]
+
+
+def save_under_a_file(rank: int, world_size: int, folder: str) -> str:
+    engine, _ = start(build("gpt2"), ds_config())
+    with pytest.raises(OSError) as caught:
+        engine.save_checkpoint(folder)
+    return str(caught.value)
+
+
+def test_folder_that_cannot_exist(tmp_path):
+    (tmp_path / "file").write_text("")
+    first, second = run_on(2, save_under_a_file, str(tmp_path / "file" / "checkpoints"))
+    assert first == second and "Not a directory" in first
+
+
+def load_damaged(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = two_saves(folder)
+    messages = []
+    for name in sorted(path.name for path in (Path(folder) / "global_step2").iterdir()):
+        path = Path(folder) / "global_step2" / name
+        content = path.read_bytes()
+        if rank == 0:
+            damaged = bytearray(content)
+            damaged[len(damaged) // 3] ^= 0x10
+            path.write_bytes(damaged)
+        dist.barrier()
+        with pytest.raises(DamagedCheckpointError) as caught:
+            engine.load_checkpoint(folder)
+        messages.append(str(caught.value))
+        assert f"{path} is damaged" in messages[-1]
+        dist.barrier()
+        if rank == 0:
+            path.write_bytes(content)
+    dist.barrier()
+    engine.load_checkpoint(folder)
+    return messages
+
+
+def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offered(tmp_path):
+    first, second = run_on(2, load_damaged, str(tmp_path))
+    assert first == second and len(first) == 4  # one file for each rank, DCP's index, the description
+    for message in first:
+        assert message.endswith(f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}")
+
+
+# -- killed in the middle of a save
+
+
+KILLS = int(os.environ.get("ZERO_TEST_KILLS", "50"))
+# Forked from a server that has imported everything, a rank starts in a fraction of a second.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
+def fill(engine: zero.ZeroEngine, step: int) -> None:
+    """Make every number of the training state `step`, so that a mixture of two saves shows."""
+    with torch.no_grad():
+        for unit in engine.units:
+            unit.master.fill_(step)
+        for state in engine.optimizer.state.values():
+            state["momentum_buffer"].fill_(step)
+    engine.global_steps = step
+
+
+def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Connection) -> None:
+    """Load what is there, then save step after step, and report each one that is complete."""
+    torch.set_num_threads(1)
+    store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, _, _, _ = zero.initialize(model=model, optimizer=optimizer, config=ds_config())
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+    step, (path, state) = 0, engine.load_checkpoint(folder)
+    if path is not None:
+        step = state["step"]
+        values = {value for unit in engine.units for value in unit.master.unique().tolist()} - {0.0}  # padding
+        values |= {v for s in engine.optimizer.state.values() for v in s["momentum_buffer"].unique().tolist()} - {0.0}
+        assert values == {float(step)} and engine.global_steps == step
+    reports.send(step)
+    while True:
+        step += 1
+        fill(engine, step)
+        engine.save_checkpoint(folder, client_state={"step": step})
+        reports.send(step)
+
+
+def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
+    receiver, sender = _context.Pipe(duplex=False)
+    _, silent = _context.Pipe(duplex=False)
+    ranks = [
+        _context.Process(target=save_until_killed, args=(rank, port, cycle, str(folder), silent if rank else sender))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    sender.close()
+    return ranks, receiver
+
+
+def last_report(receiver: Connection) -> int:
+    """The last step reported by rank 0, which may be dead by now."""
+    step = -1
+    try:
+        while receiver.poll():
+            step = receiver.recv()
+    except EOFError:
+        pass  # everything that it sent has been read
+    return step
+
+
+@pytest.mark.timeout(60 + 10 * KILLS)
+def test_every_state_left_by_a_killed_save_loads(tmp_path):
+    chance = random.Random(20)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder = tmp_path / "checkpoints"
+    interrupted = complete = 0
+    for cycle in range(KILLS):
+        ranks, receiver = start_ranks(store.port, cycle, folder)
+        assert receiver.poll(60), f"cycle {cycle}: the ranks did not load what the kill before left"
+        assert receiver.recv() >= complete
+        # The time of a save or two: before, within and after writing, renaming and cleaning up.
+        time.sleep(chance.uniform(0.0, 0.15))
+        victims = chance.choice([[ranks[0]], [ranks[1]], ranks])
+        for victim in victims:
+            victim.kill()
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode not in (None, 0), f"cycle {cycle}: a rank whose peer was killed did not end"
+        complete = max(complete, last_report(receiver))
+        interrupted += any(folder.glob(".saving-*"))
+        newest = find_intact(folder)
+        assert (
+            complete == 0
+            or newest == locate(folder, None)
+            or read_description(newest)["client_state"]["step"] > complete
+        )
+        assert complete == 0 or read_description(locate(folder, None))["client_state"]["step"] >= complete
+    assert interrupted >= KILLS // 5, "hardly any kill hit a save: this test proves nothing"

@@ -1,0 +1,210 @@
+"""Steps that leave the recorded path: results stay those of plain torch, and the ranks stay in step.
+
+A script is a list of (action, argument). Played on the engine by two ranks and on the plain model in one process,
+it must give the same losses, norms, outputs and weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, toy, toy_batches
+from tests.dist.training import adamw, ds_config, loss_of, relative, split, start, trainable
+from tests.parity import models
+
+Script = list[tuple[str, Any]]
+
+SETTINGS = {
+    "keep": {},
+    "prefetch": {"stage3_prefetch_bucket_size": 3 * BLOCK, "stage3_max_reuse_distance": 0},
+    "tight": {"stage3_max_live_parameters": BLOCK, "stage3_prefetch_bucket_size": BLOCK},
+}
+DROPPED: Script = [("train", ())] * 3 + [("train", (1,)), ("train", (1,)), ("train", (0, 3)), ("train", ())] * 2
+EVALUATED: Script = [
+    ("train", ()),
+    ("train", ()),
+    ("eval", ()),
+    ("eval", (2,)),
+    ("train", ()),
+    ("eval", ()),
+    ("train", ()),
+]
+UNUSED: Script = [("train", ()), ("forward", ()), ("train", ()), ("forward", (2,)), ("train", ()), ("train", ())]
+FAILED: Script = [
+    *[("train", ())] * 2,
+    ("forward raises", 2),
+    *[("train", ())] * 2,
+    ("backward raises", 1),
+    *[("train", ())] * 2,
+    ("eval raises", 0),
+    ("eval", ()),
+    *[("train", ())] * 2,
+]
+TWICE: Script = [
+    ("train", ()),
+    ("train", ()),
+    ("two forwards", ()),
+    ("train", ()),
+    ("same graph", ()),
+    ("train", ()),
+] * 2
+
+
+class _Planned(Exception):
+    """What a script raises in the midst of a pass."""
+
+
+def _raise(*_: object) -> None:
+    raise _Planned
+
+
+class Player:
+    """Plays scripts; the plain model sees all slices of a batch in turn, and the engine's ranks one slice each."""
+
+    def __init__(self, checkpointing: str | None, tied: bool, settings: dict | None):
+        self.model = toy(checkpointing=checkpointing, tied=tied)
+        self.engine = None
+        if settings is None:
+            self.optimizer = adamw([{"params": list(self.model.parameters())}])
+        else:
+            config = ds_config(**{"stage3_param_persistence_threshold": 30} | settings)
+            self.engine, self.optimizer = start(self.model, config)
+        self.run = self.model if self.engine is None else self.engine
+
+    def slices(self, batch: dict) -> list[dict]:
+        parts = split(batch, 2)
+        return parts if self.engine is None else [parts[self.engine.comm.rank]]
+
+    def backward(self, loss: torch.Tensor, **options: bool) -> None:
+        if self.engine is None:
+            (loss / 2).backward(**options)
+        else:
+            self.engine.backward(loss, **options)
+
+    def update(self) -> list[float]:
+        if self.engine is not None:
+            self.engine.step()
+            return [self.engine.get_global_grad_norm()]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        for param in self.model.parameters():
+            # The engine's gradients are zero where there are none, and Adam's moments decay.
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [norm.item()]
+
+    def play(self, action: str, argument: Any, batch: dict) -> list[float]:
+        self.model.dropped = set() if "raises" in action else set(argument)
+        kind, _, raises = action.partition(" raises")
+        if action.endswith(" raises"):
+            return self.failing(kind, argument, batch)
+        if action == "eval":
+            self.run.eval()
+            with torch.no_grad():
+                found = [self.run(**part).item() for part in self.slices(batch)]
+            self.run.train()
+            return found
+        found = []
+        for part in self.slices(batch):
+            loss = self.run(**part)
+            if action == "two forwards":
+                loss = loss + self.run(x=part["y"], y=part["x"])
+            if action == "same graph":
+                self.backward(loss, retain_graph=True)
+            if action != "forward":
+                self.backward(loss)
+            found.append(loss.item())
+        return found if action == "forward" else found + self.update()
+
+    def failing(self, kind: str, block: int, batch: dict) -> list[float]:
+        """An exception in the midst of a pass, on all ranks; then the user forgets the gradients and goes on."""
+        module = self.model.blocks[block]
+        handle = (
+            module.down.weight.register_hook(_raise) if kind == "backward" else module.up.register_forward_hook(_raise)
+        )
+        with torch.set_grad_enabled(kind != "eval"):
+            try:
+                for part in self.slices(batch):
+                    self.backward(self.run(**part))
+            except _Planned:
+                handle.remove()
+                self.run.zero_grad()
+                return [0.0]
+        raise AssertionError("the script's exception was swallowed")
+
+
+def play(rank: int, world_size: int, script: Script, *args: Any) -> list[list[float]]:
+    player = Player(*args)
+    batches = toy_batches(len(script))
+    found = [player.play(*entry, batch) for entry, batch in zip(script, batches, strict=True)]
+    assert player.engine is None or player.engine.residency.live == 0
+    return found
+
+
+def assert_same_script(script: Script, checkpointing: str | None, tied: bool, settings: dict) -> None:
+    plain = run_on(1, play, script, checkpointing, tied, None)[0]
+    first, second = run_on(2, play, script, checkpointing, tied, settings)
+    for number, (expected, one, two) in enumerate(zip(plain, first, second, strict=True)):
+        found = [one[0], two[0], one[1]] if len(expected) == 3 else [one[0], two[0]]
+        expected = expected * 2 if len(expected) == 1 else expected
+        exact = [abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, expected, strict=True)]
+        assert all(exact), f"{number}: {script[number]}: {found} is not {expected}"
+        assert len(one) == 1 or one[1] == two[1], "ranks report different norms"
+
+
+@pytest.mark.parametrize("settings", list(SETTINGS))
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "script", [DROPPED, EVALUATED, UNUSED], ids=["dropped layers", "evaluation", "forward without backward"]
+)
+def test_other_paths(script, checkpointing, settings):
+    assert_same_script(script, checkpointing, tied=False, settings=SETTINGS[settings])
+
+
+@pytest.mark.parametrize("settings", list(SETTINGS))
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_exceptions_within_a_pass(tied, settings):
+    assert_same_script(FAILED, None, tied, SETTINGS[settings])
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
+    assert_same_script(TWICE, checkpointing, tied, SETTINGS["tight"])
+
+
+def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list[list[int]]]:
+    """Losses of training steps, and what the model generates after each."""
+    model = models.build(name)
+    engine, optimizer = start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
+    optimizer = optimizer or adamw([{"params": [param for _, param in trainable(model)]}])
+    losses, generated = [], []
+    for batch in models.batches(name, 4):
+        parts = split(batch, 2)
+        for part in [parts[rank]] if sharded else parts:
+            loss = loss_of((engine or model)(**part))
+            engine.backward(loss) if sharded else (loss / 2).backward()
+            losses.append(loss.item())
+        engine.step() if sharded else optimizer.step()
+        model.zero_grad()
+        model.eval()
+        prompt = parts[rank]["input_ids"] if sharded else batch["input_ids"]
+        options = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
+        tokens = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
+        generated += tokens.tolist()
+        model.train()
+    return losses, generated
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2"])
+def test_generation_between_training_steps(name):
+    losses, tokens = run_on(1, generating, name, False)[0]
+    ranks = run_on(2, generating, name, True)
+    for rank, (found, generated) in enumerate(ranks):
+        assert relative(found, losses[rank::2]) <= 1e-6
+        rows = range(len(tokens)) if rank is None else [i for i in range(len(tokens)) if i % 12 // 6 == rank]
+        assert generated == [tokens[i] for i in rows]
