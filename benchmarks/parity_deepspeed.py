@@ -77,7 +77,7 @@ def save_translation_model(folder: str) -> None:
 
     Both engines start from these weights: each draws those of a new model in an order of its own.
     """
-    options = ["--do_train", "--max_train_samples", "500", "--max_steps", "1"]
+    options = ["--do_train", "--max_train_samples", "500", "--max_steps", "1", "--overwrite_output_dir"]
     run_job(sys.executable, ["run_translation.py", "--output_dir", folder, *options], 1, 600)
 
 
