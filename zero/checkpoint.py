@@ -79,17 +79,17 @@ class Ranks:
     def together(self, what: str, act: Callable[[], T]) -> T:
         """`act()` on every rank; if it fails on any rank, an error naming `what` and that rank on all of them."""
         failure: BaseException | None = None
-        result = None
+        failed, result = self.rank, None
         try:
             result = act()
         except dcp.CheckpointException as error:  # is no Exception; DCP raises it on all ranks
-            failure = next(iter(error.failures.values()))[0]
+            failed, (failure, _) = next(iter(error.failures.items()))
         except Exception as error:
             failure = error
-        reports = self.gather(None if failure is None else _portable(failure))
-        for rank, report in enumerate(reports):
+        for report in self.gather(None if failure is None else (failed, *_portable(failure))):
             if report is not None:
-                raise _rebuild(report, f"{what}: rank {rank}: " if self.world_size > 1 else f"{what}: ") from failure
+                where = f"{what}: rank {report[0]}" if self.world_size > 1 else what
+                raise _rebuild(*report[1:], where) from failure
         return result
 
     def on_first(self, what: str, act: Callable[[], T]) -> T:
@@ -98,21 +98,20 @@ class Ranks:
 
 
 def _portable(error: BaseException) -> tuple[str, int | None, str]:
-    if isinstance(error, OSError):
-        return "OSError", error.errno, str(error)
-    if isinstance(error, folders.DamagedCheckpointError):
-        return "DamagedCheckpointError", None, str(error)
-    if isinstance(error, ValueError):
-        return "ValueError", None, str(error)
+    """What to tell other ranks of an error: kind, number, message."""
+    if isinstance(error, OSError) and error.strerror:
+        return "OSError", error.errno, error.strerror + (f": {error.filename}" if error.filename else "")
+    for kind in (folders.DamagedCheckpointError, ValueError):
+        if isinstance(error, kind):
+            return kind.__name__, None, str(error)
     return "RuntimeError", None, f"{type(error).__name__}: {error}"
 
 
-def _rebuild(report: tuple[str, int | None, str], prefix: str) -> Exception:
-    kind, number, message = report
+def _rebuild(kind: str, number: int | None, message: str, where: str) -> Exception:
     if kind == "OSError":
-        return OSError(number, prefix + message)
+        return OSError(number, f"{where}: {message}")
     kinds = {"DamagedCheckpointError": folders.DamagedCheckpointError, "ValueError": ValueError}
-    return kinds.get(kind, RuntimeError)(prefix + message)
+    return kinds.get(kind, RuntimeError)(f"{where}: {message}")
 
 
 # -- save
