@@ -1,4 +1,4 @@
-"""`python -m zero run SCRIPT.py ARGS...`: run an unmodified training script on zero.
+"""`python -m zero run SCRIPT.py ARGS...`: run an unmodified training script on zero; and tools for checkpoints.
 
 Under torch's launcher: `torchrun --nproc_per_node N -m zero run SCRIPT.py ARGS...`.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import runpy
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
+from zero.checkpoint_offline import DTYPES, MAX_FILE_BYTES, consolidate, describe
 from zero.config import load_config
 from zero.hf import enable
 
@@ -18,6 +20,12 @@ usage: python -m zero run SCRIPT.py ARGS...
 
 Runs SCRIPT.py as python would, with zero under the name `deepspeed` for transformers and accelerate. The file given
 by --deepspeed or --deepspeed_config in ARGS is checked first, before the script builds a model.
+
+       python -m zero inspect CHECKPOINT
+       python -m zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
+
+Show what a training checkpoint holds, checksums verified; make of one a folder that `from_pretrained` loads.
+CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 """
 
 _CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config")
@@ -34,6 +42,10 @@ def main(arguments: list[str]) -> None:
             _run(script, script_arguments)
         case ["run"]:
             _refuse("run: no script given; usage: python -m zero run SCRIPT.py ARGS...")
+        case ["inspect", *rest]:
+            _inspect(rest)
+        case ["consolidate", *rest]:
+            _consolidate(rest)
         case [command, *_]:
             _refuse(f"unknown command '{command}'; usage: python -m zero run SCRIPT.py ARGS...")
 
@@ -52,6 +64,33 @@ def _run(script: str, arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def _inspect(arguments: list[str]) -> None:
+    parser = ArgumentParser(prog="python -m zero inspect", description="Show what a training checkpoint holds.")
+    parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
+    options = parser.parse_args(arguments)
+    try:
+        print(describe(options.checkpoint))
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+
+
+def _consolidate(arguments: list[str]) -> None:
+    parser = ArgumentParser(
+        prog="python -m zero consolidate", description="Make a model folder for from_pretrained of a checkpoint."
+    )
+    parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
+    parser.add_argument("out", help="the folder to write to")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one they are trained in")
+    parser.add_argument("--max-file-size", type=float, default=MAX_FILE_BYTES / 1e9, metavar="GB")
+    options = parser.parse_args(arguments)
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    try:
+        written = consolidate(options.checkpoint, options.out, dtype, int(options.max_file_size * 1e9), progress=True)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    print("\n".join(map(str, written)))
 
 
 def _configurations(arguments: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from zero import checkpoint_folder as folders
+from zero.checkpoint_offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint_slices import SliceLoadPlanner, Slices, SliceSavePlanner, SliceWriter, whole
 from zero.checkpoint_state import (
     OptimizerTarget,
@@ -44,6 +45,13 @@ if TYPE_CHECKING:
     from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
+
+__all__ = [
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "save_checkpoint",
+]
 
 T = TypeVar("T")
 
@@ -180,6 +188,8 @@ def _collect(
         if engine.optimizer is not None:
             state, kinds, group_of = optimizer_slices(engine)
             slices |= state
+        for entry in slices.values():
+            entry.split()
         return slices, kinds, group_of
 
     slices, kinds, group_of = ranks.together(what, collect)

@@ -36,6 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+# Elements in one record of a file: what a writer copies, or a reader reads, at a time.
+MAX_SLICE = 1 << 24
+
 
 @dataclass
 class Slices:
@@ -47,6 +50,14 @@ class Slices:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+    def split(self, max_numel: int = MAX_SLICE) -> None:
+        """Cut the parts into parts of at most `max_numel` elements."""
+        self.parts = {
+            start + i: part[i : i + max_numel]
+            for start, part in self.parts.items()
+            for i in range(0, part.numel(), max_numel)
+        }
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [

@@ -1,0 +1,134 @@
+"""Checkpoints without an engine: state dicts, model folders for `from_pretrained`, and the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import T5ForConditionalGeneration
+
+from tests.dist.pool import run_on
+from tests.dist.training import ds_config, start, train_zero
+from tests.launch import run
+from tests.parity.models import batches, build
+from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from zero.checkpoint_offline import consolidate
+from zero.checkpoint_slices import Slices
+
+
+def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
+    """A bf16 T5 with a frozen block; the weights in 16 bits, and the masters."""
+    model = build("t5")
+    model.encoder.block[0].requires_grad_(False)
+    engine, _ = start(model, ds_config(bf16={"enabled": True}))
+    train_zero(engine, batches("t5", 2))
+    engine.save_checkpoint(folder, client_state={"epoch": 1})
+    rounded = engine._zero3_consolidated_16bit_state_dict()
+    masters = {}
+    for unit in engine.units:
+        values = unit.shard.float() if unit.master is None else unit.master
+        full = torch.empty(unit.layout.padded)
+        engine.comm.all_gather(full, values.contiguous()).wait()
+        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True):
+            masters[name] = full[slot.offset : slot.end].view(slot.shape).clone()
+    return {"rounded": rounded, "masters": masters} if rank == 0 else None
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, dict[str, dict[str, torch.Tensor]]]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, run_on(2, train_and_save, str(folder))[0]
+
+
+def test_fp32_state_dict_is_that_of_the_masters(checkpoint):
+    folder, expected = checkpoint
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert state.keys() == build("t5").state_dict().keys()
+    for name, value in expected["masters"].items():
+        assert torch.equal(state[name], value), name
+    assert state["lm_head.weight"] is state["shared.weight"]
+    trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
+    assert {name for name in state.keys() - trained.keys()} == {n for n in state if n.startswith("encoder.block.0.")}
+
+
+def test_load_into_an_ordinary_model(checkpoint):
+    folder, expected = checkpoint
+    model = load_state_dict_from_zero_checkpoint(build("t5"), folder, tag="global_step2")
+    for name, param in model.named_parameters():
+        assert torch.equal(param, expected["masters"][name]), name
+
+
+def from_pretrained(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model, report = T5ForConditionalGeneration.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert model.dtype == dtype
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.state_dict()
+
+
+def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path):
+    folder, expected = checkpoint
+    written = consolidate(folder, tmp_path / "model")
+    assert [path.name for path in written] == ["model.safetensors", "config.json"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    state = from_pretrained(tmp_path / "model", torch.bfloat16)
+    for name, value in expected["rounded"].items():
+        assert torch.equal(state[name], value), name
+    with safe_open(written[0], "pt") as file:
+        assert "shared.weight" in file.keys() and "lm_head.weight" not in file.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_consolidated_in_several_files_and_another_dtype(dtype, checkpoint, tmp_path):
+    folder, expected = checkpoint
+    written = consolidate(folder, tmp_path, dtype, max_file_bytes=20_000)
+    files = [path for path in written if path.suffix == ".safetensors"]
+    assert len(files) > 2 and all(path.stat().st_size < 20_000 + 5_000 for path in files)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    assert index["weight_map"].keys() == expected["masters"].keys()
+    state = from_pretrained(tmp_path, dtype)
+    for name, value in expected["masters"].items():
+        assert torch.equal(state[name], value.to(dtype)), name
+
+
+def test_consolidate_overwrites_no_model(checkpoint, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"precious")
+    with pytest.raises(ValueError, match="already holds a model"):
+        consolidate(checkpoint[0], tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+
+
+def test_large_tensors_are_cut_into_bounded_slices():
+    values = torch.arange(10)
+    slices = Slices(14, {3: values})
+    slices.split(4)
+    assert {start: part.tolist() for start, part in slices.parts.items()} == {
+        3: [0, 1, 2, 3],
+        7: [4, 5, 6, 7],
+        11: [8, 9],
+    }
+    assert all(part.untyped_storage().data_ptr() == values.data_ptr() for part in slices.parts.values())
+
+
+def command(*arguments: object) -> tuple[int, str, str]:
+    process = run([sys.executable, "-m", "zero", *map(str, arguments)], timeout=120)
+    return process.returncode, process.stdout, process.stderr
+
+
+def test_command_line(checkpoint, tmp_path):
+    folder, expected = checkpoint
+    code, out, err = command("inspect", folder)
+    assert (code, err) == (0, "")
+    for part in ("global_step2", "2 ranks, stage 3", "AdamW", "bfloat16", "optimizer exp_avg_sq", "verified", "epoch"):
+        assert part in out, out
+    assert f"{sum(value.numel() for value in expected['masters'].values()):,}," in out
+
+    code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
+    assert code == 0 and "consolidate: 100%" in err and "model.safetensors" in out
+    code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
+    assert code == 2 and len(err.splitlines()) == 1 and "already holds a model" in err
+    code, out, err = command("inspect", tmp_path)
+    assert code == 2 and err == f"zero: {tmp_path}: there is no checkpoint\n"
