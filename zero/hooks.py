@@ -107,7 +107,7 @@ class ModuleHooks:
     def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
         if in_backward():
             return
-        self._release_stale_users()
+        self._forget_broken_pass()
         training = torch.is_grad_enabled()
         kind = ("train", module.training) if training else ("infer", module.training)
         self.schedule.begin(kind, wraps=not training or not self.last_micro_step())
@@ -121,12 +121,15 @@ class ModuleHooks:
         if not outputs:
             self._end_pass()
 
-    def _release_stale_users(self) -> None:
+    def _forget_broken_pass(self) -> None:
         """A forward or backward that ended in an exception left its units in use."""
         for unit in self.units:
             while self._held[unit]:
                 self._leave(unit)
         self._in_backward.clear()
+        self._reduced.clear()
+        for arrived in self._arrived.values():
+            arrived.clear()
         self._backward_is_open = False
 
     def _end_pass(self) -> None:

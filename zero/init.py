@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.overrides import TorchFunctionMode
 
 from zero import comm
 from zero.config import load_config
@@ -18,18 +19,37 @@ from zero.tiers import Tier
 from zero.unit import Residency, Unit, _Exposed, unit_of
 
 
+class _InPlaceOnSharded(TorchFunctionMode):
+    """Lets in-place functions act on the values of a sharded parameter instead of its placeholder."""
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        target = args[0] if args else kwargs.get("tensor")
+        in_place = name.endswith("_") and not name.endswith("__") and isinstance(target, nn.Parameter)
+        unit = unit_of(target) if in_place else None
+        if unit is None or name == "requires_grad_":
+            return func(*args, **kwargs)
+        with unit.exposed():
+            result = func(*args, **kwargs)
+            unit.write_back(0)
+        return result
+
+
 class Init:
     """Context in which every parameter is sharded as soon as the module that owns it is complete.
 
     A module is complete when it is assigned to its parent, so that no rank holds more than its shards and the module
     under construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize`
-    groups them.
+    groups them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) gathers
+    the parameter for the moment, so that all ranks must run it alike.
 
     Args:
         module: an already built model to shard at once (then the object need not be used as a context).
-        config_dict_or_path: the ds_config; it decides the dtype and where shards live, and is checked here, before
-            anything is built.
-        dtype: of the sharded parameters; None: that of the configuration's fp16 or bf16 section, else unchanged.
+        config_dict_or_path: the ds_config; it decides where shards live, and is checked here, before anything is
+            built.
+        dtype: of the sharded parameters; None: as they are built. `initialize` rounds to the configuration's 16-bit
+            dtype and keeps what is finer in the fp32 masters.
         enabled: False makes the context do nothing.
         remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
         pin_memory: whether host memory is page-locked; None: as the configuration says.
@@ -61,8 +81,6 @@ class Init:
         offload, pinned = "none", True
         if source is not None:
             settings = load_config(source, allow_auto=True)
-            if self.dtype is None and (settings.fp16.enabled or settings.bf16.enabled):
-                self.dtype = settings.compute_dtype
             if settings.zero_optimization.offloads_params:
                 offload = settings.zero_optimization.offload_param.device
                 pinned = settings.zero_optimization.offload_param.pin_memory
@@ -77,6 +95,8 @@ class Init:
         self._outer = Init._active
         if self.enabled and self._outer is None:
             Init._active = self
+            self._mode = _InPlaceOnSharded()
+            self._mode.__enter__()
             self._handles = [
                 register_module_parameter_registration_hook(self._parameter_registered),
                 register_module_module_registration_hook(self._module_registered),
@@ -87,6 +107,7 @@ class Init:
         if Init._active is not self:
             return
         Init._active = None
+        self._mode.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
         if exc_type is None:
