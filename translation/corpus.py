@@ -1,6 +1,6 @@
 """A parallel corpus made on the spot from the Unicode CLDR data that Babel ships: nothing is downloaded.
 
-Each pair is one value (a date, an amount of money, two countries, ...) written out in two locales by Babel's own
+Each pair is one value (a date, an amount of money, a distance, ...) written out in two locales by Babel's own
 formatters, so the target is what CLDR's translators chose, word order and plural forms included. Bare names (of
 countries, languages, currencies) always go to the training split: no model can guess the German name of a country that
 it has never seen, while "3 weeks ago" and "Greek (Cyprus)" can be put together from known parts.
@@ -21,7 +21,6 @@ from babel.dates import (
     get_datetime_format,
 )
 from babel.languages import get_official_languages
-from babel.lists import format_list
 from babel.numbers import format_compact_decimal, format_currency, format_percent, get_territory_currencies
 from babel.units import format_unit
 
@@ -158,7 +157,6 @@ def _composed_values(rng: random.Random, *locales: Locale) -> Iterator[Formatter
         lambda: _unit(rng),
         lambda: _money(rng, currencies),
         lambda: _number(rng),
-        lambda: _list_of_countries(rng, territories),
         lambda: _language_in_country(rng, languages, territories),
     ]
     while True:
@@ -173,7 +171,7 @@ def _random_moment(rng: random.Random) -> datetime.datetime:
 
 
 def _date(rng: random.Random) -> Formatter:
-    day, styles = _random_moment(rng), ["full", "long", "medium"]
+    day, styles = _random_moment(rng), ["full", "long"]
     form = rng.choice([*styles, "MMMMd", "yMMMM", "MMMEd", "yQQQQ", "GyMMMd"])
     if form in styles:
         return lambda locale: format_date(day, form, locale=locale)
@@ -181,7 +179,7 @@ def _date(rng: random.Random) -> Formatter:
 
 
 def _date_and_time(rng: random.Random) -> Formatter:
-    moment, form = _random_moment(rng), rng.choice(["full", "long", "medium"])
+    moment, form = _random_moment(rng), rng.choice(["full", "long"])
     # format_datetime() would spell out seconds and the time zone with the longer dates; people write the short time.
     return lambda locale: (
         get_datetime_format(form, locale=locale)
@@ -214,11 +212,6 @@ def _number(rng: random.Random) -> Formatter:
         return lambda locale: format_percent(amount / 100, locale=locale)
     count = amount * 10 ** rng.choice([3, 6, 9, 12])
     return lambda locale: format_compact_decimal(count, format_type="long", locale=locale)
-
-
-def _list_of_countries(rng: random.Random, territories: list[str]) -> Formatter:
-    chosen, style = rng.sample(territories, 2), rng.choice(["standard", "or"])
-    return lambda locale: format_list([locale.territories[code] for code in chosen], style, locale=locale)
 
 
 def _language_in_country(rng: random.Random, languages: list[str], territories: list[str]) -> Formatter:

@@ -93,7 +93,7 @@ def _make_tokenizer(
 
 
 def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5Config:
-    """A T5 of `size.num_layers` encoder and decoder blocks, heads of 32, no dropout."""
+    """A T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU as in T5 1.1, no dropout."""
     return T5Config(
         vocab_size=len(tokenizer),
         d_model=size.d_model,
@@ -101,6 +101,7 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
         num_heads=size.d_model // 32,
         d_ff=2 * size.d_model,
         num_layers=size.num_layers,
+        feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
