@@ -224,12 +224,33 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
     `before`, a checkpoint's folder, only older ones count.
     """
-    root = Path(folder)
-    found = _newest_first(root)
-    for trainer_folder in root.glob("checkpoint-*/"):
-        found += _newest_first(trainer_folder)
-    found.sort(key=_number, reverse=True)
-    for candidate in found:
+    return _first_intact(_newest_first(Path(folder)) + _of_trainer(Path(folder)), before)
+
+
+def find_resumable(output_dir: str | os.PathLike) -> Path | None:
+    """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
+
+    It holds an intact checkpoint and the Trainer's own state. What a run that was killed left incomplete, and what was
+    damaged since, is passed over.
+    """
+    intact = _first_intact(_of_trainer(Path(output_dir)))
+    return None if intact is None else intact.parent
+
+
+def _of_trainer(output_dir: Path) -> list[Path]:
+    """Checkpoints in the folders of a Trainer that are complete: the Trainer writes its state last."""
+    found = []
+    for state in output_dir.glob("checkpoint-*/trainer_state.json"):
+        try:
+            json.loads(state.read_text(encoding="utf-8"))
+        except ValueError:
+            continue  # cut off by a crash
+        found += _newest_first(state.parent)
+    return found
+
+
+def _first_intact(candidates: list[Path], before: Path | None = None) -> Path | None:
+    for candidate in sorted(candidates, key=_number, reverse=True):
         if before is not None and (candidate == before or _number(candidate) >= _number(before)):
             continue
         try:

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import T5ForConditionalGeneration
 
 from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.launch import torchrun
+from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint_offline import consolidate
 
 ZERO = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
@@ -17,52 +21,68 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sections": {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
         "gradient_clipping": "auto",
     },
     "the Trainer's own": {"gradient_clipping": "auto"},
 }
 # Dropout shows whether the random states came back; without it, another number of ranks can give the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
-SAVED, STEPS, GLOBAL_BATCH = 5, 10, 6
+SAVED, KILLED, STEPS, GLOBAL_BATCH = 5, 7, 10, 6
 
 
-def _run(folder: Path, nproc: int, names: list[str], resume_from: Path | None = None) -> dict[str, dict[str, Any]]:
-    jobs = []
-    for name in names:
-        output = folder / name.replace(" ", "_")
-        arguments = {
-            "output_dir": str(output), "max_steps": STEPS, "save_steps": SAVED, "logging_steps": 1,
-            "learning_rate": 1e-3, "use_cpu": True,
-            "per_device_train_batch_size": GLOBAL_BATCH // nproc, "bf16": name == "sections",
-            "lr_scheduler_type": "cosine", "warmup_steps": 4, "deepspeed": {"zero_optimization": ZERO} | BATCH | CONFIGS[name],
-        }  # fmt: skip
-        job = {"dropout": DROPOUT[name], "arguments": arguments}
-        if resume_from is not None:
-            job["resume"] = str(resume_from / output.name / f"checkpoint-{SAVED}")
-        jobs.append(job)
-    path = write_jobs(jobs, folder)
+def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
+    arguments = {
+        "output_dir": str(output), "max_steps": STEPS, "save_steps": SAVED, "logging_steps": 1, "learning_rate": 1e-3,
+        "use_cpu": True, "per_device_train_batch_size": GLOBAL_BATCH // nproc, "bf16": name == "sections",
+        "lr_scheduler_type": "cosine", "warmup_steps": 4,
+        "deepspeed": {"zero_optimization": ZERO} | BATCH | CONFIGS[name],
+    }  # fmt: skip
+    return {"dropout": DROPOUT[name], "arguments": arguments, **others}
+
+
+def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The reports of the jobs by their names; none of a job that was killed, which must be the last one."""
+    path = write_jobs(list(jobs.values()), folder)
     process = torchrun("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
-    assert process.returncode == 0, process.stdout + process.stderr
-    reports = [json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs]
-    return dict(zip(names, reports, strict=True))
+    last = list(jobs.values())[-1]
+    assert (process.returncode != 0) == ("kill_at" in last), process.stdout + process.stderr
+    return {
+        name: json.loads(Path(job["report"]).read_text(encoding="utf-8"))
+        for name, job in jobs.items()
+        if "kill_at" not in job
+    }
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder and the reports of two ranks that were never interrupted."""
+    """The folder and the reports of two ranks that were never interrupted; beside them, a run that was killed."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder, _run(folder, 2, list(CONFIGS))
+    jobs = {name: _job(name, folder / name, 2) for name in CONFIGS}
+    jobs["killed"] = _job("sections", folder / "killed", 2, kill_at=KILLED)
+    return folder, _run(folder, 2, jobs)
 
 
 @pytest.fixture(scope="module")
 def resumed(straight, tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("resumed"), 2, list(CONFIGS), straight[0])
+    folder = tmp_path_factory.mktemp("resumed")
+    sources = {name: straight[0] / name / f"checkpoint-{SAVED}" for name in CONFIGS}
+    # A save that was killed, too, leaves a folder like this one.
+    (straight[0] / "killed" / f"checkpoint-{KILLED}").mkdir()
+    sources["killed"] = find_resumable(straight[0] / "killed")
+    jobs = {
+        name: _job("sections" if name == "killed" else name, folder / name, 2, resume=str(source))
+        for name, source in sources.items()
+    }
+    return _run(folder, 2, jobs)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "killed"])
 def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
-    reference = straight[1][name]
+    reference = straight[1]["sections" if name == "killed" else name]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert len(column(reference, key)) == STEPS
         assert column(resumed[name], key) == column(reference, key), key
@@ -73,7 +93,20 @@ def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_another_number_of_ranks_goes_on(nproc, straight, tmp_path):
     name = "the Trainer's own"
-    other = _run(tmp_path, nproc, [name], straight[0])[name]
+    source = straight[0] / name / f"checkpoint-{SAVED}"
+    other = _run(tmp_path, nproc, {name: _job(name, tmp_path / "output", nproc, resume=str(source))})[name]
     reference = straight[1][name]
     assert column(other, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
     assert column(other, "learning_rate") == column(reference, "learning_rate")
+
+
+def test_consolidating_a_trainers_folder_gives_the_model_it_saved(straight, tmp_path):
+    folder = straight[0] / "sections" / f"checkpoint-{STEPS}"
+    consolidate(folder, tmp_path)
+    offline = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype="auto").state_dict()
+    saved = T5ForConditionalGeneration.from_pretrained(folder, dtype="auto").state_dict()
+    masters = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert offline.keys() == saved.keys() == masters.keys()
+    for name, value in saved.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(offline[name], value) and torch.equal(masters[name].bfloat16(), value), name

@@ -169,12 +169,25 @@ def test_every_flipped_byte_of_the_description_is_noticed(tmp_path):
 def test_offers_come_from_the_trainers_folders_and_are_earlier(tmp_path):
     for number in (5, 10, 15, 20):
         save(tmp_path / f"checkpoint-{number}", f"global_step{number}")
+        (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
     flip(tmp_path / "checkpoint-10" / "global_step10" / "data")
     damaged = tmp_path / "checkpoint-15" / "global_step15"
     flip(damaged / "data")
     assert folders.offer(damaged).endswith(f"is {tmp_path / 'checkpoint-5'}")
     assert folders.find_intact(tmp_path) == tmp_path / "checkpoint-20" / "global_step20"
     assert "no earlier" in folders.offer(tmp_path / "checkpoint-5" / "global_step5")
+
+
+def test_the_folder_to_resume_from_is_complete_and_intact(tmp_path):
+    for number in (5, 10, 15, 20):
+        save(tmp_path / f"checkpoint-{number}", f"global_step{number}")
+        if number < 20:  # the run was killed before the Trainer wrote its own state
+            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}" if number < 15 else '{"a')
+    save(tmp_path, "global_step30")
+    assert folders.find_resumable(tmp_path) == tmp_path / "checkpoint-10"
+    flip(tmp_path / "checkpoint-10" / "global_step10" / "data")
+    assert folders.find_resumable(tmp_path) == tmp_path / "checkpoint-5"
+    assert folders.find_resumable(tmp_path / "nowhere") is None
 
 
 def test_a_newer_format_is_not_damage(tmp_path, monkeypatch):

@@ -5,12 +5,15 @@
     dropout     of the model, a small T5
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     resume      optional: the Trainer's folder to resume from, or true for the last one in the output folder
+    kill_at     optional: rank 1 is killed at the end of that step
     report      path of the JSON file to write
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -21,10 +24,20 @@ from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     set_seed,
 )
 
 SAMPLES = 30  # five steps of six samples each
+
+
+class KillRankOne(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(job: dict) -> None:
@@ -37,7 +50,13 @@ def run(job: dict) -> None:
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)
     set_seed(args.seed)
-    trainer = Seq2SeqTrainer(model=model, args=args, train_dataset=Tokens(SAMPLES, True), data_collator=collate)
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=args,
+        train_dataset=Tokens(SAMPLES, True),
+        data_collator=collate,
+        callbacks=[KillRankOne(job["kill_at"])] if "kill_at" in job else None,
+    )
     # T5 does not normalise its loss by the number of target tokens, as the Trainer believes of every **kwargs model.
     trainer.model_accepts_loss_kwargs = False
     trainer.train(resume_from_checkpoint=job.get("resume"))
