@@ -227,6 +227,56 @@ def test_parts_of_a_checkpoint(tmp_path):
     assert report["no scheduler"] == (4, scale, -1, True)
 
 
+OPTIMIZERS = {
+    "AdamW, one tensor at a time": (torch.optim.AdamW, {"foreach": False, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD without state": (torch.optim.SGD, {}),
+    "NAdam": (torch.optim.NAdam, {}),  # keeps a product as a number of its own
+    "Adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+def other_optimizers(rank: int, world_size: int, folder: str) -> dict[str, bool]:
+    data, same = batches("gpt2", 4), {}
+    for name, (kind, options) in OPTIMIZERS.items():
+
+        def make(kind=kind, options=options) -> zero.ZeroEngine:
+            return zero.initialize(
+                model=build("gpt2"), optimizer=lambda params: kind(params, lr=1e-2, **options), config=ds_config()
+            )[0]
+
+        engine = make()
+        train_zero(engine, data[:2])
+        engine.save_checkpoint(folder, tag=kind.__name__)
+        other = make()
+        other.load_checkpoint(folder)
+        found, expected = train_zero(other, data[2:]), train_zero(engine, data[2:])
+        same[name] = found.losses == expected.losses and found.norms == expected.norms
+    return same
+
+
+def test_state_of_other_optimizers(tmp_path):
+    assert run_on(2, other_optimizers, str(tmp_path))[0] == dict.fromkeys(OPTIMIZERS, True)
+
+
+def without_optimizer(rank: int, world_size: int, folder: str) -> bool:
+    trained, _ = start(build("gpt2"), ds_config())
+    train_zero(trained, batches("gpt2", 2))
+    trained.save_checkpoint(folder)
+    engine = zero.initialize(model=build("gpt2"), config=ds_config())[0]
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="weights")
+    with pytest.raises(ValueError, match="holds no optimizer state"):
+        trained.load_checkpoint(folder)
+    expected, found = trained._zero3_consolidated_16bit_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+    return rank > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_engine_without_optimizer_takes_the_weights(tmp_path):
+    assert run_on(2, without_optimizer, str(tmp_path)) == [True, True]
+    assert {key.split("/")[0] for key in stored(tmp_path)} == {"weights"}
+
+
 def rebuilt_random_states(rank: int, world_size: int, folder: str) -> None:
     engine, _ = start(build("t5"), ds_config())
     torch.manual_seed(rank)

@@ -1,0 +1,197 @@
+"""zero.GatheredParameters: reading and writing sharded values."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import gathered, recorded, toy, toy_batches
+from tests.dist.training import (
+    Curve,
+    assert_same_weights,
+    curve_on,
+    ds_config,
+    start,
+    step,
+    train_in_slices,
+    train_zero,
+    weights_of,
+)
+from zero.unit import Unit, unit_of
+
+SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)
+
+
+def reading(rank: int, world_size: int) -> dict:
+    true = weights_of(toy())
+    model = toy()
+    engine, _ = start(model, SOME_PERSISTENT)
+    found = {}
+    with zero.GatheredParameters(model):
+        found["module"] = all(torch.equal(p, true[name]) for name, p in model.named_parameters())
+    with zero.GatheredParameters(model.head.weight):
+        found["one parameter"] = torch.equal(model.head.weight, true["head.weight"])
+        found["no other"] = bool(model.stem.weight.isnan().all())
+    with zero.GatheredParameters(iter([model.blocks[0].up.weight, nn.Parameter(torch.ones(3))])):
+        found["generator"] = torch.equal(model.blocks[0].up.weight, true["blocks.0.up.weight"])
+        with zero.GatheredParameters(model.blocks[0].parameters()):
+            found["nested"] = torch.equal(model.blocks[0].down.weight, true["blocks.0.down.weight"])
+        found["after the inner one"] = torch.equal(model.blocks[0].up.weight, true["blocks.0.up.weight"])
+    with zero.GatheredParameters(model.parameters(), enabled=False):
+        found["disabled"] = bool(model.head.weight.isnan().all())
+    with zero.GatheredParameters([]):
+        found["empty"] = True
+    found["freed"] = engine.residency.live == gathered(engine) == 0
+    return found
+
+
+def test_reading():
+    for found in run_on(2, reading):
+        assert found == dict.fromkeys(found, True)
+
+
+def sets(rank: int, world_size: int) -> list[str]:
+    """Which units are gathered for a set, which has another order on each rank."""
+    model = toy()
+    start(model, SOME_PERSISTENT)
+    params = list(model.parameters())
+    with recorded(Unit, "fetch") as events, zero.GatheredParameters(set(params[::-1] if rank else params)):
+        pass
+    with recorded(Unit, "fetch") as again, zero.GatheredParameters(params[::-1] if rank else params):
+        pass
+    assert [unit for _, unit in again] == [unit for _, unit in events]
+    return [unit.name for _, unit in events]
+
+
+def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument():
+    first, second = run_on(2, sets)
+    assert first == second == ["stem.weight", *(f"blocks.{i}" for i in range(4)), "head.weight"]
+
+
+def doubled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+
+
+def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Curve:
+    """Rank 1 doubles all weights, others spoil theirs; then training goes on."""
+    config = ds_config(stage3_param_persistence_threshold=30, **sections)
+    torch.manual_seed(3)
+    with zero.Init(config_dict_or_path=config, enabled=under_init):
+        model = toy()
+    engine, _ = (None, None) if under_init else start(model, config)
+    with zero.GatheredParameters(model.parameters(), modifier_rank=1):
+        doubled(model)
+        if rank != 1:
+            doubled(model)
+    engine = engine or start(model, config)[0]
+    return train_zero(engine, toy_batches(3))
+
+
+def expected_after_doubling(rank: int, world_size: int, dtype: torch.dtype | None, rounded: bool) -> Curve:
+    model = toy()
+    doubled(model)
+    for param in model.parameters() if rounded else ():
+        param.data = param.data.to(dtype).float()
+    return train_in_slices(model, toy_batches(3), 2, dtype)
+
+
+def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
+    """The engine shows 16-bit values, and what is written becomes the masters'; under Init the values are fp32 yet."""
+    bf16 = {"bf16": {"enabled": True}}
+    for sections, dtype in (({}, None), (bf16, torch.bfloat16)):
+        for under_init in (False, True):
+            expected = curve_on(1, expected_after_doubling, dtype, dtype is not None and not under_init)
+            found = curve_on(2, modified, sections, under_init)
+            assert found.losses == expected.losses
+            assert_same_weights(found.weights, expected.weights)
+
+
+def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    """Writing one parameter of a unit leaves the others; the persistent and the sharded one are written alike."""
+    true = weights_of(toy())
+    model = toy()
+    engine, _ = start(model, SOME_PERSISTENT)
+    block = model.blocks[1]
+    with torch.no_grad(), zero.GatheredParameters([block.up.weight, block.norm.bias], modifier_rank=0):
+        if rank == 0:
+            block.up.weight.fill_(0.5)
+            block.norm.bias.fill_(0.25)
+    persistent = bool((block.norm.bias == 0.25).all())
+    with zero.GatheredParameters(model.parameters()):
+        written = bool((block.up.weight == 0.5).all())
+        same = all(
+            torch.equal(param, true[name])
+            for name, param in model.named_parameters()
+            if name not in ("blocks.1.up.weight", "blocks.1.norm.bias")
+        )
+    return persistent, written, same
+
+
+def test_writing_one_parameter_leaves_the_rest():
+    assert run_on(2, partly) == [(True, True, True)] * 2
+
+
+def failing(rank: int, world_size: int) -> dict:
+    true = weights_of(toy())
+    model = toy()
+    engine, _ = start(model, SOME_PERSISTENT)
+    found = {}
+    try:
+        with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+            doubled(model.blocks[2])
+            raise KeyError("in the middle")
+    except KeyError:
+        found["raised"] = True
+    found["freed"] = engine.residency.live == gathered(engine) == 0
+    with zero.GatheredParameters(model.parameters()):
+        found["sharded values stay"] = torch.equal(model.blocks[2].up.weight, true["blocks.2.up.weight"])
+    losses = step(engine, toy_batches(1))
+    found["goes on"] = losses[0] == losses[0]
+    return found
+
+
+def test_an_exception_leaves_the_values_and_nothing_gathered():
+    for found in run_on(2, failing):
+        assert found == dict.fromkeys(found, True)
+
+
+def without_modifier(rank: int, world_size: int) -> bool:
+    """Whether a change of sharded values is forgotten on exit if nobody is named as its author."""
+    model = toy()
+    start(model, SOME_PERSISTENT)
+    with torch.no_grad(), zero.GatheredParameters(model.head.weight):
+        model.head.weight.zero_()
+    with zero.GatheredParameters(model.head.weight):
+        return bool(model.head.weight.any()) and unit_of(model.head.weight) is not None
+
+
+def test_changes_without_a_modifier_rank_are_discarded():
+    assert run_on(2, without_modifier) == [True, True]
+
+
+def between_steps(rank: int, world_size: int) -> tuple[bool, int]:
+    """Gathering between a forward and its backward, as callbacks do, disturbs neither."""
+    losses = []
+    for gather in (False, True):
+        model = toy()
+        engine, _ = start(model, SOME_PERSISTENT)
+        of_run = []
+        for batch in toy_batches(4):
+            loss = engine(**batch)
+            with zero.GatheredParameters(model.parameters(), enabled=gather):
+                pass
+            engine.backward(loss)
+            with zero.GatheredParameters(model.blocks[0], enabled=gather):
+                pass
+            engine.step()
+            of_run.append((loss.item(), engine.get_global_grad_norm()))
+        losses.append(of_run)
+    return losses[0] == losses[1], engine.residency.live
+
+
+def test_gathering_in_the_midst_of_a_step():
+    assert run_on(2, between_steps) == [(True, 0)] * 2

@@ -1,0 +1,239 @@
+"""zero.Init: sharding while a model is built."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, WIDTH, Toy, toy, toy_batches
+from tests.dist.training import (
+    Curve,
+    assert_same_weights,
+    curve_on,
+    ds_config,
+    start,
+    train_in_slices,
+    train_zero,
+)
+from tests.parity import models
+from tests.parity.test_variants import variant
+from zero.unit import unit_of
+
+STEPS = 4
+
+
+def built(seed: int, tied: bool = False, **options) -> Toy:
+    torch.manual_seed(seed)
+    with zero.Init(**options):
+        return Toy(tied=tied)
+
+
+def from_init(rank: int, world_size: int, tied: bool, sections: dict) -> Curve:
+    """Each rank draws other values; those of rank 0 must win."""
+    config = ds_config(stage3_param_persistence_threshold=30, **sections)
+    model = built(3 + rank, tied, config_dict_or_path=config)
+    engine, _ = start(model, config)
+    return train_zero(engine, toy_batches(STEPS))
+
+
+def ordinary(rank: int, world_size: int, tied: bool, sections: dict) -> Curve:
+    torch.manual_seed(3 + rank)
+    engine, _ = start(Toy(tied=tied), ds_config(stage3_param_persistence_threshold=30, **sections))
+    return train_zero(engine, toy_batches(STEPS))
+
+
+def plain(rank: int, world_size: int, tied: bool, slices: int) -> Curve:
+    return train_in_slices(toy(tied=tied), toy_batches(STEPS), slices)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_model_built_under_init_trains_as_rank_0s_plain_one(world_size, tied):
+    expected = curve_on(1, plain, tied, world_size)
+    for make in (from_init, ordinary):
+        found = curve_on(world_size, make, tied, {})
+        assert found.losses == expected.losses
+        assert_same_weights(found.weights, expected.weights)
+
+
+def test_init_keeps_fp32_masters_of_a_16_bit_model():
+    """The masters begin at the values before rounding, as they do without Init."""
+    bf16 = {"bf16": {"enabled": True}}
+    with_init, without = (curve_on(2, make, False, bf16) for make in (from_init, ordinary))
+    assert with_init.losses == without.losses
+    assert_same_weights(with_init.weights, without.weights)
+
+
+class Watch:
+    """Counts the memory behind all parameters each time a module is handed to its parent, before Init sees it."""
+
+    def __init__(self) -> None:
+        self.modules: list[weakref.ref] = []
+        self.peak = 0
+
+    def __call__(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        self.modules.append(weakref.ref(module))
+        self.peak = max(self.peak, self.elements())
+
+    def elements(self) -> int:
+        alive = [module for reference in self.modules if (module := reference()) is not None]
+        params = {param for module in alive for param in module.parameters()}
+        storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in params}
+        return sum(storages.values()) // 4
+
+
+def building(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Peak elements that are not shards, those at the end, and the elements of this rank's shards."""
+    watch = Watch()
+    handle = register_module_module_registration_hook(watch)
+    model = built(3)
+    handle.remove()
+    shards = sum(unit_of(param).shard.numel() for param in model.parameters())
+    return watch.peak, watch.elements(), shards
+
+
+def test_no_rank_holds_more_than_its_shards_and_the_module_being_built():
+    total = sum(param.numel() for param in toy().parameters())
+    for peak, left, shards in run_on(2, building):
+        assert peak <= BLOCK, "one block at most"
+        assert left == 1, "all parameters show one and the same NaN"
+        assert total / 2 <= shards <= 0.6 * total
+
+
+def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
+    bf16 = {"bf16": {"enabled": True}}
+    models = [
+        built(0),
+        built(0, dtype=torch.bfloat16),
+        built(0, config=ds_config(**bf16)),
+        built(0, config_dict_or_path=ds_config(**bf16), dtype=torch.float16),
+    ]
+    found = []
+    for model in models:
+        found.append({param.dtype for param in model.parameters()})
+        with zero.GatheredParameters(model.parameters()):
+            found[-1] |= {param.dtype for param in model.parameters()}
+    return found
+
+
+def test_dtype_is_the_arguments_or_the_one_built():
+    """The configuration's 16-bit dtype comes with initialize, which keeps what is finer in the masters."""
+    expected = [torch.float32, torch.bfloat16, torch.float32, torch.float16]
+    assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
+
+
+def nesting(rank: int, world_size: int) -> list[int]:
+    """How many parameters are sharded: of a module made inside and after an inner Init, after both, and disabled."""
+    with zero.Init():
+        with zero.Init():
+            inner = nn.Linear(WIDTH, WIDTH)
+        between = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    outside = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with zero.Init(enabled=False):
+        disabled = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    built_before = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    zero.Init(module=built_before)
+    try:
+        with zero.Init():
+            raise KeyError("in the middle of a model")
+    except KeyError:
+        pass
+    after_error = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    modules = (inner, between, outside, disabled, built_before, after_error)
+    return [sum(unit_of(param) is not None for param in module.parameters()) for module in modules]
+
+
+def test_init_ends_where_its_context_ends():
+    assert run_on(2, nesting) == [[2, 2, 0, 0, 2, 0]] * 2
+
+
+def looks(rank: int, world_size: int) -> dict:
+    config = ds_config(stage3_param_persistence_threshold=0)
+    with zero.Init(config_dict_or_path=config):
+        model = variant("plain")
+    found = {"unlike": []}
+    true = variant("plain")
+
+    def compare(when: str) -> None:
+        for (name, param), expected in zip(model.named_parameters(), true.parameters(), strict=True):
+            if param.shape != expected.shape or param.numel() != expected.numel() or param.ndim != expected.ndim:
+                found["unlike"].append(f"{when}: {name} looks like {tuple(param.shape)}")
+            if not param.isnan().all() or param.ds_numel != expected.numel():
+                found["unlike"].append(f"{when}: {name} shows values")
+        if model.num_parameters() != true.num_parameters():
+            found["unlike"].append(f"{when}: {model.num_parameters()} parameters")
+
+    compare("after Init")
+    engine, _ = start(model, config)
+    compare("after initialize")
+    batch = {"input_ids": torch.full((2, 5), 7), "labels": torch.full((2, 5), 9)}
+    engine.backward(engine(**batch).loss)
+    compare("after backward")
+    engine.step()
+    compare("after step")
+    weight = model.encoder.block[0].layer[0].SelfAttention.q.weight
+    found["product is nan"] = bool((weight.detach() @ torch.ones(32)).isnan().all())
+    for name, write in {
+        "in place": lambda: weight.data.add_(1.0),
+        "under no_grad": lambda: torch.nn.init.normal_(weight),
+        "copy": lambda: weight.data.copy_(torch.zeros(32, 32)),
+    }.items():
+        try:
+            write()
+            found[name] = "no error"
+        except RuntimeError:
+            found[name] = "error"
+    engine.backward(engine(**batch).loss)
+    engine.step()
+    found["still trains"] = engine.get_global_grad_norm() > 0
+    return found
+
+
+def test_sharded_parameters_look_true_show_nan_and_refuse_writing():
+    for found in run_on(2, looks):
+        assert found.pop("unlike") == []
+        assert found == {
+            "product is nan": True, "in place": "error", "under no_grad": "error", "copy": "error",
+            "still trains": True,
+        }  # fmt: skip
+
+
+def drawn(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """Parameters of a T5 built under Init that are not as rank 0 draws them outside, and whether other rows differ.
+
+    transformers draws the weights in the constructor of the whole model, when all of them are sharded already.
+    """
+    torch.manual_seed(20 + rank)
+    with zero.Init():
+        model = models.t5()
+    torch.manual_seed(20)
+    true = models.t5().state_dict()
+    with zero.GatheredParameters(model.parameters()):
+        unlike = [name for name, value in model.state_dict().items() if not torch.equal(value, true[name])]
+        return unlike, bool(model.shared.weight.std() > 0.5)
+
+
+def test_weights_drawn_after_sharding_are_rank_0s():
+    assert run_on(2, drawn) == [([], True)] * 2
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for options in ({"config_dict_or_path": {"zero_optimisation": {}}}, {"mem_efficient_linear": True}):
+        try:
+            zero.Init(**options)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_configurations_and_unknown_arguments_are_refused_before_anything_is_built():
+    configuration, argument = run_on(1, refused)[0]
+    assert "zero_optimisation" in configuration and "zero_optimization" in configuration
+    assert "mem_efficient_linear" in argument

@@ -1,0 +1,127 @@
+"""fp16: how the loss scale answers overflows, and that all ranks answer alike when one of them overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import LR, ds_config, split, step
+from zero.config import load_config
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.step import NonFiniteGradientError
+
+
+def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str, ...]) -> dict:
+    """One step for each letter; at "x" the gradients of `broken` parameters are infinite on the last rank alone."""
+    model = toy()
+    warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100, "warmup_type": "linear"}
+    config = ds_config(
+        fp16={"enabled": True, **fp16} if fp16 else {"enabled": False},
+        optimizer={"type": "AdamW", "params": {"lr": LR}},
+        scheduler={"type": "WarmupLR", "params": warmup},
+        stage3_param_persistence_threshold=30,
+    )
+    engine, _, _, scheduler = zero.initialize(model=model, config=config)
+    masters = [unit.master for unit in engine.units]
+    names = dict(model.named_parameters())
+    found = {"scales": [], "changed": [], "overflow": [], "error": None}
+    for event, batch in zip(events, toy_batches(len(events)), strict=True):
+        handles = []
+        if event == "x" and rank == world_size - 1:
+            handles = [names[name].register_hook(lambda grad: grad * float("inf")) for name in broken]
+        before = [master.clone() for master in masters]
+        try:
+            step(engine, [split(batch, world_size)[rank]])
+        except NonFiniteGradientError as error:
+            found["error"] = str(error)
+        for handle in handles:
+            handle.remove()
+        found["scales"].append(engine.optimizer.loss_scale)
+        found["overflow"].append(engine.optimizer.overflow)
+        found["changed"].append(not all(torch.equal(a, b) for a, b in zip(before, masters, strict=True)))
+    found["skipped"] = engine.skipped_steps
+    found["lr"] = scheduler.get_last_lr()[0]
+    found["finite"] = all(bool(master.isfinite().all()) for master in masters)
+    return found
+
+
+def played(world_size: int, events: str, fp16: dict, broken: tuple[str, ...] = ("blocks.1.down.weight",)) -> list[dict]:
+    ranks = run_on(world_size, play, events, fp16, broken)
+    for found in ranks:
+        assert found["scales"] == ranks[0]["scales"], "ranks scale differently"
+        assert found["finite"]
+    return ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("events", "fp16"),
+    [
+        ("........", {"initial_scale_power": 4, "loss_scale_window": 3}),
+        ("xx.x.", {"initial_scale_power": 8, "hysteresis": 1}),
+        ("x.x..xx", {"initial_scale_power": 8, "hysteresis": 3}),
+        ("xx.xx", {"initial_scale_power": 8, "hysteresis": 2, "consecutive_hysteresis": True}),
+        ("xx...", {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3, "loss_scale_window": 2}),
+        ("x.x", {"loss_scale": 64}),
+    ],
+    ids=["growth", "no hysteresis", "hysteresis", "consecutive", "minimum", "static"],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(events, fp16, world_size):
+    scaler = LossScaler.from_config(load_config({"fp16": {"enabled": True, **fp16}}).fp16)
+    expected = []
+    for event in events:
+        scaler.update(event == "x")
+        expected.append(scaler.scale)
+    overflow = [event == "x" for event in events]
+    for found in played(world_size, events, fp16):
+        assert found["scales"] == expected
+        assert found["overflow"] == overflow
+        assert found["changed"] == [not one for one in overflow]
+        assert found["skipped"] == sum(overflow) and found["error"] is None
+
+
+def test_the_learning_rate_waits_where_the_step_is_skipped():
+    rates = {events: played(2, events, {"initial_scale_power": 8})[0]["lr"] for events in ("..", ".xx.", "....")}
+    assert rates[".."] == rates[".xx."] < rates["...."]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_overflow_at_the_minimum_names_the_first_broken_parameter_on_every_rank(world_size):
+    fp16 = {"initial_scale_power": 0, "hysteresis": 1}
+    broken = ("blocks.2.norm.bias", "blocks.1.down.weight", "blocks.3.up.weight")
+    for found in played(world_size, ".x", fp16, broken):
+        assert "'blocks.1.down.weight'" in found["error"]
+        assert "minimum loss scale 1" in found["error"] and "bf16" in found["error"]
+        assert found["changed"] == [True, False]
+
+
+def test_nan_counts_as_an_overflow_of_a_persistent_parameter_too():
+    for found in played(2, ".x.", {"initial_scale_power": 8}, ("head.weight", "blocks.0.norm.weight")):
+        assert found["overflow"] == [False, True, False]
+
+
+def test_without_loss_scaling_the_step_is_skipped_on_every_rank():
+    for found in played(2, ".x.", {}):
+        assert found["overflow"] == [False, True, False] and found["changed"] == [True, False, True]
+        assert found["scales"] == [1.0] * 3 and found["skipped"] == 1
+
+
+def losses(rank: int, world_size: int, scale: float) -> tuple[float, float]:
+    engine, *_ = zero.initialize(
+        model=toy(),
+        config=ds_config(
+            fp16={"enabled": True, "loss_scale": scale}, optimizer={"type": "AdamW"}, clip=1.0, sub_group_size=100
+        ),
+    )
+    loss = engine(**split(toy_batches(1)[0], world_size)[rank])
+    returned = engine.backward(loss)
+    engine.step()
+    return returned.item() - loss.item(), engine.get_global_grad_norm()
+
+
+def test_the_scale_shows_neither_in_the_loss_nor_in_the_norm():
+    (difference, norm), (_, scaled) = run_on(2, losses, 1.0)[0], run_on(2, losses, 4096.0)[0]
+    assert difference == 0 and scaled == pytest.approx(norm, rel=2e-3), "fp16 rounds small gradients to zero unscaled"
