@@ -12,6 +12,7 @@ import zero.hf
 zero.hf.enable()
 
 import logging
+import os
 import sys
 
 import datasets
@@ -46,6 +47,7 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
+        report.store_in_16_bit(args.output_dir)
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
         report.reload_in_fresh_process(args.output_dir, held_out["source"][:3])
 
@@ -82,7 +84,7 @@ def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
     """Train, from the last checkpoint in the output folder unless told to overwrite it, and save model and metrics."""
     args = trainer.args
     checkpoint = args.resume_from_checkpoint
-    if checkpoint is None and not overwrite and args.has_output_dir():
+    if checkpoint is None and not overwrite and os.path.isdir(args.output_dir):
         checkpoint = get_last_checkpoint(args.output_dir)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
