@@ -224,7 +224,9 @@ def load_checkpoint(
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     ranks, source = Ranks.of(engine.comm), Path(load_dir)
     what = f"loading a checkpoint from {source}"
-    folder = ranks.on_first(what, lambda: folders.locate(source, None if tag is None else str(tag)))
+    folder, of_trainer = ranks.on_first(
+        what, lambda: (folders.locate(source, None if tag is None else str(tag)), any(source.glob("rng_state*.pth")))
+    )
     if folder is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
@@ -234,8 +236,7 @@ def load_checkpoint(
     _read(engine, ranks, what, folder, description, load_module_strict, with_optimizer)
     if not load_module_only:
         _restore_progress(engine, ranks, what, description, with_optimizer, load_lr_scheduler_states)
-        same_world = description["world_size"] == ranks.world_size
-        if same_world and not any(source.glob("rng_state*.pth")):
+        if description["world_size"] == ranks.world_size and not of_trainer:
             restore_random_states(description["random_states"][ranks.rank], engine.comm.device)
     return str(folder), decode(description["client_state"])
 

@@ -79,6 +79,9 @@ def remove_leftovers(save_dir: Path) -> None:
 
 def commit(folder: Path, save_dir: Path, tag: str, description: dict, *, latest: bool) -> None:
     """Write the description and make the folder that `begin` returned the checkpoint `tag`, in one step."""
+    for name, entry in description["files"].items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
+            raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")
     _write_synced(folder / DESCRIPTION, _as_text(description))
     _sync(folder)
     target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)

@@ -60,8 +60,9 @@ class Ranks:
 
 def _portable(error: BaseException) -> tuple[str, int | None, str]:
     """What to tell other ranks of an error: kind, number, message."""
-    if isinstance(error, OSError) and error.strerror:
-        return "OSError", error.errno, error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, OSError):
+        text = error.strerror or str(error)
+        return "OSError", error.errno, text + (f": {error.filename}" if error.filename else "")
     for kind in (folders.DamagedCheckpointError, ValueError):
         if isinstance(error, kind):
             return kind.__name__, None, str(error)
@@ -70,6 +71,6 @@ def _portable(error: BaseException) -> tuple[str, int | None, str]:
 
 def _rebuild(kind: str, number: int | None, message: str, where: str) -> Exception:
     if kind == "OSError":
-        return OSError(number, f"{where}: {message}")
+        return OSError(f"{where}: {message}") if number is None else OSError(number, f"{where}: {message}")
     kinds = {"DamagedCheckpointError": folders.DamagedCheckpointError, "ValueError": ValueError}
     return kinds.get(kind, RuntimeError)(f"{where}: {message}")

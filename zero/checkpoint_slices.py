@@ -4,6 +4,8 @@
 Whatever the units and tiles of a run look like, a checkpoint knows a tensor only by its parameter's name, and its
 values by their position in the flattened tensor. Each rank writes the slices that it holds; DCP's metadata says which
 file holds which range. A reader with other shards asks for other ranges, and gets them put together from the files.
+
+That metadata is a pickle: read only checkpoints that you trust.
 """
 
 from __future__ import annotations

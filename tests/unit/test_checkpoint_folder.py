@@ -119,6 +119,13 @@ def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatc
     assert sorted(path for path in tmp_path.rglob("*")) == before
 
 
+def test_files_that_went_to_another_disk_are_noticed(tmp_path):
+    folder = folders.begin(tmp_path, "global_step1", 0)
+    with pytest.raises(OSError, match="same file system"):
+        folders.commit(folder, tmp_path, "global_step1", {"files": {"__1_0.distcp": {"bytes": 3}}}, latest=True)
+    assert folders.locate(tmp_path, None) is None
+
+
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/tmp/a", ".hidden", "latest"])
 def test_tags_that_are_no_folder_names(tag):
     with pytest.raises(ValueError, match="tag"):
