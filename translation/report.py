@@ -1,5 +1,6 @@
 """What a run leaves behind for people: scores, translations, and proof that the checkpoint loads."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import evaluate
 import numpy as np
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 METRIC_SCRIPT = Path(__file__).parents[1] / "metrics" / "bleu_chrf.py"
@@ -46,6 +48,21 @@ def write_translations(folder: str, translations: list[str]) -> None:
     """Write `generated_predictions.txt`: one translation a line, in the order of the test split."""
     lines = "".join(" ".join(translation.split()) + "\n" for translation in translations)
     Path(folder, "generated_predictions.txt").write_text(lines, encoding="utf-8")
+
+
+def store_in_16_bit(folder: str) -> None:
+    """Rewrite the weights that `save_model` left in `folder` as bfloat16, unless they are 16-bit already.
+
+    A crash at any moment leaves weights that load: `from_pretrained` casts them to the `dtype` in config.json.
+    """
+    weights, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
+    tensors = load_file(weights)
+    if all(tensor.element_size() == 2 for tensor in tensors.values()):
+        return
+    partial = weights.with_suffix(".partial")
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    partial.replace(weights)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2, sort_keys=True))
 
 
 def reload_in_fresh_process(folder: str, sentences: list[str]) -> None:
