@@ -20,12 +20,12 @@ import torch.distributed
 import transformers
 from datasets import Dataset
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from translation import data, report
 from translation.arguments import Arguments, fail, is_demonstration, parse_arguments
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
+from zero.checkpoint import find_resumable
 from translation.trainer import GlobalTokenMean, TranslationTrainer
 
 
@@ -85,7 +85,7 @@ def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
     args = trainer.args
     checkpoint = args.resume_from_checkpoint
     if checkpoint is None and not overwrite and os.path.isdir(args.output_dir):
-        checkpoint = get_last_checkpoint(args.output_dir)
+        checkpoint = find_resumable(args.output_dir)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)

@@ -42,5 +42,9 @@ NAMES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
     },
     "deepspeed.utils": {"logger": "zero.hf.definitions:logger"},
+    "deepspeed.utils.zero_to_fp32": {
+        "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
+    },
     "deepspeed.zero": {"GatheredParameters": "zero:GatheredParameters", "Init": "zero:Init"},
 }
