@@ -25,8 +25,8 @@ from translation import data, report
 from translation.arguments import Arguments, fail, is_demonstration, parse_arguments
 from translation.model import load_model_and_tokenizer
 from translation.records import InputError
-from zero.checkpoint import find_resumable
 from translation.trainer import GlobalTokenMean, TranslationTrainer
+from zero.checkpoint import find_resumable
 
 
 def main() -> None:
