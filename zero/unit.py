@@ -19,7 +19,7 @@ from torch import nn
 
 from zero.comm import Communicator, Pending
 from zero.layout import UnitLayout
-from zero.tiers import Tier
+from zero.tiers import HostTrimmer, Tier
 
 
 class State(Enum):
@@ -64,6 +64,7 @@ def unit_of(param: torch.Tensor) -> Unit | None:
 
 
 _serials = itertools.count()
+_trimmer = HostTrimmer()
 
 
 class Unit:
@@ -145,6 +146,7 @@ class Unit:
             else:
                 target.copy_(param.data.reshape(-1))
             param.data = placeholder(slot.shape, source, self.comm.device)
+            _trimmer.freed_elements(slot.numel)
         if not sharded_before:
             if self.persistent:
                 self.comm.broadcast(full, src=0)
@@ -299,3 +301,5 @@ class _Exposed:
                 unit.conceal()
                 if not keep:
                     unit.free()
+                    if unit.comm.device.type == "cpu":
+                        _trimmer.freed_elements(unit.layout.numel)
