@@ -127,9 +127,9 @@ def _territories() -> list[str]:
 
 
 def _languages(*locales: Locale) -> list[str]:
-    """The countries' official languages that all locales have a name for."""
+    """The countries' official languages that all locales have a name for, a plain one: not "Norwegian (Nynorsk)"."""
     codes = {code for country in _territories() for code in get_official_languages(country, de_facto=True)}
-    return sorted(code for code in codes if all(code in locale.languages for locale in locales))
+    return sorted(code for code in codes if all("(" not in locale.languages.get(code, "(") for locale in locales))
 
 
 def _currencies() -> list[str]:

@@ -1,0 +1,194 @@
+"""run_translation.py as people start it: the demonstration, the documented command line, the loss, and bad input."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
+from transformers.models.t5 import T5ForConditionalGeneration
+
+from tests.launch import REPOSITORY, run, torchrun
+from translation.corpus import build_corpus
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+
+SCRIPT = REPOSITORY / "run_translation.py"
+CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
+LIMIT = 240  # seconds
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return build_corpus(train_pairs=400, held_out_pairs=20)
+
+
+@pytest.fixture(scope="module")
+def model_folder(corpus, tmp_path_factory):
+    """A tiny T5 and its tokenizer, saved."""
+    folder = tmp_path_factory.mktemp("model")
+    pieces = train_sentencepiece([text for pair in corpus.train for text in pair], vocab_size=400)
+    tokenizer = t5_tokenizer(scored_pieces(pieces))
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, num_heads=4, d_ff=64, num_layers=1,
+        dropout_rate=0.0, decoder_start_token_id=0,
+    )  # fmt: skip
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data_files(corpus, tmp_path_factory):
+    """The three splits, each in another of the formats: nested JSON lines, flat JSON lines, TSV."""
+    folder = tmp_path_factory.mktemp("data")
+    files = {"train": folder / "train.jsonl", "validation": folder / "validation.json", "test": folder / "test.tsv"}
+    nested = [{"translation": {"en": pair.source, "de": pair.target}} for pair in corpus.train]
+    flat = [{"en": pair.source, "de": pair.target} for pair in corpus.validation]
+    files["train"].write_text("".join(json.dumps(record) + "\n" for record in nested))
+    files["validation"].write_text("".join(json.dumps(record) + "\n" for record in flat))
+    files["test"].write_text("en\tde\n" + "".join(f"{pair.source}\t{pair.target}\n" for pair in corpus.test))
+    return files
+
+
+def script(*arguments, nproc, cache, timeout=LIMIT):
+    environment = {"HF_HOME": str(cache), "TQDM_DISABLE": "1"}
+    if nproc == 0:
+        return run([sys.executable, SCRIPT, *map(str, arguments)], timeout=timeout, env=environment)
+    return torchrun(SCRIPT, *map(str, arguments), nproc=nproc, timeout=timeout, env=environment)
+
+
+def language_arguments(files, *splits):
+    named = [item for split in splits for item in (f"--{split}_file", files[split])]
+    return ["--source_lang", "en", "--target_lang", "de", *named]
+
+
+def test_demonstration(tmp_path):
+    output = tmp_path / "out"
+    process = script(
+        "--deepspeed", CONFIG, "--output_dir", output, "--max_steps", 3, "--max_train_samples", 300,
+        "--max_eval_samples", 9, "--max_predict_samples", 13, nproc=2, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
+    assert "predict_chrf" in json.loads((output / "predict_results.json").read_text())
+    assert "eval_loss" in json.loads((output / "eval_results.json").read_text())
+    # 13 does not divide by the ranks: the repeated sentence is neither scored nor written.
+    assert (output / "generated_predictions.txt").read_text().count("\n") == 13
+    assert process.stdout.count("prediction  ") == 12
+    assert process.stdout.rindex(f"reloaded from {output}") > process.stdout.rindex("prediction  ")
+    with safe_open(output / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+
+
+def test_documented_command_line(model_folder, tmp_path):
+    output = tmp_path / "output_dir"
+    output.mkdir()
+    (output / "old.txt").write_text("from an earlier run")
+    process = script(
+        "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--per_device_train_batch_size", 1,
+        "--output_dir", output, "--overwrite_output_dir", "--fp16", "--do_train", "--max_train_samples", 5,
+        "--num_train_epochs", 1, nproc=1, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    state = json.loads((output / "trainer_state.json").read_text())
+    assert state["global_step"] == 5
+    model = AutoModelForSeq2SeqLM.from_pretrained(output)
+    assert model.dtype == torch.float16
+    assert len(AutoTokenizer.from_pretrained(output)) == model.config.vocab_size
+
+
+def test_own_data_without_a_model(data_files, tmp_path):
+    output = tmp_path / "out"
+    process = script(
+        "--deepspeed", CONFIG, "--do_train", "--do_eval", "--do_predict", "--output_dir", output,
+        *language_arguments(data_files, "train", "validation", "test"), "--max_steps", 8, "--learning_rate", "1e-3",
+        "--logging_steps", 1, "--num_beams", 2, "--max_target_length", 12, "--report_to", "none",
+        nproc=2, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("no model was named: making a small T5") == 1
+    losses = [entry["loss"] for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]]
+    assert losses[-1] < losses[0]
+    assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
+    assert (output / "generated_predictions.txt").read_text().count("\n") == 20
+
+
+STEPS = 3
+GLOBAL_BATCH = 4
+# (world size, batch per rank, accumulation): always the same four sentences a step. At a learning rate of 0 the weights
+# stay what they are, so that every step can be compared with plain torch.
+CUTS = {"1 rank": (1, 4, 1), "1 rank x 4": (1, 1, 4), "2 ranks": (2, 2, 1), "2 ranks x 2": (2, 1, 2)}
+
+
+def plain_losses(model_folder, corpus):
+    """Plain torch: the mean over the target tokens of each global batch, and the norm of its gradient."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForSeq2SeqLM.from_pretrained(model_folder)
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)
+    losses, norms = [], []
+    for step in range(STEPS):
+        pairs = corpus.train[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
+        batch = collate([dict(tokenizer(pair.source), labels=tokenizer(pair.target).input_ids) for pair in pairs])
+        labels = batch.pop("labels")
+        model.zero_grad()
+        loss = cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_loss_is_the_mean_over_the_tokens_of_the_step(cut, model_folder, data_files, corpus, tmp_path):
+    world, batch, accumulation = CUTS[cut]
+    output = tmp_path / "out"
+    process = script(
+        "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--do_train", "--output_dir", output,
+        *language_arguments(data_files, "train"), "--max_steps", STEPS, "--per_device_train_batch_size", batch,
+        "--gradient_accumulation_steps", accumulation, "--train_sampling_strategy", "sequential",
+        "--learning_rate", 0, "--logging_steps", 1, "--save_strategy", "no", "--report_to", "none",
+        nproc=world, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"][:STEPS]
+    losses, norms = plain_losses(model_folder, corpus)
+    assert [entry["loss"] for entry in history] == pytest.approx(losses, rel=1e-5)
+    assert [entry["grad_norm"] for entry in history] == pytest.approx(norms, rel=1e-4)
+
+
+def test_sentences_of_a_step_differ_in_length(corpus):
+    """Otherwise a mean of means would pass for the mean over tokens."""
+    lengths = [len(pair.target) for pair in corpus.train[:GLOBAL_BATCH]]
+    assert max(lengths) > 1.5 * min(lengths)
+
+
+def test_bad_configuration_ends_every_rank_before_anything_is_written(data_files, tmp_path):
+    config = json.loads(CONFIG.read_text())
+    config["zero_optimization"]["overlap_com"] = True
+    (tmp_path / "bad.json").write_text(json.dumps(config))
+    output = tmp_path / "out"
+    process = script(
+        "--deepspeed", tmp_path / "bad.json", "--do_train", "--output_dir", output,
+        *language_arguments(data_files, "train"), nproc=2, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode != 0
+    errors = [line for line in process.stderr.splitlines() if "run_translation.py: error:" in line]
+    assert errors and all("overlap_com" in line and "overlap_comm" in line for line in errors)
+    assert not output.exists()
+
+
+def test_fault_deep_in_a_file_is_named(data_files, tmp_path):
+    lines = data_files["train"].read_text().splitlines() * 4
+    lines[1200] = '{"translation": {"en": "Germany"'
+    (tmp_path / "broken.jsonl").write_text("\n".join(lines))
+    process = script(
+        "--do_train", "--output_dir", tmp_path / "out", "--train_file", tmp_path / "broken.jsonl",
+        "--source_lang", "en", "--target_lang", "de", nproc=0, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith("run_translation.py: error:")
+    assert "broken.jsonl, line 1201: not valid JSON" in process.stderr.splitlines()[-1]
+    assert not (tmp_path / "out").exists()

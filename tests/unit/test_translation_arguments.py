@@ -1,0 +1,168 @@
+"""Bad input ends in one line that names it and the remedy, before anything is loaded."""
+
+import json
+
+import pytest
+
+from translation.arguments import parse_arguments
+from translation.records import InputError, check_data_file, read_records
+
+LANGUAGES = {"--source_lang": "en", "--target_lang": "de"}
+PAIR = '{"translation": {"en": "Germany", "de": "Deutschland"}}\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a good training file and a good configuration."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text(PAIR)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    return tmp_path
+
+
+TRAIN = "--do_train --output_dir out --train_file train.jsonl --source_lang en --target_lang de"
+
+BAD_ARGUMENTS = {
+    "no stage": ("--train_file train.jsonl --source_lang en --target_lang de --output_dir out", "--do_train"),
+    "nothing trained": ("--do_predict --test_file train.jsonl --output_dir out", "--model_name_or_path"),
+    "no file": (TRAIN.replace("train.jsonl", "missing.jsonl"), "--train_file missing.jsonl: no such file"),
+    "no source language": (TRAIN.replace("--source_lang en", ""), "--source_lang is missing.* en, de"),
+    "one language": (TRAIN.replace("--target_lang de", "--target_lang en"), "both 'en'"),
+    "missing column": (TRAIN.replace("--target_lang de", "--target_lang fr"), "no column 'fr'.*--target_lang.*en, de"),
+    "no validation data": (TRAIN + " --do_eval", "--do_eval needs data: give --validation_file"),
+    "no samples": (TRAIN + " --max_train_samples 0", "--max_train_samples is 0"),
+    "no model there": (TRAIN + " --model_name_or_path .", "--model_name_or_path .*no config.json"),
+    "no such folder": (TRAIN + " --model_name_or_path ./t5", "--model_name_or_path ./t5: no such folder"),
+    "no configuration": (TRAIN + " --deepspeed missing.json", "missing.json"),
+    "fp16 and bf16": (TRAIN + " --fp16 --bf16", "fp16 and bf16"),
+}
+
+
+@pytest.mark.parametrize("line, message", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(folder, line, message):
+    with pytest.raises(InputError, match=message):
+        parse_arguments(line.split())
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--sorce_lang en", "unknown argument --sorce_lang: did you mean --source_lang?"),
+        ("--max_train_samples many", "argument --max_train_samples/--max-train-samples: invalid int value: 'many'"),
+        ("train.jsonl", "unexpected 'train.jsonl'"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_one_line(folder, capsys, line, message):
+    with pytest.raises(SystemExit) as exit:
+        parse_arguments(line.split())
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"run_translation.py: error: {message}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"zero_optimization": {"stage": 3,}}', "zero.json"),
+        ('{"zero_optimization": {"stage": 3, "overlap_com": true}}', "overlap_comm"),
+    ],
+    ids=["syntax", "misspelt"],
+)
+def test_bad_configuration(folder, text, message):
+    (folder / "zero.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        parse_arguments([*TRAIN.split(), "--deepspeed", "zero.json"])
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"no weights .*--config_name"):
+        parse_arguments([*TRAIN.split(), "--model_name_or_path", str(folder)])
+
+
+def test_a_full_output_folder_is_left_alone(folder):
+    (folder / "out").mkdir()
+    (folder / "out" / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="out has files in it.*--overwrite_output_dir"):
+        parse_arguments(TRAIN.split())
+    parse_arguments([*TRAIN.split(), "--overwrite_output_dir"])
+    assert (folder / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_checkpoint_may_be_resumed(folder):
+    (folder / "out" / "checkpoint-5").mkdir(parents=True)
+    parse_arguments(TRAIN.split())
+
+
+def test_the_demonstration_gives_way_to_explicit_arguments(folder):
+    model_args, data_args, args = parse_arguments("--learning_rate 0.5 --do_train".split())
+    assert args.learning_rate == 0.5
+    assert (args.do_train, args.do_eval, args.do_predict) == (True, False, False)
+    assert args.per_device_train_batch_size == 32
+    assert data_args.overwrite_output_dir
+    assert (data_args.source_lang, data_args.target_lang) == ("en", "de")
+    _, data_args, _ = parse_arguments("--do_train --output_dir mine".split())
+    assert not data_args.overwrite_output_dir
+
+
+def test_a_named_model_gets_the_usual_defaults(folder):
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    _, _, args = parse_arguments(f"--model_name_or_path {folder} --do_train --output_dir out".split())
+    assert (args.learning_rate, args.per_device_train_batch_size, args.bf16) == (5e-5, 8, False)
+
+
+def test_generation_settings_reach_the_trainer(folder):
+    _, _, args = parse_arguments([*TRAIN.split(), "--num_beams", "3", "--max_target_length", "17"])
+    assert (args.generation_num_beams, args.generation_max_length) == (3, 17)
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("a.jsonl", PAIR * 2),
+        ("a.json", '{"en": "Germany", "de": "Deutschland"}\n\n'),
+        ("a.csv", 'de,en\nDeutschland,"Germany, the"\n'),
+        ("a.tsv", "en\tde\nGermany\tDeutschland\n"),
+    ],
+)
+def test_good_files(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    check_data_file(str(tmp_path / name), "--train_file", LANGUAGES)
+
+
+BAD_FILES = {
+    "a.txt": ("Germany", "must end in one of .json, .jsonl, .csv, .tsv"),
+    "empty.jsonl": ("", "the file is empty"),
+    "blank.jsonl": ("\n\n", "the file is empty"),
+    "header.csv": ("en,de\n", "the file is empty"),
+    "broken.jsonl": (PAIR + '{"translation": {"en"', "line 2: not valid JSON .*each line must be one record"),
+    "list.jsonl": ("[1, 2]", "line 1: a record must be an object"),
+    "null.jsonl": ('{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
+    "short.tsv": ("en\tde\nGermany\n", r"line 2: the text for --target_lang \('de'\) is None"),
+    "fr.csv": ("en,fr\nGermany,Allemagne\n", "no column 'de' for --target_lang; the columns are en, fr"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files(tmp_path, name):
+    text, message = BAD_FILES[name]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=f"--train_file .*{name}.*{message}|{name}.*{message}"):
+        check_data_file(str(tmp_path / name), "--train_file", LANGUAGES)
+
+
+def test_text_that_is_not_utf_8(tmp_path):
+    path = tmp_path / "latin.csv"
+    path.write_bytes("en,de\nZurich,Zürich\n".encode("latin-1"))
+    with pytest.raises(InputError, match="not UTF-8"):
+        check_data_file(str(path), "--train_file", LANGUAGES)
+
+
+def test_a_language_code_with_a_region(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(PAIR)
+    check_data_file(str(path), "--train_file", {"--source_lang": "en_XX", "--target_lang": "de_DE"})
+    assert [record for _, record in read_records(str(path))] == [json.loads(PAIR)]

@@ -1,0 +1,83 @@
+"""The built-in corpus and the tokenizer made from it."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from translation.corpus import Pair, build_corpus
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return build_corpus(train_pairs=2000, held_out_pairs=200)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(corpus):
+    return train_sentencepiece([text for pair in corpus.train for text in pair], vocab_size=2000)
+
+
+def test_same_arguments_give_the_same_corpus(corpus):
+    assert build_corpus(train_pairs=2000, held_out_pairs=200) == corpus
+    assert build_corpus(train_pairs=2000, held_out_pairs=200, seed=1) != corpus
+
+
+def test_sizes(corpus):
+    assert [len(split) for split in corpus] == [2000, 200, 200]
+
+
+def test_no_source_occurs_twice(corpus):
+    sources = [pair.source for split in corpus for pair in split]
+    assert len(sources) == len(set(sources))
+
+
+def test_targets_are_what_cldr_says():
+    pairs = {pair.source: pair.target for split in build_corpus() for pair in split}
+    assert pairs["Germany"] == "Deutschland"
+    assert pairs["October"] == "Oktober"
+    past = [(source, target) for source, target in pairs.items() if source.endswith(" weeks ago")]
+    assert len(past) > 20
+    for source, target in past:
+        assert target == f"vor {source.split()[0]} Wochen"
+
+
+def test_every_name_is_in_the_training_split(corpus):
+    train = set(corpus.train)
+    assert {Pair("Greece", "Griechenland"), Pair("Swiss Franc", "Schweizer Franken"), Pair("Irish", "Irisch")} <= train
+
+
+def test_only_plain_spaces(corpus):
+    for pair in (pair for split in corpus for pair in split):
+        for text in pair:
+            assert text == " ".join(text.split())
+            assert all(character == " " or not character.isspace() for character in text)
+
+
+def test_other_languages():
+    assert Pair("Allemagne", "Alemania") in build_corpus("fr", "es", train_pairs=500, held_out_pairs=10).train
+
+
+def test_languages_are_checked():
+    with pytest.raises(ValueError, match="no language 'xx'"):
+        build_corpus("en", "xx")
+    with pytest.raises(ValueError, match="both 'de'"):
+        build_corpus("de", "de")
+
+
+def test_tokenizer_gives_the_ids_of_sentencepiece(corpus, sentencepiece_model):
+    tokenizer = t5_tokenizer(scored_pieces(sentencepiece_model))
+    assert len(tokenizer) == sentencepiece_model.get_piece_size()
+    for pair in corpus.train + corpus.test:
+        for text in pair:
+            assert tokenizer(text).input_ids == [*sentencepiece_model.encode(text), tokenizer.eos_token_id]
+            assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_tokenizer_survives_saving(corpus, sentencepiece_model, tmp_path):
+    tokenizer = t5_tokenizer(scored_pieces(sentencepiece_model))
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(loaded) == len(tokenizer)
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.unk_token_id) == (0, 1, 2)
+    for pair in corpus.test:
+        assert loaded(pair.target).input_ids == tokenizer(pair.target).input_ids

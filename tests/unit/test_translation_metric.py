@@ -1,0 +1,42 @@
+"""The local metric: BLEU and chrF by their definitions, loaded without a network."""
+
+import numpy as np
+import pytest
+from transformers import EvalPrediction
+
+from translation.report import make_compute_metrics
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+
+SENTENCES = ["the cat sat on the mat", "a dog ran in the park", "one two three four five", "six seven eight"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return t5_tokenizer(scored_pieces(train_sentencepiece(SENTENCES, vocab_size=60)))
+
+
+def ids(tokenizer, sentences, padding):
+    rows = tokenizer(sentences).input_ids
+    length = max(map(len, rows))
+    return np.array([row + [padding] * (length - len(row)) for row in rows])
+
+
+def test_equal_sentences_score_100(tokenizer):
+    compute = make_compute_metrics(tokenizer)
+    # Both kinds of padding: the tokenizer's own, and -100 as the Trainer pads between batches.
+    scores = compute(
+        EvalPrediction(predictions=ids(tokenizer, SENTENCES, 0), label_ids=ids(tokenizer, SENTENCES, -100))
+    )
+    assert scores["bleu"] == pytest.approx(100)
+    assert scores["chrf"] == pytest.approx(100)
+    lengths = [len(row) for row in tokenizer(SENTENCES).input_ids]
+    assert scores["gen_len"] == pytest.approx(np.mean(lengths), abs=0.01)
+
+
+def test_bleu_of_one_wrong_word(tokenizer):
+    compute = make_compute_metrics(tokenizer)
+    prediction, reference = ["one two three four park"], ["one two three four five"]
+    scores = compute(EvalPrediction(predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)))
+    # Precisions of 1- to 4-grams, by counting: 4 of 5, 3 of 4, 2 of 3, 1 of 2. Their geometric mean, lengths equal.
+    assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
+    assert 0 < scores["chrf"] < 100
