@@ -6,7 +6,15 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedToke
 
 from translation.arguments import DataTrainingArguments, ModelArguments, uses_built_in_corpus
 from translation.corpus import build_corpus
-from translation.records import FORMATS, InputError, check_data_file, check_record, delimiter, language_key
+from translation.records import (
+    FORMATS,
+    InputError,
+    check_data_file,
+    check_record,
+    column_names,
+    delimiter,
+    language_key,
+)
 
 LABEL_PAD = -100
 
@@ -53,7 +61,11 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
     argument = f"{split}_file"
     path = getattr(data_args, argument)
     kind = FORMATS[path[path.rindex(".") :].lower()]
-    options = {"sep": delimiter(path), "keep_default_na": False} if kind == "csv" else {}
+    options = {}
+    if kind == "csv":
+        # Text as it stands: not the number 42, and not a missing value where the sentence is "NA".
+        features = datasets.Features({column: datasets.Value("string") for column in column_names(path)})
+        options = {"sep": delimiter(path), "features": features, "keep_default_na": False}
     mode = "force_redownload" if data_args.overwrite_cache else None
     try:
         return datasets.load_dataset(
@@ -68,7 +80,8 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
 def _load_named(data_args: DataTrainingArguments, model_args: ModelArguments) -> DatasetDict:
     name = data_args.dataset_name
     try:
-        return datasets.load_from_disk(name)
+        saved = datasets.load_from_disk(name)
+        return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
     except FileNotFoundError:
         pass  # Not a folder written by save_to_disk: a dataset's name, or a folder of files.
     try:

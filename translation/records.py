@@ -18,6 +18,12 @@ def delimiter(path: str) -> str:
     return "\t" if Path(path).suffix.lower() == ".tsv" else ","
 
 
+def column_names(path: str) -> list[str]:
+    """The columns that the first line of a .csv or .tsv file names."""
+    with open(path, encoding="utf-8", newline="") as file:
+        return next(csv.reader(file, delimiter=delimiter(path)))
+
+
 def check_data_file(
     path: str, argument: str, languages: Mapping[str, str | None], limit: int | None = CHECKED_RECORDS
 ) -> None:

@@ -1,0 +1,111 @@
+"""From files and saved datasets to tokens."""
+
+import json
+
+import datasets
+import pytest
+
+from translation import data
+from translation.arguments import parse_arguments
+from translation.records import InputError
+from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+
+PAIRS = [("one cat", "eine Katze"), ("NA", "42"), ("two cats, three dogs", "zwei Katzen, drei Hunde")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return t5_tokenizer(scored_pieces(train_sentencepiece([text for pair in PAIRS for text in pair], vocab_size=60)))
+
+
+def arguments(line):
+    return parse_arguments(f"{line} --do_train --output_dir out --source_lang en --target_lang de".split())
+
+
+def load(line):
+    model_args, data_args, args = arguments(line)
+    return data.load_splits(data_args, model_args, args)
+
+
+def pairs(dataset):
+    return list(zip(dataset["source"], dataset["target"], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["nested.jsonl", "flat.json", "table.csv", "table.tsv"])
+def test_every_format_gives_the_same_pairs(folder, kind):
+    separator = "\t" if kind.endswith("tsv") else ","
+    lines = {
+        "nested.jsonl": [json.dumps({"translation": {"en": en, "de": de}, "id": 1}) for en, de in PAIRS],
+        "flat.json": [json.dumps({"de": de, "en": en}) for en, de in PAIRS],
+    }.get(kind, ["de" + separator + "en", *(f'"{de}"{separator}"{en}"' for en, de in PAIRS)])
+    (folder / kind).write_text("\n".join(lines) + "\n")
+    splits = load(f"--train_file {kind}")
+    assert list(splits) == ["train"]
+    assert pairs(splits["train"]) == PAIRS
+    assert pairs(load(f"--train_file {kind} --max_train_samples 2")["train"]) == PAIRS[:2]
+
+
+def test_saved_datasets(folder):
+    saved = datasets.Dataset.from_list([{"translation": {"en": en, "de": de}} for en, de in PAIRS])
+    saved.save_to_disk("one")
+    datasets.DatasetDict(train=saved, test=saved.select([2])).save_to_disk("several")
+    assert pairs(load("--dataset_name one")["train"]) == PAIRS
+    assert pairs(load("--dataset_name several --do_predict")["test"]) == PAIRS[2:]
+    with pytest.raises(InputError, match="several has no split 'validation', only train, test"):
+        load("--dataset_name several --do_eval")
+
+
+def test_a_saved_dataset_without_the_language(folder):
+    datasets.Dataset.from_dict({"en": ["one"], "fr": ["un"]}).save_to_disk("french")
+    with pytest.raises(InputError, match="train split: there is no column 'de' for --target_lang; .* en, fr"):
+        load("--dataset_name french")
+
+
+def test_a_record_without_text(folder):
+    datasets.Dataset.from_dict({"en": ["one", "two"], "de": ["eins", None]}).save_to_disk("hole")
+    with pytest.raises(InputError, match=r"train split, record 2: the text for --target_lang \('de'\) is None"):
+        load("--dataset_name hole")
+
+
+@pytest.fixture
+def tokens(folder, tokenizer):
+    """A function: command line, split -> (tokens of PAIRS, their collator)."""
+    (folder / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}))
+    text = datasets.Dataset.from_dict({"source": [en for en, _ in PAIRS], "target": [de for _, de in PAIRS]})
+
+    def tokenize(*line, split="train"):
+        names = ["--train_file", "train.jsonl", "--do_train", "--output_dir", "out"]
+        _, data_args, args = parse_arguments([*names, "--source_lang", "en", "--target_lang", "de", *line])
+        return data.tokenize(text, tokenizer, data_args, args, split)
+
+    return tokenize
+
+
+def test_prefix_and_labels(tokens, tokenizer):
+    first = tokens("--source_prefix", "three ")[0]
+    assert first["input_ids"] == tokenizer("three one cat").input_ids
+    assert first["labels"] == tokenizer("eine Katze").input_ids
+
+
+def test_lengths_are_cut_at_the_end_of_sentence(tokens, tokenizer):
+    limits = ["--max_source_length", "4", "--max_target_length", "3", "--val_max_target_length", "5"]
+    for split, length in [("train", 3), ("validation", 5)]:
+        long = tokens(*limits, split=split)[2]
+        assert (len(long["input_ids"]), len(long["labels"])) == (4, length)
+        assert long["input_ids"][-1] == long["labels"][-1] == tokenizer.eos_token_id
+
+
+def test_padding_to_the_maximum(tokens, tokenizer):
+    lengths = ["--max_source_length", "20", "--max_target_length", "20", "--pad_to_max_length"]
+    padded = tokens(*lengths)[0]
+    assert len(padded["input_ids"]) == len(padded["labels"]) == 20
+    assert padded["labels"].count(-100) == 20 - len(tokenizer("eine Katze").input_ids)
+    counted = tokens(*lengths, "--ignore_pad_token_for_loss", "False")[0]
+    assert counted["labels"].count(tokenizer.pad_token_id) == padded["labels"].count(-100)
