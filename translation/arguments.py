@@ -95,7 +95,7 @@ DEMONSTRATION = {
     "learning_rate": 5e-4,
     "adam_beta2": 0.99,
     "warmup_steps": 50,
-    "num_train_epochs": 3.0,
+    "num_train_epochs": 2.5,
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 128,
     "max_source_length": 32,
