@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from zero.tiers import Tier
 from zero.unit import Residency, Unit, placeholder
 
 logger = logging.getLogger("zero")
+
+_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weakref.WeakKeyDictionary()
 
 
 class ZeroEngine(nn.Module):
@@ -52,6 +55,7 @@ class ZeroEngine(nn.Module):
         zero = settings.zero_optimization
         self._report_settings()
         self.module = model
+        self._take_over(model)
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         self.residency = Residency()
@@ -103,6 +107,13 @@ class ZeroEngine(nn.Module):
                 logger.warning("%s has no effect: %s", key, reason)
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
+
+    def _take_over(self, model: nn.Module) -> None:
+        """An engine made before for the same model (the Trainer makes one for each training) ends here."""
+        earlier = _engine_of.get(model, lambda: None)()
+        if earlier is not None:
+            earlier.destroy()
+        _engine_of[model] = weakref.ref(self)
 
     def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
         zero = self.settings.zero_optimization

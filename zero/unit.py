@@ -105,7 +105,7 @@ class Unit:
         self.state, self.users = State.SHARDED, 0
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        self._pending = Pending()
+        self._pending, self._given_up = Pending(), 0
         if self.persistent:
             self.full = self._take_values()
             self.shard = self._own_slice(self.full) if on_device else self._keep_own_slice(self.full)
@@ -115,7 +115,7 @@ class Unit:
         self._views = [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
         self._placeholders = [placeholder(slot.shape, self.dtype, comm.device) for slot in self.layout.slots]
         for param in self.params:
-            param._zero_unit, param.ds_numel, param.ds_shape = self, param.numel(), param.shape
+            param.ds_numel, param.ds_shape = param.numel(), param.shape
         if self.persistent:
             residency.persistent += self.layout.numel
             self._show(self._views)
@@ -142,9 +142,10 @@ class Unit:
             if former is not None:
                 with former.exposed():
                     target.copy_(param.data.reshape(-1))
-                former.retire()
+                former.give_up()
             else:
                 target.copy_(param.data.reshape(-1))
+            param._zero_unit = self
             param.data = placeholder(slot.shape, source, self.comm.device)
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
@@ -191,14 +192,23 @@ class Unit:
         if self.master is not None and self.master is not self.shard:
             self.master.copy_(self.shard)
 
-    def retire(self) -> None:
-        """Let go of all memory; the parameters go to another unit."""
+    def give_up(self) -> None:
+        """One more parameter goes to another unit; with the last one all memory is let go."""
+        self._given_up += 1
+        if self._given_up < len(self.params):
+            return
         if self.persistent:
             self.residency.persistent -= self.layout.numel
         elif self.state is not State.SHARDED:
             self.free()
-        self._show(self._placeholders)
-        self.state, self.shard, self.master, self.full, self._views = State.SHARDED, None, None, None, []
+        self.state, self.shard, self.master, self.grad, self.full, self._views = (
+            State.SHARDED,
+            None,
+            None,
+            None,
+            None,
+            [],
+        )
 
     # -- transitions
 
@@ -278,7 +288,8 @@ class Unit:
 
     def _show(self, tensors: Iterable[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
-            param.data = tensor
+            if unit_of(param) is self:
+                param.data = tensor
 
     def describe(self) -> str:
         return f"unit {self.name!r} ({self.layout.numel} elements) is {self.state.name} with {self.users} users"
