@@ -187,7 +187,7 @@ def _demonstration_defaults(given: argparse.Namespace) -> dict:
 def check_arguments(given: argparse.Namespace) -> None:
     """Check everything that needs no process group, so that each rank finds the same fault by itself, at once."""
     if given.deepspeed:
-        _check_ds_config(given.deepspeed)
+        _check_ds_config(given)
     if not (given.do_train or given.do_eval or given.do_predict):
         raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
     if is_from_scratch(given) and not given.do_train:
@@ -199,9 +199,15 @@ def check_arguments(given: argparse.Namespace) -> None:
     _check_output_dir(given)
 
 
-def _check_ds_config(path: str) -> None:
+def _check_ds_config(given: argparse.Namespace) -> None:
     try:
-        zero.config.load_config(path, allow_auto=True)
+        config = zero.config.load_config(given.deepspeed, allow_auto=True)
+        # Where the configuration says "auto" the Trainer will put in its own; the product must be right already.
+        config.train_micro_batch_size_per_gpu = (
+            config.train_micro_batch_size_per_gpu or given.per_device_train_batch_size
+        )
+        config.gradient_accumulation_steps = config.gradient_accumulation_steps or given.gradient_accumulation_steps
+        config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
     except (ValueError, OSError) as error:
         raise InputError(f"--deepspeed: {error}") from error
 
