@@ -1,0 +1,303 @@
+"""The fused, chunked head: the loss of a student's hidden states without a (tokens x vocabulary) tensor.
+
+[Note: what is held]
+The plain way holds some eight tensors of tokens x vocabulary for forward KL and fourteen for JSD. Here the tokens are
+taken a chunk at a time, and in forward already: multiply both heads, softmax in fp32, closed-form gradient, then its
+two products
+
+    d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            (N, V) is never there, only (chunk, V)
+
+Backward multiplies what forward left, (N, H) and (V, H), by the incoming scalar. So weights are needed in forward only,
+and a head whose parameters an engine gathers for its call may be released again before backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from distill.losses import LOG_ZERO, Divergence, TopK, log_probabilities, top_k_with_tail, value_and_gradient
+
+# fp32 elements of one (chunk, V) tensor where `chunk_size` is not given: 32 MiB, and some six of them live at a time.
+CHUNK_ELEMENTS = 2**23
+
+
+class Teacher(Protocol):
+    """What a teacher says of the N tokens to learn from."""
+
+    def chunk(self, rows: slice) -> torch.Tensor | StoredChunk:
+        """Logits (chunk, teacher vocabulary) in any dtype, or what a cache has stored of them."""
+
+
+class StoredChunk(NamedTuple):
+    """Rows of a teacher cache: bins at the temperature they were stored with, and the teacher's own cross-entropy."""
+
+    top_k: TopK
+    cross_entropy: torch.Tensor
+
+
+class SharedTokens(NamedTuple):
+    """Ids, in student and teacher, of the tokens that both know, in one order: (S,) each, or slices of equal length."""
+
+    student: torch.Tensor | slice
+    teacher: torch.Tensor | slice
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the loss of a token is made.
+
+    Args:
+        kd_alpha: loss = (1 - kd_alpha) cross-entropy + kd_alpha T^2 divergence.
+        divergence, temperature, top_k: see `distill.losses`; top_k 0 means dense.
+        shared: None where both vocabularies are one; else the divergence is over the shared tokens, renormalised.
+        teacher_labels: (student vocabulary,) teacher id of each student token, -1 where it has none; None: the same id.
+        chunk_size: tokens at a time; 0: as many as make `CHUNK_ELEMENTS` of logits.
+        with_agreement: also tell `top1_agreement` and `teacher_ce`, which cost two more passes over the logits.
+    """
+
+    kd_alpha: float = 0.9
+    divergence: Divergence = field(default_factory=Divergence)
+    temperature: float = 1.0
+    top_k: int = 0
+    shared: SharedTokens | None = None
+    teacher_labels: torch.Tensor | None = None
+    chunk_size: int = 0
+    with_agreement: bool = False
+
+    def chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
+        size = self.chunk_size or max(1, CHUNK_ELEMENTS // vocabulary)
+        for start in range(0, tokens, size):
+            yield slice(start, min(start + size, tokens))
+
+
+class TokenLosses(NamedTuple):
+    """Of each token, (N,) in fp32 without gradient: cross-entropy, divergence (times T^2), the teacher's cross-entropy
+    (NaN where it is not known), and whether both give the same token most probability (1, 0, NaN)."""
+
+    ce: torch.Tensor
+    kd: torch.Tensor
+    teacher_ce: torch.Tensor
+    agreement: torch.Tensor
+
+
+@dataclass
+class Targets:
+    """What N tokens are to be: labels (N,) and, unless `teacher` is None, what the teacher says.
+
+    `has_teacher` (N,) bool marks the tokens for which it says something (None: all); others have cross-entropy alone.
+    """
+
+    labels: torch.Tensor
+    teacher: Teacher | None = None
+    has_teacher: torch.Tensor | None = None
+
+
+def chunk_loss(
+    logits: torch.Tensor, rows: slice, targets: Targets, recipe: Recipe, with_gradient: bool
+) -> tuple[TokenLosses, torch.Tensor | None]:
+    """Losses of a chunk's tokens for fp32 logits (chunk, V), and the gradient of their weighted sum, (chunk, V)."""
+    labels = targets.labels[rows]
+    log_q = log_probabilities(logits)
+    ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    unknown = torch.full_like(ce, torch.nan)
+    if targets.teacher is None or recipe.kd_alpha == 0 and not recipe.with_agreement:
+        gradient = _cross_entropy_gradient(log_q, labels, 1.0) if with_gradient else None
+        return TokenLosses(ce, torch.zeros_like(ce), unknown, unknown), gradient
+
+    said = targets.teacher.chunk(rows)
+    teacher_ce, agreement = _compare(logits, labels, said, recipe) if recipe.with_agreement else (unknown, unknown)
+    log_q_shared, log_p = _on_common_ground(logits, log_q, said, recipe)
+    kd, kd_gradient = value_and_gradient(log_q_shared, log_p, recipe.divergence, recipe.temperature)
+    alpha = torch.full_like(ce, recipe.kd_alpha)
+    if targets.has_teacher is not None:
+        absent = ~targets.has_teacher[rows]
+        alpha, kd = alpha.masked_fill(absent, 0.0), kd.masked_fill(absent, 0.0)
+        teacher_ce, agreement = teacher_ce.masked_fill(absent, torch.nan), agreement.masked_fill(absent, torch.nan)
+    losses = TokenLosses(ce, kd, teacher_ce, agreement)
+    if not with_gradient:
+        return losses, None
+    gradient = _cross_entropy_gradient(log_q, labels, (1 - alpha).unsqueeze(-1))
+    kd_gradient.mul_(alpha.unsqueeze(-1))
+    if recipe.shared is None:
+        return losses, gradient.add_(kd_gradient)
+    if isinstance(recipe.shared.student, slice):
+        gradient[:, recipe.shared.student] += kd_gradient
+    else:
+        gradient.index_add_(1, recipe.shared.student, kd_gradient)
+    return losses, gradient
+
+
+def _cross_entropy_gradient(log_q: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+    gradient = log_q.exp()
+    gradient.scatter_add_(-1, labels.unsqueeze(-1), gradient.new_full((len(labels), 1), -1.0))
+    return gradient.mul_(weight)
+
+
+def _on_common_ground(
+    logits: torch.Tensor, log_q: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor | TopK]:
+    """Log-probabilities of student and teacher over the shared tokens at the recipe's temperature."""
+    shared, temperature = recipe.shared, recipe.temperature
+    if shared is not None:
+        log_q = log_probabilities(logits[:, shared.student], temperature)
+    elif temperature != 1:
+        log_q = log_probabilities(logits, temperature)
+    if isinstance(said, StoredChunk):
+        return log_q, said.top_k
+    said = said.to(logits.dtype)
+    log_p = log_probabilities(said if shared is None else said[:, shared.teacher], temperature)
+    return log_q, top_k_with_tail(log_p, recipe.top_k) if recipe.top_k else log_p
+
+
+def _compare(
+    logits: torch.Tensor, labels: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's cross-entropy of each label, and whether the first choices are the same token."""
+    first = logits.argmax(-1)
+    if isinstance(said, StoredChunk):
+        best = said.top_k.log_p[:, :-1].argmax(-1, keepdim=True)
+        return said.cross_entropy, (said.top_k.indices.gather(-1, best).squeeze(-1) == first).float()
+    if recipe.teacher_labels is not None:
+        labels, first = recipe.teacher_labels[labels], recipe.teacher_labels[first]
+    log_p = log_probabilities(said)
+    known = labels.clamp_min(0).unsqueeze(-1)
+    teacher_ce = -log_p.gather(-1, known).squeeze(-1).masked_fill(labels < 0, torch.nan)
+    return teacher_ce.float(), (log_p.argmax(-1) == first).float()
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, recipe, with_gradient):
+        statistics = []
+        d_hidden = torch.empty_like(hidden) if with_gradient else None
+        d_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if with_gradient else None
+        d_bias = torch.zeros_like(bias, dtype=_at_least_fp32(bias)) if with_gradient and bias is not None else None
+        for rows in recipe.chunks(len(hidden), len(weight)):
+            part = hidden[rows]
+            logits = linear(part, weight, bias)
+            logits = logits.to(_at_least_fp32(logits))
+            losses, gradient = chunk_loss(logits, rows, targets, recipe, with_gradient)
+            del logits
+            statistics.append(torch.stack(losses))
+            if gradient is None:
+                continue
+            if d_bias is not None:
+                d_bias += gradient.sum(0)
+            gradient = gradient.to(weight.dtype)
+            torch.mm(gradient, weight, out=d_hidden[rows])
+            if weight.dtype == d_weight.dtype:
+                d_weight.addmm_(gradient.T, part)
+            else:
+                d_weight += gradient.T @ part
+        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        statistics = torch.cat(statistics, dim=1) if statistics else hidden.new_zeros(4, 0, dtype=torch.float32)
+        ctx.mark_non_differentiable(statistics)
+        return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        gradients = (
+            None if saved is None else (saved * grad).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return *gradients, None, None, None
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, recipe, with_gradient):
+        statistics = []
+        d_logits = torch.empty_like(logits) if with_gradient else None
+        for rows in recipe.chunks(*logits.shape):
+            part = logits[rows]
+            losses, gradient = chunk_loss(part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient)
+            statistics.append(torch.stack(losses))
+            if gradient is not None:
+                d_logits[rows] = gradient
+        ctx.save_for_backward(d_logits)
+        statistics = torch.cat(statistics, dim=1) if statistics else logits.new_zeros(4, 0, dtype=torch.float32)
+        ctx.mark_non_differentiable(statistics)
+        return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        (d_logits,) = ctx.saved_tensors
+        return d_logits * grad.to(d_logits.dtype), None, None, None
+
+
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _weighted_sum(losses: TokenLosses, targets: Targets, recipe: Recipe) -> torch.Tensor:
+    if targets.teacher is None:
+        return losses.ce.sum()
+    alpha = torch.full_like(losses.ce, recipe.kd_alpha)
+    if targets.has_teacher is not None:
+        alpha = alpha.masked_fill(~targets.has_teacher, 0.0)
+    return ((1 - alpha) * losses.ce + alpha * losses.kd).sum()
+
+
+def fused_head_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, recipe: Recipe
+) -> tuple[torch.Tensor, TokenLosses]:
+    """The sum of N tokens' losses under a linear head, differentiable in `hidden` (N, H), `weight` (V, H), `bias` (V,).
+
+    The sum is a scalar in fp32, to be divided by the number of tokens of the whole step. The gradient of `weight` is
+    summed in fp32 whatever its dtype. Also returns the losses of each token.
+    """
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    total, statistics = _FusedHead.apply(hidden, weight, bias, targets, recipe, with_gradient)
+    return total, TokenLosses(*statistics)
+
+
+def logits_loss(logits: torch.Tensor, targets: Targets, recipe: Recipe) -> tuple[torch.Tensor, TokenLosses]:
+    """The same for logits (N, V), where the head is more than a linear map."""
+    with_gradient = torch.is_grad_enabled() and logits.requires_grad
+    total, statistics = _FromLogits.apply(logits, targets, recipe, with_gradient)
+    return total, TokenLosses(*statistics)
+
+
+@dataclass
+class HeadTeacher:
+    """A live teacher: hidden states (N, H) and a linear head, (V, H) and (V,) or None; logits exist by chunks only."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    device: torch.device
+
+    def chunk(self, rows: slice) -> torch.Tensor:
+        return linear(self.hidden[rows], self.weight, self.bias).to(self.device)
+
+
+@dataclass
+class LogitsTeacher:
+    """A live teacher whose head is not a plain linear map: all of its logits (N, V)."""
+
+    logits: torch.Tensor
+
+    def chunk(self, rows: slice) -> torch.Tensor:
+        return self.logits[rows]
+
+
+@dataclass
+class StoredTeacher:
+    """Rows from a cache: token ids (N, k), log-probabilities with the tail's last (N, k + 1), cross-entropy (N,)."""
+
+    indices: torch.Tensor
+    log_p: torch.Tensor
+    cross_entropy: torch.Tensor
+
+    def chunk(self, rows: slice) -> StoredChunk:
+        log_p = self.log_p[rows].float().clamp_min(LOG_ZERO)
+        return StoredChunk(TopK(self.indices[rows].long(), log_p), self.cross_entropy[rows].float())

@@ -1,0 +1,265 @@
+"""Distillation losses on logits: per-token values with closed-form gradients.
+
+[Note: how every loss is computed]
+p is the teacher's distribution and q the student's, both softmax(logits / T). A divergence D gives, for each token, its
+value and the product q u, where u = dD/dq. The chain rule through the softmax is the same for all of them:
+
+    d(T^2 D) / d(student logits) = T (q u - q sum(q u))
+
+A constant added to u changes nothing, so u is given without such constants. Softmax is taken in fp32 (or fp64 where
+the logits are) whatever the dtype of the logits: in bf16 it is off by tens of per cent for single tokens.
+
+Values are multiplied by T^2 (arXiv 1503.02531), so that gradients keep their size when T changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
+# exp() of this is 0 in fp32 and fp64, and 0 times it is 0: a probability of zero costs nothing.
+LOG_ZERO = -1e4
+
+
+class ValueAndSlope(NamedTuple):
+    """What a divergence gives for N tokens: value (N,), and `weighted_slope` (N, V), which is q dD/dq."""
+
+    value: torch.Tensor
+    weighted_slope: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A loss between two distributions. `beta` is used by "jsd" alone, `skew_alpha` by the two skew losses.
+
+    Sources: forward KL arXiv 1503.02531, reverse KL 2306.08543, generalised JSD 2306.13649, skew KL 2402.03898,
+    ULD (sorted probabilities, for different vocabularies) 2402.12030.
+
+    Raises:
+        ValueError: an unknown loss or a parameter out of its range.
+    """
+
+    loss_type: str = "forward_kl"
+    beta: float = 0.5
+    skew_alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(f"loss_type {self.loss_type!r} is unknown: choose one of {', '.join(LOSS_TYPES)}")
+        if not 0 < self.beta < 1:
+            raise ValueError(
+                f"beta is {self.beta}: generalised JSD needs 0 < beta < 1 (it tends to 0 at both ends);"
+                f" for the limits use loss_type forward_kl or reverse_kl"
+            )
+        if not 0 <= self.skew_alpha < 1:
+            raise ValueError(f"skew_alpha is {self.skew_alpha}: it must be at least 0 and less than 1")
+
+    def __call__(self, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+        """Value and slope for log-probabilities (N, V) of student and teacher; "uld" takes different V."""
+        return _FORMULAS[self.loss_type](self, log_q, log_p)
+
+
+def _forward_kl(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    p = log_p.exp()
+    return ValueAndSlope(torch.linalg.vecdot(p, log_p - log_q), p.neg_())
+
+
+def _reverse_kl(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    weighted = (log_q - log_p).mul_(log_q.exp())
+    return ValueAndSlope(weighted.sum(-1), weighted)
+
+
+def _jsd(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    beta = divergence.beta
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    of_teacher = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
+    weighted = torch.sub(log_q, log_m, out=log_m).mul_(log_q.exp()).mul_(1 - beta)
+    return ValueAndSlope(beta * of_teacher + weighted.sum(-1), weighted)
+
+
+def _skew_forward_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    alpha = divergence.skew_alpha
+    log_m = torch.logaddexp(log_p + _log(alpha), log_q + math.log1p(-alpha))
+    value = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
+    return ValueAndSlope(value, torch.sub(log_p, log_m, out=log_m).add_(log_q).exp_().mul_(alpha - 1))
+
+
+def _skew_reverse_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    alpha = divergence.skew_alpha
+    log_m = torch.logaddexp(log_q + _log(alpha), log_p + math.log1p(-alpha))
+    log_ratio = torch.sub(log_q, log_m, out=log_m)
+    q = log_q.exp()
+    value = torch.linalg.vecdot(q, log_ratio)
+    return ValueAndSlope(value, log_ratio.sub_(log_ratio.exp().mul_(alpha)).mul_(q))
+
+
+def _uld(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    q, order = log_q.exp().sort(dim=-1, descending=True)
+    p = log_p.exp().sort(dim=-1, descending=True).values
+    width = max(q.shape[-1], p.shape[-1])
+    difference = _widen(q, width) - _widen(p, width)
+    weighted = difference.sign()[:, : q.shape[-1]].mul_(q)
+    return ValueAndSlope(difference.abs().sum(-1), torch.empty_like(q).scatter_(-1, order, weighted))
+
+
+_FORMULAS: dict[str, Callable[[Divergence, torch.Tensor, torch.Tensor], ValueAndSlope]] = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "skew_forward_kl": _skew_forward_kl,
+    "skew_reverse_kl": _skew_reverse_kl,
+    "uld": _uld,
+}
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else LOG_ZERO
+
+
+def _widen(values: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, width - values.shape[-1]))
+
+
+def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log softmax(logits / T) over the last dimension, in fp32 at least. A logit of -inf becomes `LOG_ZERO`."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1).clamp_min_(LOG_ZERO)
+
+
+class TopK(NamedTuple):
+    """A teacher's k most probable tokens and the mass of all others.
+
+    indices: (N, k) token ids; log_p: (N, k + 1) log-probabilities, the last column being the tail's. All k + 1 bins
+    together have mass 1, so a divergence on them is a divergence of distributions (renormalising the k alone is
+    biased, arXiv 2503.16870).
+    """
+
+    indices: torch.Tensor
+    log_p: torch.Tensor
+
+
+def top_k_with_tail(log_p: torch.Tensor, k: int) -> TopK:
+    """The bins of dense log-probabilities (N, V); the tail is the exact sum of the others. ValueError unless k < V."""
+    if not 0 < k < log_p.shape[-1]:
+        raise ValueError(f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens")
+    return _bins(log_p, log_p.topk(k, dim=-1).indices)
+
+
+def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> TopK:
+    tail = log_probs.scatter(-1, indices, -math.inf).logsumexp(dim=-1, keepdim=True).clamp_min_(LOG_ZERO)
+    return TopK(indices, torch.cat([log_probs.gather(-1, indices), tail], dim=-1))
+
+
+def value_and_gradient(
+    log_q: torch.Tensor, teacher: torch.Tensor | TopK, divergence: Divergence, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """T^2 times the divergence, (N,), and its gradient with respect to the student's logits, (N, V).
+
+    `log_q` (N, V) are log-probabilities at the temperature, `teacher` dense ones or bins, at the same temperature.
+    """
+    if isinstance(teacher, TopK):
+        value, gradient = _binned(log_q, teacher, divergence)
+    else:
+        value, weighted = divergence(log_q, teacher)
+        gradient = torch.addcmul(weighted, log_q.exp(), weighted.sum(-1, keepdim=True), value=-1)
+    return value.mul_(temperature**2), gradient.mul_(temperature)
+
+
+def _binned(log_q: torch.Tensor, teacher: TopK, divergence: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
+    bins = _bins(log_q, teacher.indices).log_p
+    value, weighted = divergence(bins, teacher.log_p)
+    total = weighted.sum(-1, keepdim=True)
+    # A token of the tail has the slope of the tail's bin.
+    slope = weighted[:, -1:] / bins[:, -1:].exp().clamp_min(torch.finfo(bins.dtype).tiny)
+    gradient = log_q.exp().mul_(slope - total)
+    inside = torch.addcmul(weighted, bins.exp(), total, value=-1)[:, :-1]
+    return value, gradient.scatter_(-1, teacher.indices, inside)
+
+
+class _TokenDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student_logits, teacher, divergence, temperature):
+        log_q = log_probabilities(student_logits, temperature)
+        value, gradient = value_and_gradient(log_q, teacher, divergence, temperature)
+        ctx.save_for_backward(gradient)
+        ctx.dtype = student_logits.dtype
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def token_divergence(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    divergence: Divergence,
+    temperature: float = 1.0,
+    top_k: int = 0,
+) -> torch.Tensor:
+    """The loss of each token, (N,), differentiable in the student's logits (N, V); the teacher's are constants.
+
+    With `top_k` the divergence is that of k + 1 bins: the teacher's k most probable tokens and all the others.
+    """
+    with torch.no_grad():
+        teacher: torch.Tensor | TopK = log_probabilities(teacher_logits, temperature)
+        if top_k:
+            teacher = top_k_with_tail(teacher, top_k)
+    return _TokenDivergence.apply(student_logits, teacher, divergence, temperature)
+
+
+def forward_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """T^2 KL(p || q) of each token, (N,), arXiv 1503.02531."""
+    return token_divergence(student_logits, teacher_logits, Divergence("forward_kl"), temperature)
+
+
+def reverse_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """T^2 KL(q || p) of each token, (N,), arXiv 2306.08543."""
+    return token_divergence(student_logits, teacher_logits, Divergence("reverse_kl"), temperature)
+
+
+def generalised_jsd(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, beta: float = 0.5
+) -> torch.Tensor:
+    """T^2 (beta KL(p || m) + (1 - beta) KL(q || m)), m = beta p + (1 - beta) q, of each token, arXiv 2306.13649."""
+    return token_divergence(student_logits, teacher_logits, Divergence("jsd", beta=beta), temperature)
+
+
+def skew_forward_kl(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, skew_alpha: float = 0.1
+) -> torch.Tensor:
+    """T^2 KL(p || a p + (1 - a) q) of each token, arXiv 2402.03898."""
+    return token_divergence(
+        student_logits, teacher_logits, Divergence("skew_forward_kl", skew_alpha=skew_alpha), temperature
+    )
+
+
+def skew_reverse_kl(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, skew_alpha: float = 0.1
+) -> torch.Tensor:
+    """T^2 KL(q || a q + (1 - a) p) of each token, arXiv 2402.03898."""
+    return token_divergence(
+        student_logits, teacher_logits, Divergence("skew_reverse_kl", skew_alpha=skew_alpha), temperature
+    )
+
+
+def top_k_forward_kl(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, top_k: int, temperature: float = 1.0
+) -> torch.Tensor:
+    """T^2 KL on the teacher's k most probable tokens and one bin for all others, (N,)."""
+    return token_divergence(student_logits, teacher_logits, Divergence("forward_kl"), temperature, top_k)
+
+
+def universal_logit_distance(
+    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """T^2 times the sum of differences of sorted probabilities, zero-padded to one width, (N,), arXiv 2402.12030."""
+    return token_divergence(student_logits, teacher_logits, Divergence("uld"), temperature)

@@ -1,0 +1,178 @@
+"""The fused head against float64 autograd of the plain formulas, and what must not change its result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from distill.fused import HeadTeacher, Recipe, SharedTokens, StoredTeacher, Targets, fused_head_loss, logits_loss
+from distill.losses import Divergence, log_probabilities, top_k_with_tail
+from tests.distill import references
+
+TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 8, 12, 61
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def case(dtype=torch.float32, bias=True, teacher_vocabulary=VOCABULARY):
+    """Student (hidden, weight, bias) with gradients, labels, and the teacher (hidden, weight, bias)."""
+    student = [normal(1, TOKENS, WIDTH), normal(2, VOCABULARY, WIDTH), normal(3, VOCABULARY) if bias else None]
+    teacher = [normal(4, TOKENS, TEACHER_WIDTH) / 2, normal(5, teacher_vocabulary, TEACHER_WIDTH), None]
+    labels = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(6))
+    student = [None if x is None else x.to(dtype).requires_grad_() for x in student]
+    return student, labels, [None if x is None else x.to(dtype) for x in teacher]
+
+
+def fused(student, labels, teacher, recipe, scale=1.0):
+    targets = Targets(labels, HeadTeacher(*teacher, labels.device))
+    total, losses = fused_head_loss(*student, targets, recipe)
+    (total * scale).backward()
+    return total.detach(), [x.grad for x in student if x is not None], losses
+
+
+def plain(student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), teacher_ids=slice(None)):
+    student = [None if x is None else x.detach().double().requires_grad_() for x in student]
+    z = torch.nn.functional.linear(*student)
+    zt = torch.nn.functional.linear(*(None if x is None else x.double() for x in teacher))
+    divergence = recipe.divergence
+    kd = references.divergence(
+        z[:, student_ids], zt[:, teacher_ids], divergence.loss_type, recipe.temperature,
+        divergence.beta, divergence.skew_alpha, recipe.top_k,
+    )  # fmt: skip
+    total = (1 - recipe.kd_alpha) * cross_entropy(z, labels, reduction="sum") + recipe.kd_alpha * kd.sum()
+    (total * scale).backward()
+    return total.detach(), [x.grad for x in student if x is not None]
+
+
+def assert_same(ours, expected, tolerance=1e-6):
+    torch.testing.assert_close(ours[0].double(), expected[0], rtol=tolerance, atol=tolerance)
+    for gradient, reference in zip(ours[1], expected[1], strict=True):
+        scale = reference.abs().max().clamp_min(1)
+        assert (gradient.double() - reference).abs().max() <= tolerance * scale
+
+
+@pytest.mark.parametrize("loss_type", ["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld"])
+@pytest.mark.parametrize("temperature, top_k, bias", [(1.0, 0, False), (2.0, 0, True), (2.0, 7, True)])
+def test_value_and_gradients_are_those_of_the_formulas(loss_type, temperature, top_k, bias):
+    if loss_type == "uld" and top_k:
+        pytest.skip("sorted probabilities have no top-k form")
+    recipe = Recipe(0.7, Divergence(loss_type), temperature, top_k, chunk_size=5)
+    inputs = case(bias=bias)
+    assert_same(fused(*inputs, recipe, scale=0.3), plain(*inputs, recipe, scale=0.3))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 22, 23, 1000, 0])
+def test_the_size_of_the_chunks_changes_nothing(chunk_size):
+    recipe = Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=4)
+    expected = fused(*case(), recipe)
+    ours = fused(*case(), replace(recipe, chunk_size=chunk_size))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_padded_rows_of_the_vocabulary_are_left_out():
+    """61 rows against 70, of which 55 are tokens: distilled over these 55, renormalised; cross-entropy over all 61."""
+    ids = slice(0, 55)
+    recipe = Recipe(0.6, Divergence("forward_kl"), 2.0, shared=SharedTokens(ids, ids), chunk_size=6)
+    inputs = case(teacher_vocabulary=70)
+    assert_same(fused(*inputs, recipe), plain(*inputs, recipe, student_ids=ids, teacher_ids=ids))
+
+
+def test_shared_tokens_may_have_other_ids():
+    generator = torch.Generator().manual_seed(9)
+    student_ids = torch.randperm(VOCABULARY, generator=generator)[:40]
+    teacher_ids = torch.randperm(70, generator=generator)[:40]
+    recipe = Recipe(0.6, Divergence("reverse_kl"), shared=SharedTokens(student_ids, teacher_ids), chunk_size=6)
+    inputs = case(teacher_vocabulary=70)
+    assert_same(fused(*inputs, recipe), plain(*inputs, recipe, student_ids=student_ids, teacher_ids=teacher_ids))
+
+
+def test_logits_give_the_same_as_the_fused_head():
+    recipe = Recipe(0.7, Divergence("skew_reverse_kl"), 1.5, chunk_size=5, with_agreement=True)
+    student, labels, teacher = case()
+    total, gradients, losses = fused(student, labels, teacher, recipe)
+    others = [x.detach().requires_grad_() for x in student]
+    targets = Targets(labels, HeadTeacher(*teacher, labels.device))
+    from_logits, from_logits_losses = logits_loss(torch.nn.functional.linear(*others), targets, recipe)
+    from_logits.backward()
+    torch.testing.assert_close(from_logits.detach(), total)
+    torch.testing.assert_close([x.grad for x in others], gradients)
+    torch.testing.assert_close(from_logits_losses, losses)
+
+
+def test_statistics_of_each_token():
+    recipe = Recipe(0.7, temperature=2.0, chunk_size=5, with_agreement=True)
+    student, labels, teacher = case()
+    _, _, losses = fused(student, labels, teacher, recipe)
+    z, zt = torch.nn.functional.linear(*student).detach(), torch.nn.functional.linear(*teacher)
+    torch.testing.assert_close(losses.ce, cross_entropy(z, labels, reduction="none"))
+    torch.testing.assert_close(losses.teacher_ce, cross_entropy(zt, labels, reduction="none"))
+    torch.testing.assert_close(losses.kd, references.divergence(z.double(), zt.double(), "forward_kl", 2.0).float())
+    assert losses.agreement.tolist() == (z.argmax(-1) == zt.argmax(-1)).float().tolist()
+
+
+def test_stored_bins_give_the_same_as_the_live_teacher():
+    recipe = Recipe(0.8, Divergence("jsd"), 2.0, top_k=9, chunk_size=5)
+    student, labels, teacher = case()
+    expected = fused(student, labels, teacher, recipe)[:2]
+    bins = top_k_with_tail(log_probabilities(torch.nn.functional.linear(*teacher), 2.0), 9)
+    student = case()[0]
+    targets = Targets(labels, StoredTeacher(bins.indices.int(), bins.log_p, torch.zeros(TOKENS)))
+    total, _ = fused_head_loss(*student, targets, replace(recipe, top_k=0))
+    total.backward()
+    torch.testing.assert_close((total.detach(), [x.grad for x in student]), expected)
+
+
+def test_tokens_of_which_the_teacher_says_nothing_have_cross_entropy_alone():
+    student, labels, teacher = case()
+    said = torch.arange(TOKENS) % 3 > 0
+    recipe = Recipe(0.8, chunk_size=5)
+    targets = Targets(labels, HeadTeacher(*teacher, labels.device), said)
+    total, losses = fused_head_loss(*student, targets, recipe)
+    total.backward()
+    weights = torch.where(said, 0.2, 1.0)
+    assert losses.kd[~said].abs().max() == 0 and losses.kd[said].min() > 0
+    torch.testing.assert_close(total, (weights * losses.ce + 0.8 * losses.kd).sum())
+    z = torch.nn.functional.linear(*(x.detach() for x in student))
+    q, p = z.softmax(-1), torch.nn.functional.linear(*teacher).softmax(-1)
+    y = torch.nn.functional.one_hot(labels, VOCABULARY)
+    dz = weights[:, None] * (q - y) + torch.where(said, 0.8, 0.0)[:, None] * (q - p)
+    torch.testing.assert_close(student[2].grad, dz.sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens_give_no_loss_and_zero_gradients():
+    student, labels, teacher = case()
+    none = [student[0].detach()[:0].requires_grad_(), *student[1:]]
+    total, gradients, losses = fused(none, labels[:0], [teacher[0][:0], *teacher[1:]], Recipe())
+    assert total == 0 and losses.ce.shape == (0,)
+    assert all(gradient.abs().sum() == 0 for gradient in gradients)
+
+
+def test_bf16_heads_sum_the_weights_gradient_in_fp32():
+    recipe = Recipe(0.5, chunk_size=1)  # 23 sums: in bf16 they would lose most of their digits
+    student, labels, teacher = case(torch.bfloat16, bias=False)
+    ours, expected = fused(student, labels, teacher, recipe), plain(student, labels, teacher, recipe)
+    assert ours[1][1].dtype == torch.bfloat16
+    scale = expected[1][1].abs().max()
+    assert (ours[1][1].double() - expected[1][1]).abs().max() < 0.015 * scale
+
+
+def test_memory_holds_no_tensor_of_tokens_times_vocabulary():
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
+            return result
+
+    inputs = case()
+    with Largest() as largest:
+        fused(*inputs, Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=3))
+    assert largest.elements <= max(3 * VOCABULARY, VOCABULARY * TEACHER_WIDTH) < TOKENS * VOCABULARY

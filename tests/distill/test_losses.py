@@ -1,0 +1,144 @@
+"""Each loss against its formula in float64: value and gradient; and what must be true of it for any logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distill import losses
+from distill.losses import LOSS_TYPES, Divergence, token_divergence
+from tests.distill import references
+
+DENSE = [name for name in LOSS_TYPES if name != "uld"]
+
+
+def logits(seed: int, tokens: int, vocabulary: int, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def check(loss_type, student, teacher, temperature, *, top_k=0, tolerance=1e-6, **parameters):
+    z = student.clone().requires_grad_()
+    value = token_divergence(z, teacher, Divergence(loss_type, **parameters), temperature, top_k)
+    weights = torch.linspace(0.5, 1.5, len(z), dtype=value.dtype)
+    (value * weights).sum().backward()
+    z64 = student.double().requires_grad_()
+    expected = references.divergence(z64, teacher.double(), loss_type, temperature, top_k=top_k, **parameters)
+    (expected * weights.double()).sum().backward()
+    nats = max(1, expected.abs().max().item() / temperature**2)  # what is lost in fp32 is a fraction of the logarithms
+    assert (value - expected).abs().max() <= tolerance * nats * temperature**2
+    assert (z.grad - z64.grad).abs().max() <= tolerance * nats * temperature
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("tokens, vocabulary, temperature", [(1, 2, 1.0), (7, 33, 2.0), (5, 501, 0.5), (3, 100, 4.0)])
+def test_value_and_gradient_are_those_of_the_formula(loss_type, tokens, vocabulary, temperature):
+    check(loss_type, logits(1, tokens, vocabulary), logits(2, tokens, vocabulary), temperature)
+
+
+@pytest.mark.parametrize("loss_type", DENSE)
+@pytest.mark.parametrize("k", [1, 5, 32])
+def test_top_k_with_a_tail_is_the_divergence_of_the_bins(loss_type, k):
+    check(loss_type, logits(3, 6, 33), logits(4, 6, 33), 2.0, top_k=k)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.3, 0.99])
+def test_jsd_for_other_betas(beta):
+    check("jsd", logits(5, 6, 40), logits(6, 6, 40), 1.5, beta=beta)
+
+
+@pytest.mark.parametrize("skew_alpha", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("loss_type", ["skew_forward_kl", "skew_reverse_kl"])
+def test_skew_for_other_alphas(loss_type, skew_alpha):
+    check(loss_type, logits(7, 6, 40), logits(8, 6, 40), 1.5, skew_alpha=skew_alpha)
+
+
+@pytest.mark.parametrize("student_size, teacher_size", [(20, 31), (31, 20)])
+def test_uld_takes_vocabularies_of_different_sizes(student_size, teacher_size):
+    check("uld", logits(9, 5, student_size), logits(10, 5, teacher_size), 2.0)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(loss_type):
+    z = logits(11, 9, 50, scale=10).requires_grad_()
+    value = token_divergence(z, z.detach(), Divergence(loss_type), 2.0)
+    value.sum().backward()
+    assert value.abs().max() < 2e-5
+    assert z.grad.abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("loss_type", DENSE)
+def test_no_divergence_is_negative_and_gradients_of_logits_sum_to_zero(loss_type):
+    z = logits(12, 200, 64, scale=6).requires_grad_()
+    value = token_divergence(z, logits(13, 200, 64, scale=6), Divergence(loss_type))
+    value.sum().backward()
+    assert value.min() >= 0
+    assert z.grad.sum(-1).abs().max() < 1e-5
+
+
+def test_jsd_of_a_half_is_symmetric_and_bounded():
+    a, b = logits(14, 20, 64, scale=8), logits(15, 20, 64, scale=8)
+    there, back = losses.generalised_jsd(a, b), losses.generalised_jsd(b, a)
+    torch.testing.assert_close(there, back)
+    assert there.max() <= torch.tensor(2.0).log()
+
+
+def test_jsd_tends_to_beta_times_kl_at_its_ends():
+    student, teacher = logits(16, 20, 64, 1).double(), logits(17, 20, 64, 1).double()
+    near_zero = losses.generalised_jsd(student, teacher, beta=1e-5) / 1e-5
+    torch.testing.assert_close(near_zero, losses.forward_kl(student, teacher), rtol=1e-3, atol=0)
+    near_one = losses.generalised_jsd(student, teacher, beta=1 - 1e-5) / 1e-5
+    torch.testing.assert_close(near_one, losses.reverse_kl(student, teacher), rtol=1e-3, atol=0)
+
+
+def test_skew_of_zero_is_plain_kl():
+    student, teacher = logits(18, 20, 64), logits(19, 20, 64)
+    torch.testing.assert_close(
+        losses.skew_forward_kl(student, teacher, skew_alpha=0), losses.forward_kl(student, teacher)
+    )
+    torch.testing.assert_close(
+        losses.skew_reverse_kl(student, teacher, skew_alpha=0), losses.reverse_kl(student, teacher)
+    )
+
+
+def test_top_k_of_almost_everything_is_nearly_dense_and_never_more():
+    student, teacher = logits(20, 20, 64), logits(21, 20, 64)
+    dense = losses.forward_kl(student, teacher)
+    torch.testing.assert_close(losses.top_k_forward_kl(student, teacher, 63), dense)
+    assert (losses.top_k_forward_kl(student, teacher, 4) <= dense + 1e-6).all()  # the data-processing inequality
+
+
+def test_uld_ignores_the_order_of_the_vocabulary():
+    student, teacher = logits(22, 8, 30), logits(23, 8, 30)
+    shuffled = teacher[:, torch.randperm(30, generator=torch.Generator().manual_seed(0))]
+    torch.testing.assert_close(
+        losses.universal_logit_distance(student, teacher), losses.universal_logit_distance(student, shuffled)
+    )
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_teachers_impossible_tokens_leave_everything_finite(loss_type):
+    teacher, z = logits(24, 4, 20), logits(25, 4, 20).requires_grad_()
+    teacher[:, ::3] = -torch.inf
+    value = token_divergence(z, teacher, Divergence(loss_type))
+    value.sum().backward()
+    assert value.isfinite().all() and z.grad.isfinite().all()
+
+
+def test_bf16_logits_are_turned_into_probabilities_in_fp32():
+    student, teacher = logits(26, 10, 300).bfloat16(), logits(27, 10, 300).bfloat16()
+    expected = references.divergence(student.double(), teacher.double(), "forward_kl", 1.0)
+    torch.testing.assert_close(losses.forward_kl(student, teacher).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [({"loss_type": "kl"}, "loss_type"), ({"beta": 0.0}, "beta"), ({"skew_alpha": 1.0}, "skew_alpha")],
+)
+def test_wrong_parameters_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        Divergence(**arguments)
+
+
+def test_top_k_must_leave_a_tail():
+    with pytest.raises(ValueError, match="top_k is 20"):
+        losses.top_k_forward_kl(logits(0, 2, 20), logits(0, 2, 20), 20)
