@@ -10,7 +10,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from zero.checkpoint_offline import DTYPES, MAX_FILE_BYTES, consolidate, describe
+from zero.checkpoint_model import DTYPES, MAX_FILE_BYTES
+from zero.checkpoint_offline import consolidate, describe
 from zero.config import load_config
 from zero.hf import enable
 

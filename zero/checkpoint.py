@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from zero import checkpoint_folder as folders
 from zero.checkpoint_folder import find_resumable
+from zero.checkpoint_model import model_config
 from zero.checkpoint_offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint_ranks import Ranks
 from zero.checkpoint_slices import SliceLoadPlanner, Slices, SliceSavePlanner, SliceWriter, whole
@@ -166,7 +167,7 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
         "optimizer": None
         if optimizer is None
         else {"classes": classes_of(optimizer.optimizer), "groups": group_settings(engine), "state": {}},
-        "model_config": _model_config(engine.module),
+        "model_config": model_config(engine.module),
     }
 
 
@@ -179,14 +180,6 @@ def _parameters(engine: ZeroEngine, exclude_frozen: bool) -> dict[str, dict]:
         for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
     }
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
-
-
-def _model_config(model: torch.nn.Module) -> dict | None:
-    """What transformers writes to `config.json`, if this is one of its models."""
-    as_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    if as_json is None:
-        return None
-    return json.loads(as_json(use_diff=False)) | {"architectures": [type(model).__name__]}
 
 
 # -- load

@@ -6,11 +6,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,30 +15,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from zero import checkpoint_folder as folders
+from zero.checkpoint_model import MAX_FILE_BYTES, ModelWriter, TensorSpec, write_json
 from zero.checkpoint_slices import SliceReader, Slices, whole
 from zero.checkpoint_values import decode, dtype_name, dtype_of
-
-# safetensors' names of dtypes; see its documentation of the format.
-_SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MAX_FILE_BYTES = 5 * 10**9
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of the model in a checkpoint: where it is and what it becomes."""
-
-    name: str
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def open_checkpoint(path: str | os.PathLike, tag: str | None = None) -> tuple[Path, dict]:
@@ -62,14 +38,20 @@ def _verify(folder: Path, description: dict) -> None:
         raise folders.DamagedCheckpointError(f"{error}{folders.offer(folder)}") from error
 
 
-def _model_tensors(description: dict, dtype: torch.dtype | None, exclude_frozen: bool = False) -> Iterator[Stored]:
-    """The model's tensors, tied ones once; floating-point ones of `dtype`, None: of the dtype they are trained in."""
+def _model_tensors(
+    description: dict, dtype: torch.dtype | None, exclude_frozen: bool = False
+) -> Iterator[tuple[str, TensorSpec]]:
+    """The model's tensors with their keys in the checkpoint, tied ones once.
+
+    Floating-point ones become `dtype`; None: the one they are trained in.
+    """
     for name, entry in description["parameters"].items():
         if entry["trainable"] or not exclude_frozen:
-            yield Stored(name, f"weights/{name}", torch.Size(entry["shape"]), dtype or dtype_of(entry["dtype"]))
+            spec = TensorSpec(name, torch.Size(entry["shape"]), dtype or dtype_of(entry["dtype"]))
+            yield f"weights/{name}", spec
     for name, entry in description["plain"].items():
         own = dtype_of(entry["dtype"])
-        yield Stored(name, f"plain/{name}", torch.Size(entry["shape"]), (own.is_floating_point and dtype) or own)
+        yield f"plain/{name}", TensorSpec(name, torch.Size(entry["shape"]), (own.is_floating_point and dtype) or own)
 
 
 # -- into memory
@@ -90,9 +72,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     _verify(folder, description)
     reader = SliceReader(folder)
     state = {}
-    for tensor in _model_tensors(description, torch.float32, exclude_frozen_parameters):
+    for key, tensor in _model_tensors(description, torch.float32, exclude_frozen_parameters):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
-        reader.read({tensor.key: whole(value)})
+        reader.read({key: whole(value)})
         state[tensor.name] = value
     for name, first in description["tied"].items():
         if first in state:
@@ -115,14 +97,6 @@ def load_state_dict_from_zero_checkpoint(
 
 
 # -- into a model folder
-
-
-@dataclass
-class _File:
-    """One safetensors file to be written."""
-
-    tensors: list[Stored] = field(default_factory=list)
-    nbytes: int = 0
 
 
 def consolidate(
@@ -148,72 +122,24 @@ def consolidate(
     if existing := sorted(path.name for path in target.glob("model*.safetensors*")):
         raise ValueError(f"{target} already holds a model ({existing[0]}); choose another folder or remove it")
     _verify(folder, description)
-    files = _distribute(_model_tensors(description, dtype), max_file_bytes)
-    total = sum(file.nbytes for file in files)
-    target.mkdir(parents=True, exist_ok=True)
-    if total > (free := shutil.disk_usage(target).free):
-        raise OSError(f"{target}: the model takes {folders.megabytes(total)} and {folders.megabytes(free)} are free")
-
-    reader = SliceReader(folder)
-    names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    with tqdm(total=total, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
-        for name, file in zip(names, files, strict=True):
-            _write_safetensors(target / name, file.tensors, reader, bar)
-    written = [target / name for name in names]
-    if len(files) > 1:
-        weight_map = {tensor.name: name for name, file in zip(names, files, strict=True) for tensor in file.tensors}
-        written.append(target / "model.safetensors.index.json")
-        _write_json(written[-1], {"metadata": {"total_size": total}, "weight_map": weight_map})
+    tensors, reader = list(_model_tensors(description, dtype)), SliceReader(folder)
+    with (
+        ModelWriter(target, [tensor for _, tensor in tensors], max_file_bytes=max_file_bytes) as writer,
+        tqdm(total=writer.nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar,
+    ):
+        for key, tensor in tensors:
+            for start, numel in reader.chunks(key):
+                part = torch.empty(numel, dtype=reader.dtype(key))
+                reader.read({key: Slices(tensor.shape.numel(), {start: part})})
+                part = part.to(tensor.dtype)
+                writer.write(part)
+                bar.update(part.nbytes)
+    written = writer.written
     if description["model_config"] is not None:
         trained_in = next(iter(description["parameters"].values()))["dtype"]
         written.append(target / "config.json")
-        _write_json(written[-1], description["model_config"] | {"dtype": dtype_name(dtype) if dtype else trained_in})
+        write_json(written[-1], description["model_config"] | {"dtype": dtype_name(dtype) if dtype else trained_in})
     return written
-
-
-def _distribute(tensors: Iterator[Stored], max_file_bytes: int) -> list[_File]:
-    files = [_File()]
-    for tensor in tensors:
-        if files[-1].tensors and files[-1].nbytes + tensor.nbytes > max_file_bytes:
-            files.append(_File())
-        files[-1].tensors.append(tensor)
-        files[-1].nbytes += tensor.nbytes
-    return files
-
-
-def _write_safetensors(path: Path, tensors: list[Stored], reader: SliceReader, bar: tqdm) -> None:
-    """Write a file of the safetensors format slice by slice (the library's writer wants all tensors in memory)."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in tensors:
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS[dtype_name(tensor.dtype)],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
-        }
-        position += tensor.nbytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
-    temporary = path.with_name(f".{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for tensor in tensors:
-                for start, numel in reader.chunks(tensor.key):
-                    part = torch.empty(numel, dtype=reader.dtype(tensor.key))
-                    reader.read({tensor.key: Slices(tensor.shape.numel(), {start: part})})
-                    part = part.to(tensor.dtype)
-                    file.write(part.view(torch.uint8).numpy().data)
-                    bar.update(part.nbytes)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # -- for reading by people

@@ -6,14 +6,13 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from zero import checkpoint, comm
 from zero.config import Config, load_config
-from zero.export import consolidated_state_dict
+from zero.export import Weights, consolidated_state_dict, save_16bit_model
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import plan_units
@@ -227,23 +226,23 @@ class ZeroEngine(nn.Module):
             raise ValueError(
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to true to save a model"
             )
-        return consolidated_state_dict(self.module, self.units, self.comm.rank, exclude_frozen_parameters)
+        weights = Weights(self.module, self.units, self.comm, exclude_frozen=exclude_frozen_parameters)
+        return consolidated_state_dict(self.module, weights)
 
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike,
-        save_filename: str = "pytorch_model.bin",
+        save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
+        save_dtype: torch.dtype | str | None = None,
+        max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Write the consolidated weights with `torch.save` from rank 0; False if the configuration forbids it."""
+        """Stream the weights to safetensors files: `zero.export.save_16bit_model`; False if the setting forbids it."""
         if not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename)
             return False
-        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if state is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state, Path(save_dir) / save_filename)
-        self.comm.barrier()
+        weights = Weights(self.module, self.units, self.comm, save_dtype, exclude_frozen_parameters)
+        save_16bit_model(self.module, weights, save_dir, save_filename, max_file_bytes)
         return True
 
     # -- checkpoints

@@ -1,40 +1,157 @@
-"""16-bit consolidation: the whole model's weights on one rank, gathered unit by unit."""
+"""The whole model's weights out of the shards, gathered unit by unit: into a model folder, or as a state dict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from zero.unit import Unit, unit_of
+from zero.checkpoint_model import DTYPES, MODEL_FILE, ModelWriter, TensorSpec, model_config, on_disk, write_json
+from zero.checkpoint_ranks import Ranks
+from zero.checkpoint_state import plain_tensors, tied_names, values_of
+from zero.checkpoint_values import dtype_name
+from zero.comm import Communicator, Pending
+from zero.unit import Unit
+
+logger = logging.getLogger("zero")
 
 
-def consolidated_state_dict(
-    model: nn.Module, units: Sequence[Unit], rank: int, exclude_frozen_parameters: bool = False
-) -> dict[str, torch.Tensor] | None:
-    """The model's state dict with full values in host memory on rank 0, and None on all other ranks.
+class Weights:
+    """All weights of a model, tied ones once, to be passed over once; every rank must do so at the same time.
 
-    Parameters have the dtype they are trained in; tied ones appear under each of their names as one tensor. Besides
-    the result, a rank holds one gathered unit at a time. Every rank must call it.
+    Args:
+        dtype: of floating-point weights, rounded from the fp32 masters where there are any: a torch dtype, or "fp16",
+        "bf16" or "fp32"; None: the dtype they are trained in.
+
+    Attributes:
+        specs: names, shapes and dtypes, in the order in which `values` yields them.
     """
-    values: dict[nn.Parameter, torch.Tensor] = {}
-    for unit in units:
-        if exclude_frozen_parameters and not unit.trainable:
-            continue
-        with unit.exposed():
-            if rank == 0:
-                for param in unit.params:
-                    values[param] = param.detach().to("cpu", copy=True)
-    if rank != 0:
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        comm: Communicator,
+        dtype: torch.dtype | str | None = None,
+        exclude_frozen: bool = False,
+    ):
+        self.units = [unit for unit in units if unit.trainable or not exclude_frozen]
+        if isinstance(dtype, str) and dtype not in DTYPES:
+            raise ValueError(f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None")
+        self.comm, self.dtype = comm, DTYPES.get(dtype, dtype)
+        self.plain = {
+            name: value.detach()
+            for name, value in plain_tensors(model).items()
+            if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+        }
+        self.specs = [
+            TensorSpec(name, slot.shape, self._dtype(unit.dtype))
+            for unit in self.units
+            for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+        ] + [TensorSpec(name, value.shape, self._dtype(value.dtype)) for name, value in self.plain.items()]
+        self.nbytes = sum(spec.nbytes for spec in self.specs)
+
+    def _dtype(self, own: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    @torch.no_grad()
+    def values(self) -> Iterator[torch.Tensor]:
+        """On rank 0 each weight in host memory, valid until the next one is asked for; on other ranks nothing.
+
+        While one unit is handed out the next one is on its way: a rank holds two at most.
+        """
+        largest = max((unit.layout.padded * self._dtype(unit.dtype).itemsize for unit in self.units), default=0)
+        buffers = [torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)]
+        arriving: tuple[torch.Tensor, Pending] | None = None
+        for number, unit in enumerate([*self.units, None]):
+            arrived, arriving = arriving, None if unit is None else self._gather(unit, buffers[number % 2])
+            if arrived is None:
+                continue
+            full, pending = arrived
+            pending.wait()
+            if self.comm.rank == 0:
+                for slot in self.units[number - 1].layout.slots:
+                    yield full[slot.offset : slot.end].view(slot.shape).cpu()
+        if self.comm.rank == 0:
+            for value in self.plain.values():
+                yield value.to("cpu", self._dtype(value.dtype))
+
+    def _gather(self, unit: Unit, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start to gather a unit's values into `buffer`, unless they are here; returns where they will be."""
+        dtype = self._dtype(unit.dtype)
+        if unit.persistent and dtype == unit.dtype:
+            return unit.full, Pending()
+        full = buffer[: unit.layout.padded * dtype.itemsize].view(dtype)
+        own = full[slice(*unit.layout.shard_range(self.comm.rank))]
+        own.copy_(unit.shard if dtype == unit.dtype else values_of(unit))
+        return full, self.comm.all_gather(full, own) if own.numel() < full.numel() else Pending()
+
+
+def save_16bit_model(
+    model: nn.Module, weights: Weights, folder: str | os.PathLike, filename: str, max_file_bytes: int
+) -> None:
+    """Write `weights` as safetensors to `folder`, and `config.json` if the model has one; every rank must call it.
+
+    A model of more than `max_file_bytes` is cut into several files with an index. The pickle files that DeepSpeed
+    writes under names like `pytorch_model.bin` cannot be streamed: another name becomes `model.safetensors`.
+
+    Raises OSError, on every rank alike, where the disk cannot take it.
+    """
+    ranks, target = Ranks.of(weights.comm), Path(folder)
+    what, first = f"saving a model to {target}", ranks.rank == 0
+    if not filename.endswith(".safetensors"):
+        if first:
+            logger.warning("%s: written in the safetensors format, as %s", target / filename, MODEL_FILE)
+        filename = MODEL_FILE
+    writer = ranks.together(
+        what, lambda: ModelWriter(target, weights.specs, filename, max_file_bytes) if first else None
+    )
+    values = weights.values()
+
+    def write() -> None:
+        try:
+            if writer is None:
+                return
+            with writer:
+                for value in values:
+                    writer.write(value)
+            if (config := model_config(model)) is not None:
+                dtype = next(spec.dtype for spec in weights.specs if spec.dtype.is_floating_point)
+                write_json(target / "config.json", config | {"dtype": dtype_name(dtype)})
+        finally:
+            for _ in values:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
+                pass
+
+    ranks.together(what, write)
+
+
+def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
+    """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
+
+    The tensors lie in a temporary file, see `zero.model_folder.on_disk`: besides two gathered units a rank needs no
+    memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
+    """
+    ranks, values = Ranks.of(weights.comm), weights.values()
+
+    def collect() -> dict[str, torch.Tensor] | None:
+        try:
+            if ranks.rank > 0:
+                return None
+            return on_disk(zip((spec.name for spec in weights.specs), values, strict=True), weights.nbytes)
+        finally:
+            for _ in values:
+                pass
+
+    found = ranks.together("gathering the model's weights", collect)
+    if found is None:
         return None
-    state = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, nn.Parameter):
-            state[name] = value
-        elif unit_of(value) is None:
-            if value.requires_grad or not exclude_frozen_parameters:
-                state[name] = value.detach()
-        elif value in values:
-            state[name] = values[value]
-    return state
+    found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
+    return {
+        name: found.get(name, value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if name in found or not isinstance(value, torch.Tensor)
+    }

@@ -1,16 +1,25 @@
-"""Consolidated weights: right, on rank 0 alone, one unit at a time."""
+"""Consolidated weights: right, on rank 0 alone, in the memory of two units."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import T5ForConditionalGeneration
 
+import zero
 from tests.dist.pool import run_on
-from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
+from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
+from tests.dist.toys import toy
 from tests.dist.training import ds_config, start, train_zero, weights_of
+from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
-from zero.unit import Unit
+from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 
 
 def consolidated(rank: int, world_size: int, kind: str, sections: dict) -> dict | None:
@@ -62,18 +71,49 @@ def test_frozen_parameters_can_be_left_out():
     assert other == set()
 
 
-def peak(rank: int, world_size: int) -> tuple[int, int]:
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
-    train_zero(engine, toy_batches(1))
-    seen = []
-    with after_each(Unit, "fetch", lambda _: seen.append(gathered(engine))):
-        engine._zero3_consolidated_16bit_state_dict()
-    return max(seen), gathered(engine)
+class Wide(nn.Module):
+    """Sixteen units of 4 MB each in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024, bias=False) for _ in range(16)])
 
 
-def test_one_unit_is_gathered_at_a_time():
-    for most, left in run_on(2, peak):
-        assert most < 2 * BLOCK and left == 0
+def private_memory() -> int:
+    """Bytes of private writable memory of this process; what a memory-mapped file takes is not part of it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    return int(line.split()[1]) * 1024
+
+
+def within_two_units(rank: int, world_size: int, folder: str) -> dict[str, float] | None:
+    engine = zero.initialize(model=Wide(), config=ds_config(stage3_param_persistence_threshold=0))[0]
+    start(toy(), ds_config())[0].save_16bit_model(folder)  # threads and connections are made now
+    unit = 4 * 1024**2
+    # Two units and, where the dtype changes, a shard of one; a little for the allocator and messages.
+    limit = private_memory() + 2 * unit + unit // 2 + 6 * 2**20
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, former[1]))
+    try:
+        engine.save_16bit_model(folder)
+        engine.save_16bit_model(folder + "/bf16", save_dtype="bf16")
+        state = engine._zero3_consolidated_16bit_state_dict()
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            torch.zeros(16 * unit // 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, former)
+    return None if state is None else {name: value.double().sum().item() for name, value in state.items()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
+def test_no_rank_needs_more_memory_than_two_units(tmp_path):
+    sums, other = run_on(2, within_two_units, str(tmp_path))
+    torch.manual_seed(0)  # as run_on does
+    expected = {name: value.double().sum().item() for name, value in Wide().state_dict().items()}
+    assert sums == expected and other is None
+    assert {
+        name: value.double().sum().item() for name, value in load_file(tmp_path / "model.safetensors").items()
+    } == sums
+    assert load_file(tmp_path / "bf16" / "model.safetensors")["layers.3.weight"].dtype == torch.bfloat16
 
 
 def saving(rank: int, world_size: int, folder: str, allowed: bool) -> tuple[bool, str]:
@@ -84,14 +124,62 @@ def saving(rank: int, world_size: int, folder: str, allowed: bool) -> tuple[bool
         message = ""
     except ValueError as error:
         message = str(error)
-    return engine.save_16bit_model(folder, "weights.bin"), message
+    return engine.save_16bit_model(folder, "weights.safetensors"), message
 
 
 def test_saving_needs_the_setting(tmp_path):
-    path = Path(tmp_path) / "new" / "weights.bin"
+    path = Path(tmp_path) / "new" / "weights.safetensors"
     for saved, message in run_on(2, saving, str(path.parent), False):
         assert not saved and "stage3_gather_16bit_weights_on_model_save" in message
     assert not path.exists()
     assert run_on(2, saving, str(path.parent), True) == [(True, "")] * 2
-    found, expected = torch.load(path), weights_of(toy())
+    found, expected = load_file(path), weights_of(toy())
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+MODES = {"as trained": (3, None), "fp16": (3, "fp16"), "stage 2": (2, torch.float32), "one file": (1, "bf16")}
+
+
+def save_t5(rank: int, world_size: int, folder: str) -> None:
+    """Into the same folders twice: what an earlier, differently cut model left there goes away."""
+    for name, (stage, dtype) in MODES.items():
+        engine, _ = start(build("t5"), ds_config(bf16={"enabled": True}, stage=stage))
+        train_zero(engine, batches("t5", 2))
+        for max_file_bytes in (10_000, 10**9 if name == "one file" else 20_000):
+            engine.save_16bit_model(Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes)
+        engine.save_checkpoint(Path(folder) / name / "checkpoint")
+    with pytest.raises(ValueError, match="save_dtype is 'half'; give one of fp16, bf16, fp32"):
+        engine.save_16bit_model(folder, save_dtype="half")
+
+
+def test_saved_models_load_with_from_pretrained(tmp_path):
+    run_on(2, save_t5, str(tmp_path))
+    for name, (_, dtype) in MODES.items():
+        folder = tmp_path / name
+        files = sorted(path.name for path in folder.glob("*.*"))
+        assert len(files) > 4 if name != "one file" else files == ["config.json", "model.safetensors"]
+        model, report = T5ForConditionalGeneration.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        masters = get_fp32_state_dict_from_zero_checkpoint(folder / "checkpoint")
+        expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, dtype)
+        assert model.dtype == expected
+        for key, value in model.state_dict().items():  # of a T5 in fp16 transformers keeps some in fp32
+            assert torch.equal(value, masters[key].to(expected).to(value.dtype)), (name, key)
+
+
+def save_to_a_full_disk(rank: int, world_size: int, folder: str) -> str:
+    engine, _ = start(build("t5"), ds_config())
+    limit_file_size(1 - rank)
+    try:
+        with pytest.raises(OSError) as caught:
+            engine.save_16bit_model(folder)
+    finally:
+        lift_file_size_limit()
+    engine.save_16bit_model(folder)  # all ranks are still in step
+    return str(caught.value)
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
+    first, second = run_on(2, save_to_a_full_disk, str(tmp_path))
+    assert first == second and "rank 0" in first and "File too large" in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
