@@ -2,7 +2,15 @@
 
 from zero.engine import ZeroEngine, initialize
 from zero.init import GatheredParameters, Init
+from zero.layout import register_external_parameter, unregister_external_parameter
 
 __version__ = "0.1.0"
 
-__all__ = ["GatheredParameters", "Init", "ZeroEngine", "initialize"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroEngine",
+    "initialize",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]

@@ -9,6 +9,7 @@ benchmarks/LOG.md), and summing received slices here, in rank order and in fp32,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -45,14 +46,13 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self._tag = 0
+        self._tags = {"gather": itertools.count(0, 2), "reduce": itertools.count(1, 2)}
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._native = device.type == "cuda"
-        if self._native and backend in dist.get_backend():
-            self._group = dist.group.WORLD
-        else:
-            # A group of our own: messages of the engine and of user code can never be taken for one another.
-            self._group = dist.new_group(backend=backend, timeout=default_timeout())
+        # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
+        # operations by their order, and where graphs differ ranks start a reduction between different gathers.
+        self._group = dist.new_group(backend=backend, timeout=default_timeout())
+        self._reductions = dist.new_group(backend=backend, timeout=default_timeout()) if self._native else self._group
 
     @property
     def mean_factor(self) -> float:
@@ -63,10 +63,9 @@ class Communicator:
         self.calls[name] += 1
         self.elements[name] += numel
 
-    def _next_tag(self) -> int:
-        # Equal on all ranks, since all ranks make the same calls in the same order.
-        self._tag = (self._tag + 1) % (1 << 30)
-        return self._tag
+    def _next_tag(self, kind: str = "gather") -> int:
+        # Equal on all ranks, since all ranks make the same calls of one kind in the same order.
+        return next(self._tags[kind]) % (1 << 30)
 
     def _peers(self) -> list[int]:
         """All other ranks, nearest first, so that no rank is everybody's first receiver."""
@@ -122,7 +121,7 @@ class Communicator:
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.world_size)]
         if self._native:
             return self._reduce_columns_nccl(out, rows, accumulate)
-        tag, works, terms = self._next_tag(), [], list(rows)
+        tag, works, terms = self._next_tag("reduce"), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
             terms[peer] = torch.empty_like(rows[peer])
@@ -145,7 +144,7 @@ class Communicator:
         works = []
         if self.world_size > 1:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._group, async_op=True))
+            works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
 
         def finish() -> None:
             # `out` may be host memory (offload): add there what arrives in pinned pages.
@@ -258,8 +257,13 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank() -> int:
-    return dist.get_rank() if is_initialized() else 0
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group`; 0 before there is one."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_group() -> dist.ProcessGroup:
+    return dist.group.WORLD
 
 
 def get_backend() -> str:
@@ -267,5 +271,6 @@ def get_backend() -> str:
     return dist.get_backend()
 
 
-def get_world_size() -> int:
-    return dist.get_world_size() if is_initialized() else 1
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in `group`; 1 before there is one."""
+    return dist.get_world_size(group) if is_initialized() else 1

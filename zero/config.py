@@ -30,12 +30,12 @@ from zero.config_keys import (
     Fraction,
     Int,
     KeywordSection,
+    Names,
     NonNegative,
     Positive,
     Rates,
     Section,
     SectionsWithoutEffect,
-    inert,
     only,
     unused,
 )
@@ -69,6 +69,14 @@ class OffloadOptimizerConfig(OffloadConfig):
     cpuadam_cores_perc: Fraction = unused(0.8, "torch decides the number of threads")
 
 
+class LeafModuleConfig(Section):
+    """``zero_optimization.leaf_module``: modules to gather as a whole; see ``zero.leaf``."""
+
+    classes: Names = []
+    names: Names = []
+    name_suffixes: Names = []
+
+
 _STAGE_1_2 = "acts on stages 1 and 2 only"
 _UNQUANTIZED = "parameters and gradients are communicated unquantized"
 _UNITS = "parameters are gathered unit by unit, one collective each"
@@ -90,6 +98,7 @@ class ZeroConfig(Section):
     stage3_max_live_parameters: Count = int(1e9)
     stage3_max_reuse_distance: Count = int(1e9)
     stage3_gather_16bit_weights_on_model_save: bool = False
+    leaf_module: LeafModuleConfig | None = None
 
     allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
@@ -106,9 +115,6 @@ class ZeroConfig(Section):
     stage3_module_granularity_threshold: Int = unused(0, _UNITS)
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
     stage3_allgather_sequential: bool = unused(False, _UNITS)
-    leaf_module: inert("LeafModule", classes=list | str, names=list | str, name_suffixes=list | str) = unused(
-        None, "a whole transformer block is one unit already"
-    )
     zero_hpz_partition_size: Count = unused(1, "there is one level of sharding")
     zero_quantized_weights: bool = unused(False, _UNQUANTIZED)
     zero_quantized_nontrainable_weights: bool = unused(False, _UNQUANTIZED)

@@ -105,6 +105,14 @@ def _as_torch_spells_it(name: Any) -> Any:
     return {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name) if isinstance(name, str) else name
 
 
+def _parse_names(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return names
+    raise ValueError(f"expected a name or a list of names, got {value!r}")
+
+
+Names = Annotated[list[str], PlainValidator(_parse_names)]
 DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
 Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

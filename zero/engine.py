@@ -5,31 +5,40 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import checkpoint, comm
 from zero.config import Config, load_config
+from zero.engine_settings import EngineSettings
+from zero.errors import UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import plan_units
+from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zero.optim.factory import build_optimizer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Schedule
 from zero.tiers import Tier
-from zero.unit import Residency, Unit, placeholder
+from zero.unit import Residency, State, Unit, placeholder
 
 logger = logging.getLogger("zero")
 
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weakref.WeakKeyDictionary()
 
 
-class ZeroEngine(nn.Module):
+# How many engines are running `backward` now: one engine's loss may reach the outputs of others.
+_engine_backwards = 0
+
+
+class ZeroEngine(EngineSettings, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
@@ -57,6 +66,7 @@ class ZeroEngine(nn.Module):
         self._take_over(model)
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
+        self._inside_no_sync = self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
         inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer)
@@ -72,7 +82,7 @@ class ZeroEngine(nn.Module):
             contiguous=zero.contiguous_gradients,
             dtype=settings.communication_data_type,
             deferred=zero.stage < 2,
-            last_micro_step=self.is_gradient_accumulation_boundary,
+            last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
         )
         self.schedule = Schedule(
             [unit.layout.numel for unit in self.units],
@@ -81,7 +91,14 @@ class ZeroEngine(nn.Module):
             zero.stage3_max_reuse_distance,
         )
         self.hooks = ModuleHooks(
-            model, self.units, self.schedule, self.reducer, self.residency, self.is_gradient_accumulation_boundary
+            model,
+            self.units,
+            self.schedule,
+            self.reducer,
+            self.comm,
+            self.residency,
+            last_micro_step=self.is_gradient_accumulation_boundary,
+            backward_begins=self._backward_begins,
         )
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
@@ -119,6 +136,11 @@ class ZeroEngine(nn.Module):
         offload = zero.offload_param
         tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
+        if zero.leaf_module is not None:
+            leaves = zero.leaf_module
+            set_z3_leaf_modules(self.module, leaves.classes, raise_if_not_found=False)
+            set_z3_leaf_modules_by_name(self.module, leaves.names)
+            set_z3_leaf_modules_by_suffix(self.module, leaves.name_suffixes)
         # Below stage 3 nothing is gathered for use; units are what is reduced together.
         threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
         plans = plan_units(self.module, threshold, zero.stage3_model_persistence_threshold, group_of)
@@ -152,6 +174,11 @@ class ZeroEngine(nn.Module):
     def _make_scheduler(self, given: object | None, inner: torch.optim.Optimizer | None) -> object | None:
         """The user's scheduler object, what the user's function makes of the optimizer, or the configured one."""
         if given is not None:
+            if hasattr(given, "get_last_lr") and getattr(given, "optimizer", inner) is not inner:
+                raise UsageError(
+                    "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a function "
+                    "that makes the scheduler of the configured optimizer"
+                )
             return given(inner) if callable(given) and not hasattr(given, "get_last_lr") else given
         if self.settings.scheduler is None or inner is None:
             return None
@@ -165,29 +192,64 @@ class ZeroEngine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward for one micro-batch and reduce the gradients.
 
+        `loss.backward()` does the same, but for the loss scaling that fp16 needs; see `scale`.
+
         Args: loss: a scalar, the mean over this rank's micro-batch; scale_wrt_gas: divide it by
-        `gradient_accumulation_steps`. Returns the (unscaled) loss.
+        `gradient_accumulation_steps`. Returns the loss so divided.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ValueError(f"backward: loss must be a tensor with one element, got {loss!r:.80}")
+        global _engine_backwards
         steps = self.settings.gradient_accumulation_steps
-        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
-        if self.scaler is not None:
-            # In fp32: the product overflows fp16 long before the gradients do.
-            scaled = scaled.float() * self.scaler.scale
-        scaled.backward(retain_graph=retain_graph)
+        if scale_wrt_gas and steps > 1:
+            loss = loss / steps
+        _engine_backwards += 1
+        try:
+            self.scale(loss).backward(retain_graph=retain_graph)
+        finally:
+            _engine_backwards -= 1
+            self._loss_was_scaled = False
         return loss
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The loss times the present loss scale, for a script that calls `backward()` on it by itself.
+
+        Accumulation needs no factor: gradients of a backward that the script runs are divided by
+        `gradient_accumulation_steps` as they arrive. `retain_graph` is there for compatibility.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}")
+        if self.optimizer is None:
+            raise UsageError("this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+        self._loss_was_scaled = True
+        # In fp32: the product overflows fp16 long before the gradients do.
+        return loss if self.scaler is None else loss.float() * self.scaler.scale
+
+    def _backward_begins(self) -> None:
+        """The first gradient of a backward has arrived: its factor depends on who runs it."""
+        if self.scaler is not None and not self._loss_was_scaled:
+            raise RuntimeError(
+                "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        if _engine_backwards:
+            self.reducer.factor = 1.0
+        else:
+            self.reducer.factor = 1.0 / self.settings.gradient_accumulation_steps
+            self._loss_was_scaled = False
 
     def step(self) -> None:
         """Finish a micro-batch; at the accumulation boundary update the parameters and the learning rate."""
         if self.optimizer is None:
-            raise ValueError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+            raise UsageError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+        if self._inside_no_sync:
+            raise UsageError("step: not inside of no_sync(); leave the context before the last micro-batch")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
+        self._step_applied = False
         if not boundary:
             return
         self.global_steps += 1
-        if self.optimizer.step():
+        self._step_applied = self.optimizer.step()
+        if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
@@ -208,18 +270,42 @@ class ZeroEngine(nn.Module):
         """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
         self._boundary = is_boundary
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of micro-batches whose gradients stay on their rank; `step()` belongs after it (stages 0 and 1)."""
+        stage = self.settings.zero_optimization.stage
+        if stage >= 2:
+            raise UsageError(
+                f"no_sync is incompatible with zero_optimization.stage {stage}: no rank keeps whole gradients there; "
+                "use stage 1, or leave the context out"
+            )
+        if self._inside_no_sync:
+            raise UsageError("no_sync is not reentrant")
+        self._inside_no_sync = True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.reducer.clear()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step()` changed the parameters."""
+        return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm over all parameters of the last step's mean gradient, before clipping; None before the first."""
         return None if self.optimizer is None else self.optimizer.grad_norm
 
-    # -- weights out
+    def empty_partition_cache(self) -> None:
+        """Free all gathered parameters that are not in use."""
+        for unit in self.units:
+            if unit.state in (State.FETCHING, State.RESIDENT):
+                unit.free()
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    # -- weights out
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
         if not self.zero_gather_16bit_weights_on_model_save():
@@ -316,7 +402,7 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable | None = None,
     model_parameters: Iterable | None = None,
-    training_data: object | None = None,
+    training_data: Dataset | None = None,
     lr_scheduler: object | None = None,
     distributed_port: int | None = None,
     mpu: object | None = None,
@@ -325,7 +411,7 @@ def initialize(
     config: object | None = None,
     mesh_param: object | None = None,
     config_params: object | None = None,
-) -> tuple[ZeroEngine, ZeroOptimizer | None, None, object | None]:
+) -> tuple[ZeroEngine, torch.optim.Optimizer | ZeroOptimizer | None, DataLoader | None, object | None]:
     """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
 
     Args:
@@ -334,24 +420,36 @@ def initialize(
             precedence over the configuration's `optimizer`.
         model_parameters: parameters or param groups for the configured optimizer; default: all that require grad.
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
+        training_data: a dataset; the dataloader returned for it has micro-batches of this rank's part, put together
+            by `collate_fn`.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
     """
     if model is None:
-        raise ValueError("initialize: model is missing")
-    refused = {"training_data": training_data, "mpu": mpu, "collate_fn": collate_fn, "mesh_param": mesh_param}
-    if given := [name for name, value in refused.items() if value is not None]:
-        raise ValueError(
-            f"initialize: not supported: {', '.join(given)}; make the DataLoader yourself, leave the rest out"
-        )
+        raise UsageError("initialize: model is missing")
+    if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
+        raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
     sources = [
         source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
     ]
     if not sources:
-        raise ValueError("initialize: config is missing: pass the ds_config as a path or a dict")
+        raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     settings = load_config(sources[0])
     comm.init_distributed()
     engine = ZeroEngine(model, settings, optimizer, model_parameters, lr_scheduler)
-    return engine, engine.optimizer, None, engine.lr_scheduler
+    loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
+    shown = engine.optimizer
+    if shown is not None and settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32:
+        # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
+        shown = engine.optimizer.optimizer
+    return engine, shown, loader, engine.lr_scheduler
+
+
+def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: ZeroEngine) -> DataLoader:
+    """Micro-batches of this rank's part of `dataset`, shuffled anew by `loader.sampler.set_epoch`."""
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
+    return DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)

@@ -30,6 +30,8 @@ class GradientReducer:
     (None: that of the parameters); tier: where the fp32 result is kept; deferred: gradients of all micro-batches are
     summed in an fp32 buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
     reduced at once. `last_micro_step` tells which one is the last.
+
+    `factor` multiplies what the present backward produces (1 unless the engine sets it).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class GradientReducer:
         self.comm, self.tier, self.dtype = comm, tier, dtype
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
+        self.factor = 1.0
         self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[tuple[int, Pending]] = deque()
@@ -83,6 +86,8 @@ class GradientReducer:
                 target.copy_(parts[index])
         for start, end in unit.layout.gaps():
             flat[start:end].zero_()
+        if self.factor != 1.0:
+            flat.mul_(self.factor)
         if self.deferred:
             if unit in self._carried:
                 self.buffered -= flat.numel()
@@ -117,6 +122,14 @@ class GradientReducer:
     def is_fresh(self, unit: Unit) -> bool:
         """Whether `unit.grad` holds a gradient of the current accumulation cycle."""
         return unit in self._fresh
+
+    def ensure(self, unit: Unit) -> None:
+        """Make `unit.grad` zero if no backward has given it a gradient in this cycle."""
+        if unit not in self._fresh:
+            if unit.grad is None:
+                unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
+            unit.grad.zero_()
+            self._fresh.add(unit)
 
     def drain(self) -> None:
         """Wait for all reductions in flight."""

@@ -14,6 +14,15 @@ Activation checkpointing runs forward code again inside of backward. Where it ru
 acquired there is kept for the backward that follows; where it runs inside of the hooked module (as in transformers),
 the unit was acquired before. Autograd's graph does not tell which gradients will come (reentrant checkpointing makes
 graphs on the way), so a unit with a parameter that got none is held to the end of backward.
+
+A parameter that is read outside of its modules' calls (as `self.embedding.weight` in another module's forward), or
+that a module returns, is gathered then and held to the end of the pass.
+
+[Note: order of reductions]
+Every rank starts its reductions in one agreed order, each as soon as it and all before it are complete, so that ranks
+whose graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first the
+order is that of the units, backwards; after the first backward, and then ever more rarely, rank 0 tells the others
+the order in which its units completed (as DistributedDataParallel rebuilds its buckets).
 """
 
 from __future__ import annotations
@@ -25,35 +34,78 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_map_only
 
+from zero.comm import Communicator
 from zero.gradients import GradientReducer
 from zero.schedule import Schedule
-from zero.unit import Residency, State, Unit
+from zero.unit import Residency, State, Unit, unit_of
 
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
-    """The tensors that require grad in a nest of tuples, lists and dicts (HF's outputs are dicts)."""
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of tuples, lists and dicts (HF's outputs are dicts)."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            yield value
+        yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_with_grad(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_with_grad(item)
+            yield from tensors_in(item)
+
+
+def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
+    """Those of `tensors_in` that require grad."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+_ASKS_FOR_NO_VALUES = {
+    *(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")),
+    *(getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_floating_point", "numel", "size")),
+}
+
+
+class UnreadParameter(torch.Tensor):
+    """Stands for a parameter that shows no values: gathers it when a function needs more than its shape and dtype."""
+
+    _is_param = True  # what makes `isinstance(tensor, nn.Parameter)` true
+
+    @staticmethod
+    def __new__(cls, param: nn.Parameter, gathered: Callable[[], nn.Parameter]) -> UnreadParameter:
+        stand_in = torch.Tensor._make_subclass(cls, param.data, param.requires_grad)
+        stand_in.gathered = gathered
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func in _ASKS_FOR_NO_VALUES:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = tree_map_only(UnreadParameter, lambda stand_in: stand_in.gathered(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class WatchedParameters(dict):
+    """A module's `_parameters` that hands out stand-ins for parameters that show no values."""
+
+    def __getitem__(self, name: str) -> torch.Tensor | None:
+        param = super().__getitem__(name)
+        unit = unit_of(param)
+        if unit is None or unit.on_read is None or unit.state is State.EXPOSED:
+            return param
+        return unit.on_read(unit, param)
 
 
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
     Args: model: the root module; units: all of its units; schedule: the policy, by position in `units`;
-    reducer: takes the gradients; residency: counts what is gathered. `last_micro_step` tells whether the parameters
-    change before the next forward.
+    reducer: takes the gradients; comm: to agree on their order; residency: counts what is gathered.
+    `last_micro_step` tells whether the parameters change before the next forward; `backward_begins` is called with
+    the first gradient of each backward.
     """
 
     def __init__(
@@ -62,16 +114,27 @@ class ModuleHooks:
         units: Sequence[Unit],
         schedule: Schedule,
         reducer: GradientReducer,
+        comm: Communicator,
         residency: Residency,
         last_micro_step: Callable[[], bool],
+        backward_begins: Callable[[], None],
     ):
         self.units, self.schedule, self.reducer, self.residency = list(units), schedule, reducer, residency
+        self.comm = comm
         self.index = {unit: i for i, unit in enumerate(self.units)}
-        self.last_micro_step = last_micro_step
+        self.last_micro_step, self.backward_begins = last_micro_step, backward_begins
         self._held: Counter[Unit] = Counter()
+        self._held_to_end: set[Unit] = set()
         self._in_backward: set[Unit] = set()
+        self._in_forward = False
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}
-        self._reduced: set[Unit] = set()
+        # Units that complete last in every model: spread over all of it, or used at both of its ends.
+        late = [unit for unit in self.units if unit.persistent or unit.shared]
+        self._order = [unit for unit in reversed(self.units) if unit.trainable and unit not in late]
+        self._order += [unit for unit in reversed(late) if unit.trainable]
+        self._complete: dict[Unit, None] = {}
+        self._started = 0
+        self._backwards = 0
         self._backward_is_open = False
         self.handles: list = []
         self._install(model)
@@ -95,12 +158,23 @@ class ModuleHooks:
                 for i, param in enumerate(unit.params):
                     hook = partial(self._gradient_ready, unit, i)
                     self.handles.append(param.register_post_accumulate_grad_hook(hook))
+            if not unit.persistent:
+                unit.on_read = self._read_outside
+        self._owners = [
+            m for m in model.modules() if any(u and u.on_read for u in map(unit_of, m._parameters.values()))
+        ]
+        for module in self._owners:
+            module._parameters = WatchedParameters(module._parameters)
 
     def remove(self) -> None:
         """Take all hooks off the model."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        for unit in self.units:
+            unit.on_read = None
+        for module in self._owners:
+            module._parameters = dict(module._parameters)
 
     # -- passes
 
@@ -108,6 +182,7 @@ class ModuleHooks:
         if in_backward():
             return
         self._forget_broken_pass()
+        self._in_forward = True
         training = torch.is_grad_enabled()
         kind = ("train", module.training) if training else ("infer", module.training)
         self.schedule.begin(kind, wraps=not training or not self.last_micro_step())
@@ -115,6 +190,7 @@ class ModuleHooks:
     def _root_post_forward(self, module: nn.Module, args: tuple, output: object) -> None:
         if in_backward():
             return
+        self._in_forward = False
         outputs = list(tensors_with_grad(output)) if torch.is_grad_enabled() else []
         for tensor in outputs:
             tensor.register_hook(self._backward_begins)
@@ -126,13 +202,15 @@ class ModuleHooks:
         for unit in self.units:
             while self._held[unit]:
                 self._leave(unit)
+        self._held_to_end.clear()
         self._in_backward.clear()
-        self._reduced.clear()
-        for arrived in self._arrived.values():
-            arrived.clear()
+        self._clear_order()
         self._backward_is_open = False
 
     def _end_pass(self) -> None:
+        for unit in self._held_to_end:
+            self._leave(unit)
+        self._held_to_end.clear()
         self.schedule.end()
         for unit in self.units:
             if unit.state is State.FETCHING:
@@ -153,8 +231,28 @@ class ModuleHooks:
                 if inputs:
                     register_multi_grad_hook(inputs, partial(self._inputs_done, unit), mode="all")
 
+    def _read_outside(self, unit: Unit, param: nn.Parameter) -> torch.Tensor:
+        def gathered() -> nn.Parameter:
+            self._hold_to_end(unit)
+            return param
+
+        return UnreadParameter(param, gathered) if self._in_forward else param
+
+    def _hold_to_end(self, unit: Unit) -> None:
+        if unit not in self._held_to_end:
+            self._held_to_end.add(unit)
+            self._acquire(unit)
+
+    def _hold_returned(self, units: list[Unit], output: object) -> None:
+        """Hold the units whose values `output` holds: a module may return a parameter or a view of one."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        for unit in units:
+            if unit.full.untyped_storage().data_ptr() in storages:
+                self._hold_to_end(unit)
+
     def _post_forward(self, units: list[Unit], module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         if not in_backward():
+            self._hold_returned(units, output)
             for unit in units:
                 self._leave(unit)
         # The backward of an embedding needs its indices, not its weight.
@@ -171,6 +269,7 @@ class ModuleHooks:
 
     def _backward_begins(self, grad: torch.Tensor) -> None:
         if not self._backward_is_open:
+            self.backward_begins()
             self._backward_is_open = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
@@ -191,9 +290,13 @@ class ModuleHooks:
         if len(arrived) == len(unit.params):
             if not unit.shared:
                 self._leave_backward(unit)
-            if unit not in self._reduced:
-                self._reduced.add(unit)
-                self.reducer.reduce(unit)
+            self._complete[unit] = None
+            self._start_reductions()
+
+    def _start_reductions(self) -> None:
+        while self._started < len(self._order) and self._order[self._started] in self._complete:
+            self.reducer.reduce(self._order[self._started])
+            self._started += 1
 
     def _leave_backward(self, unit: Unit) -> None:
         if unit in self._in_backward:
@@ -205,13 +308,28 @@ class ModuleHooks:
         self._backward_is_open = False
         for unit in list(self._in_backward):
             self._leave_backward(unit)
-        for unit in self.units:
-            if unit.trainable and (unit not in self._reduced or self.reducer.has_pending(unit)):
-                self.reducer.reduce(unit)
-            self._arrived[unit].clear()
-        self._reduced.clear()
+        again = [unit for unit in self._order[: self._started] if self.reducer.has_pending(unit)]
+        for unit in self._order[self._started :] + again:
+            self.reducer.reduce(unit)
+        self._agree_on_order()
         self.reducer.drain()
         self._end_pass()
+
+    def _agree_on_order(self) -> None:
+        """Take over rank 0's order of completion after backward number 1, 2, 4, 8, ..."""
+        self._backwards += 1
+        if self.comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
+            units = [*self._complete, *(unit for unit in self._order if unit not in self._complete)]
+            order = torch.tensor([self.index[unit] for unit in units], device=self.comm.device)
+            self.comm.broadcast(order, src=0)
+            self._order = [self.units[i] for i in order.tolist()]
+        self._clear_order()
+
+    def _clear_order(self) -> None:
+        self._complete.clear()
+        self._started = 0
+        for arrived in self._arrived.values():
+            arrived.clear()
 
     # -- gathering by the schedule
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero.errors import UsageError
+
 # Slots start on multiples of this many elements: 64 bytes or more for every dtype, so that matrix kernels and the
 # vectorised part of the optimizer see the alignment that separately allocated parameters would have.
 ALIGNMENT = 32
@@ -109,18 +111,42 @@ class UnitPlan:
     shared: bool = False
 
 
+# Attributes of modules, set by the user's calls of `zero.leaf` and `register_external_parameter`.
+LEAF_FLAG = "_z3_leaf"
+EXTERNAL_PARAMETERS = "_zero_external_parameters"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that `module`'s own forward reads `parameter`, which another module owns, so that both calls gather it.
+
+    Effective if called before `zero.initialize`. Without it such a parameter is gathered when it is first read and held
+    to the end of the step.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"register_external_parameter: expected a torch.nn.Parameter, got {type(parameter).__name__}")
+    module.__dict__.setdefault(EXTERNAL_PARAMETERS, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    registered = module.__dict__.get(EXTERNAL_PARAMETERS, [])
+    if not any(known is parameter for known in registered):
+        raise UsageError("unregister_external_parameter: this parameter is not registered for this module")
+    registered[:] = [known for known in registered if known is not parameter]
+
+
 def block_classes(model: nn.Module) -> set[str]:
     """Class names a model declares as indivisible, as HF models do in `_no_split_modules`."""
     return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
 
 
 def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
-    """The outermost modules to gather as a whole: those named by the model, else the children of `ModuleList`s."""
+    """The outermost modules to gather as a whole: leaves, those the model names, else the children of `ModuleList`s."""
     classes, blocks = block_classes(model), {}
 
     def visit(module: nn.Module, name: str, in_list: bool) -> None:
         declared = type(module).__name__ in classes
-        if name and (declared or (in_list and not classes)):
+        if getattr(module, LEAF_FLAG, False) or (name and (declared or (in_list and not classes))):
             blocks[module] = name
             return
         for child_name, child in module.named_children():
@@ -128,6 +154,13 @@ def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
 
     visit(model, "", False)
     return blocks
+
+
+def _called(block: nn.Module) -> list[nn.Module]:
+    """The modules by whose calls a block is used: itself, or its children if it is a container without a forward."""
+    if type(block).forward is nn.Module.forward:
+        return [called for child in block.children() for called in _called(child)]
+    return [block]
 
 
 def plan_units(
@@ -157,6 +190,10 @@ def plan_units(
         for name, param in module.named_parameters(recurse=False):
             owners.setdefault(param, []).append(module)
             names.setdefault(param, f"{module_name}.{name}" if module_name else name)
+    for module in list(module_names):
+        for param in module.__dict__.get(EXTERNAL_PARAMETERS, ()):
+            if param in owners and module not in owners[param]:
+                owners[param].append(module)
 
     plans: dict[Hashable, UnitPlan] = {}
     persistent = 0
@@ -170,7 +207,7 @@ def plan_units(
             persistent += param.numel()
             key, plan = ("persistent", traits), UnitPlan("persistent", persistent=True)
         elif home is not None:
-            key, plan = (home, traits), UnitPlan(blocks[home], modules=[home])
+            key, plan = (home, traits), UnitPlan(blocks[home] or "the whole model", modules=_called(home))
         else:
             key = (tuple(owned_by), traits)
             plan = UnitPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)

@@ -10,9 +10,10 @@ occupies one element, so that a stray read is visible and never touches freed me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,16 @@ from torch import nn
 from zero.comm import Communicator, Pending
 from zero.layout import UnitLayout
 from zero.tiers import HostTrimmer, Tier
+
+if TYPE_CHECKING:
+    from zero.optim.step import ZeroOptimizer
+
+
+class ZeroParamStatus(Enum):
+    """What `param.ds_status` says, under DeepSpeed's names: whether a parameter shows its values."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
 
 
 class State(Enum):
@@ -64,6 +75,7 @@ def unit_of(param: torch.Tensor) -> Unit | None:
 
 
 _serials = itertools.count()
+_param_ids = itertools.count()
 _trimmer = HostTrimmer()
 
 
@@ -97,6 +109,9 @@ class Unit:
         self.comm, self.residency = comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
+        # Set by the engine: its optimizer, and what to call when a parameter that shows no values is read.
+        self.optimizer: ZeroOptimizer | None = None
+        self.on_read: Callable[[Unit, nn.Parameter], torch.Tensor] | None = None
         self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
         self.tier = tier or Tier(comm.device)
         on_device = self.tier.device == comm.device
@@ -114,15 +129,27 @@ class Unit:
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._views = [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
         self._placeholders = [placeholder(slot.shape, self.dtype, comm.device) for slot in self.layout.slots]
-        for param in self.params:
-            param.ds_numel, param.ds_shape = param.numel(), param.shape
+        self._label_parameters()
         if self.persistent:
             residency.persistent += self.layout.numel
-            self._show(self._views)
+            self._show(self._views, ZeroParamStatus.AVAILABLE)
             self.state = State.EXPOSED
         else:
             self.full.untyped_storage().resize_(0)
-            self._show(self._placeholders)
+            self._show(self._placeholders, ZeroParamStatus.NOT_AVAILABLE)
+
+    def _label_parameters(self) -> None:
+        """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
+
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty.
+        """
+        for param in self.params:
+            if not hasattr(param, "ds_id"):
+                param.ds_id = next(_param_ids)
+            param.ds_numel, param.ds_shape, param.ds_persist = param.numel(), param.shape, self.persistent
+            param.ds_tensor = self.shard[:0]
+        for piece in self.layout.pieces(self.comm.rank):
+            self.params[piece.slot].ds_tensor = self.shard[piece.start : piece.start + piece.numel]
 
     # -- values in
 
@@ -230,13 +257,13 @@ class Unit:
     def expose(self) -> None:
         """RESIDENT -> EXPOSED: make the parameters views of `full`."""
         assert self.state is State.RESIDENT, self.describe()
-        self._show(self._views)
+        self._show(self._views, ZeroParamStatus.AVAILABLE)
         self.state = State.EXPOSED
 
     def conceal(self) -> None:
         """EXPOSED -> RESIDENT: make the parameters NaN; `full` stays for a later use."""
         assert self.state is State.EXPOSED and not self.persistent, self.describe()
-        self._show(self._placeholders)
+        self._show(self._placeholders, ZeroParamStatus.NOT_AVAILABLE)
         self.state = State.RESIDENT
 
     def free(self) -> None:
@@ -286,10 +313,11 @@ class Unit:
     def _allocate(self) -> None:
         self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
 
-    def _show(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _show(self, tensors: Iterable[torch.Tensor], status: ZeroParamStatus) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             if unit_of(param) is self:
                 param.data = tensor
+                param.ds_status = status
 
     def describe(self) -> str:
         return f"unit {self.name!r} ({self.layout.numel} elements) is {self.state.name} with {self.users} users"

@@ -261,7 +261,7 @@ def test_what_is_refused_says_what_to_do():
         "half": "configuration",
         "dtype": "torch.bfloat16",
         "device": "meta",
-        "loss": "one element",
+        "loss": "scalar tensor",
         "step": "optimizer",
     }
     for found in run_on(2, refusals):

@@ -12,10 +12,12 @@ PACKAGE = Path(zero.__file__).parent
 
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
+    "zero.errors",
     "zero.config_keys",
     "zero.config_reading",
     "zero.config",
     "zero.layout",
+    "zero.leaf",
     "zero.schedule",
     "zero.comm",
     "zero.tiers",
@@ -26,6 +28,8 @@ LAYERS = [
     "zero.init",
     "zero.checkpoint",
     "zero.export",
+    "zero.fragments",
+    "zero.engine_settings",
     "zero.engine",
     "zero",
     "zero.hf",

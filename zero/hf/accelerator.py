@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -26,7 +28,42 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        return torch.cuda.device_count() if torch.cuda.is_available() else 1
+        """GPUs of this host; on a CPU, its ranks as the launcher counts them."""
+        return torch.cuda.device_count() if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(self.device_name(device_index))
+
+    def is_bf16_supported(self) -> bool:
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether the device computes in fp16; CPUs without such instructions only emulate it, very slowly."""
+        return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        wanted = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
+        return [torch.float32, *(dtype for dtype, supported in wanted.items() if supported)]
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the device; a CPU is never behind."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of device memory in tensors; 0 on a CPU."""
+        return torch.cuda.memory_allocated(device_index) if torch.cuda.is_available() else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most that `memory_allocated` has been, in bytes."""
+        return torch.cuda.max_memory_allocated(device_index) if torch.cuda.is_available() else 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.cuda.manual_seed_all(seed) if torch.cuda.is_available() else torch.manual_seed(seed)
 
     def communication_backend_name(self) -> str:
         """The backend of `torch.distributed` for this device: "nccl" or "gloo"."""

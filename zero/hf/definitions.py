@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -44,6 +47,27 @@ def _tell_accelerate_the_backend() -> None:
     state = accelerate_state.PartialState()
     if state.backend is None:
         state.backend = comm.get_backend()
+
+
+def get_local_rank() -> int:
+    """This process's rank on its host, as the launcher numbers it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+class OffloadDeviceEnum(str, Enum):
+    """The values of `device` in the offload sections."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Give a script's parser `--deepspeed`, a switch, and `--deepspeed_config FILE`, for `initialize(args=...)`."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="for scripts that ask whether to use it")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="the configuration, a JSON file")
+    return parser
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

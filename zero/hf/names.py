@@ -10,12 +10,38 @@ from __future__ import annotations
 # whose configuration keys and call signatures zero follows; zero's own version is `zero.__version__`.
 REPORTED_VERSION = "0.19.8"
 
+
+def _names(module: str, *names: str) -> dict[str, str]:
+    return {name: f"{module}:{name}" for name in names}
+
+
+# fmt: off
+_COLLECTIVES = _names(
+    "torch.distributed", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "destroy_process_group",
+    "gather", "get_backend", "get_global_rank", "irecv", "is_available", "isend", "monitored_barrier", "new_group",
+    "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+)
+_SAFE = _names(
+    "zero.fragments", "safe_get_full_fp32_param", "safe_get_full_grad", "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param", "safe_get_local_grad", "safe_get_local_optimizer_state", "safe_set_full_fp32_param",
+    "safe_set_full_grad", "safe_set_full_optimizer_state", "safe_set_local_fp32_param", "safe_set_local_grad",
+    "safe_set_local_optimizer_state", "safe_update_full_grad_vectorized",
+)
+_LEAF = _names(
+    "zero.leaf", "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
+)
+_ZERO = _names("zero", "GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter")
+# fmt: on
+
 NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "__version__": "zero.hf.names:REPORTED_VERSION",
         "initialize": "zero:initialize",
         "init_distributed": "zero.hf.definitions:init_distributed",
         "DeepSpeedEngine": "zero.engine:ZeroEngine",
+        "add_config_arguments": "zero.hf.definitions:add_config_arguments",
     },
     "deepspeed.accelerator": {"get_accelerator": "zero.hf.accelerator:get_accelerator"},
     "deepspeed.checkpoint": {},
@@ -25,26 +51,31 @@ NAMES: dict[str, dict[str, str]] = {
         "is_initialized": "zero.hf.definitions:is_initialized",
         "get_rank": "zero.comm:get_rank",
         "get_world_size": "zero.comm:get_world_size",
+        "get_local_rank": "zero.hf.definitions:get_local_rank",
+        "get_world_group": "zero.comm:get_world_group",
+        **_COLLECTIVES,
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "zero.hf.definitions:DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.ops": {},
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": "zero.optim.cpu_adam:CPUAdam"},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
     "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "zero.optim.lr_schedules:VALID_LR_SCHEDULES"},
     "deepspeed.runtime.zero": {},
+    "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum": "zero.hf.definitions:OffloadDeviceEnum"},
     "deepspeed.runtime.zero.partition_parameters": {
-        "GatheredParameters": "zero:GatheredParameters",
-        "Init": "zero:Init",
+        **_ZERO,
+        "ZeroParamStatus": "zero.unit:ZeroParamStatus",
         "get_accelerator": "zero.hf.accelerator:get_accelerator",
         "zero_wrapper_for_fp_tensor_constructor": "zero.hf.definitions:zero_wrapper_for_fp_tensor_constructor",
         "_orig_torch_arange": "torch:arange",
     },
-    "deepspeed.utils": {"logger": "zero.hf.definitions:logger"},
+    "deepspeed.utils": {"logger": "zero.hf.definitions:logger", **_SAFE, **_LEAF},
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.zero": {"GatheredParameters": "zero:GatheredParameters", "Init": "zero:Init"},
+    "deepspeed.zero": _ZERO,
 }

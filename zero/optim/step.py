@@ -76,6 +76,7 @@ class ZeroOptimizer:
         self._replicated = any(unit.layout.replicated for unit in self.units)
         for unit in self.units:
             unit.make_master(tier)
+            unit.optimizer = self
         self.tiles = [tile for unit in self.units for tile in self._cut(unit, group_of)]
         order = {param: number for number, param in enumerate(group_of)}
         self._slots = sorted(
@@ -101,7 +102,17 @@ class ZeroOptimizer:
 
     @property
     def loss_scale(self) -> float:
+        """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """As `loss_scale`."""
+        return self.loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
+        return self.scaler is not None
 
     def _cut(self, unit: Unit, group_of: dict) -> Iterator[Tile]:
         """Cut the unit's shard at changes of param group and into at most `sub_group_size` elements.
@@ -132,6 +143,8 @@ class ZeroOptimizer:
     def step(self) -> bool:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
         self.reducer.drain()
+        for unit in self.units:
+            self.reducer.ensure(unit)
         to_mean = self.comm.mean_factor / self.loss_scale
         self.grad_norm = self._global_norm() * to_mean
         self.overflow = not math.isfinite(self.grad_norm)
