@@ -9,6 +9,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 # d_model and d_kv are those of t5-small; d_ff and the vocabulary are chosen for 42.0M parameters in 6 + 6 blocks.
 T5_42M = {"d_model": 512, "d_ff": 1536, "num_layers": 6, "num_heads": 8, "d_kv": 64, "vocab_size": 8192}
+# t5-base: 223M parameters in 12 + 12 blocks with tied embeddings; one more block each makes 250M
+T5_250M = {"d_model": 768, "d_ff": 3072, "num_layers": 14, "num_heads": 12, "d_kv": 64, "vocab_size": 32128}
 # t5-large with a wider feed-forward layer: 1.00e9 parameters in 24 + 24 blocks, the largest of 21.0M.
 T5_1B = {"d_model": 1024, "d_ff": 6784, "num_layers": 24, "num_heads": 16, "d_kv": 64, "vocab_size": 32128}
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from zero import checkpoint_folder as folders
+from zero.checkpoint_background import BackgroundSaves
 from zero.checkpoint_folder import find_resumable
 from zero.checkpoint_model import model_config
 from zero.checkpoint_offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
-from zero.checkpoint_ranks import Ranks
-from zero.checkpoint_slices import SliceLoadPlanner, Slices, SliceSavePlanner, SliceWriter, whole
+from zero.checkpoint_ranks import Ranks, StoreRanks
+from zero.checkpoint_slices import SliceReader, Slices, whole, write
 from zero.checkpoint_state import (
     OptimizerTarget,
     classes_of,
@@ -77,6 +77,8 @@ def save_checkpoint(
         save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
 
+    With `checkpoint.async_save` it returns as soon as the state is copied to host memory; see `checkpoint_background`.
+
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
         be stored. On every rank alike; the checkpoints that existed are still there.
@@ -84,6 +86,9 @@ def save_checkpoint(
     ranks, target = Ranks.of(engine.comm), Path(save_dir)
     what = f"saving a checkpoint to {target}"
     tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save else None
+    if background is not None:
+        background.wait()
     if ranks.rank == 0 and any(engine.reducer.is_fresh(unit) for unit in engine.units):
         logger.warning("gradients of an unfinished accumulation are not part of the checkpoint %s", tag)
     slices, description = _collect(engine, ranks, what, client_state or {}, exclude_frozen_parameters)
@@ -94,21 +99,44 @@ def save_checkpoint(
     combine = max if engine.settings.zero_optimization.stage == 0 else sum
     total = combine(ranks.gather(size)) + len(json.dumps(description))
     folder = ranks.on_first(what, lambda: folders.begin(target, tag, total))
+    if background is None:
+        _finish(ranks, what, folder, slices, description, save_latest)
+        return True
+    slices, threads = ranks.together(what, lambda: background.copy(slices)), StoreRanks(ranks)
+
+    def finish() -> None:
+        try:
+            _finish(threads, what, folder, slices, description, save_latest)
+        finally:
+            threads.close()
+
+    background.start(finish)
+    return True
+
+
+def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:
+    """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
     try:
-        files = ranks.gather(ranks.together(what, lambda: _write(slices, folder, ranks)))
-        description["files"] = {name: entry for of_rank in files for name, entry in of_rank.items()}
-        ranks.on_first(what, lambda: folders.commit(folder, target, tag, description, latest=save_latest))
+        description["files"] = write(slices, folder, ranks, what)
+        ranks.on_first(
+            what, lambda: folders.commit(folder, folder.parent, description["tag"], description, latest=latest)
+        )
     except Exception:
         if ranks.rank == 0:
             folders.abandon(folder)
         raise
-    return True
 
 
-def _write(slices: dict[str, Slices], folder: Path, ranks: Ranks) -> dict[str, dict]:
-    writer = SliceWriter(folder)
-    dcp.save(slices, storage_writer=writer, planner=SliceSavePlanner(), process_group=ranks.group)
-    return writer.files
+def check_background_save(engine: ZeroEngine) -> None:
+    """Raise the error of an asynchronous save that has failed since; every rank must call it."""
+    if engine.settings.checkpoint.async_save:
+        BackgroundSaves.of(engine).check()
+
+
+def wait_for_background_save(engine: ZeroEngine) -> None:
+    """Until the last asynchronous save, if there was one, is complete; raises its error, the same on all ranks."""
+    if engine.settings.checkpoint.async_save:
+        BackgroundSaves.of(engine).wait()
 
 
 def _collect(
@@ -215,6 +243,7 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
+    wait_for_background_save(engine)
     ranks, source = Ranks.of(engine.comm), Path(load_dir)
     what = f"loading a checkpoint from {source}"
     folder, of_trainer = ranks.on_first(
@@ -266,11 +295,7 @@ def _read(
         return slices, target
 
     slices, target = ranks.together(what, prepare)
-    reader = dcp.FileSystemReader(folder)
-    ranks.together(
-        what,
-        lambda: dcp.load(slices, storage_reader=reader, planner=SliceLoadPlanner(), process_group=ranks.group),
-    )
+    ranks.together(what, lambda: SliceReader(folder).read(slices))
     engine.zero_grad()
     for unit in engine.units:
         if unit.master is None:

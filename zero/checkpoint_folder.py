@@ -77,8 +77,9 @@ def remove_leftovers(save_dir: Path) -> None:
         name.unlink()
 
 
-def commit(folder: Path, save_dir: Path, tag: str, description: dict, *, latest: bool) -> None:
+def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
     """Write the description and make the folder that `begin` returned the checkpoint `tag`, in one step."""
+    save_dir = folder.parent
     for name, entry in description["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
             raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")

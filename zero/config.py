@@ -233,6 +233,18 @@ class SchedulerConfig(Section):
     params: SchedulerParams = Field(default_factory=SchedulerParams)
 
 
+class CheckpointConfig(Section):
+    """``checkpoint``. ``async_save`` is this engine's own key: training goes on while a checkpoint is written."""
+
+    async_save: bool = False
+    tag_validation: str | None = unused(None, "the ranks always agree on the tag")
+    load_universal: bool | None = unused(None, "every checkpoint loads on any number of ranks")
+    use_node_local_storage: bool | None = unused(None, "all ranks write to one file system")
+    parallel_write: dict | None = unused(None, "all ranks write at the same time")
+    checkpoint_serialization: bool | None = unused(None, NOT_YET)
+    writer: dict | None = unused(None, NOT_YET)
+
+
 class Config(SectionsWithoutEffect):
     """A whole configuration. Made by :func:`load_config`, which also checks what a single key cannot tell."""
 
@@ -254,6 +266,7 @@ class Config(SectionsWithoutEffect):
     bf16: BF16Config = Field(default_factory=BF16Config)
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
     _raw: dict = PrivateAttr(default_factory=dict)
     _place: str = PrivateAttr("")

@@ -171,10 +171,6 @@ class SectionsWithoutEffect(Section):
         "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, single_submit=bool, overlap_events=bool,
         use_gds=bool,
     ) = unused(None, "offload to files is not available yet")
-    checkpoint: inert(
-        "Checkpoint", tag_validation=str, load_universal=bool, use_node_local_storage=bool, parallel_write=dict,
-        checkpoint_serialization=bool, writer=dict,
-    ) = unused(None, NOT_YET)
     flops_profiler: inert(
         "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
         top_modules=Int, detailed=bool, output_file=str,

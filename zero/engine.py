@@ -247,6 +247,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         self._step_applied = False
         if not boundary:
             return
+        checkpoint.check_background_save(self)
         self.global_steps += 1
         self._step_applied = self.optimizer.step()
         if self._step_applied:
@@ -343,6 +344,10 @@ class ZeroEngine(EngineSettings, nn.Module):
     ) -> bool:
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until an asynchronous save is complete; raises its error."""
+        checkpoint.wait_for_background_save(self)
 
     def load_checkpoint(
         self,

@@ -24,7 +24,7 @@ def save(save_dir: Path, tag: str, content: bytes = b"weights", latest: bool = T
         "files": {"data": {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}},
         "nested": {"a": 1, "b": [1.5]},
     }
-    folders.commit(folder, save_dir, tag, description, latest=latest)
+    folders.commit(folder, tag, description, latest=latest)
     return save_dir / tag
 
 
@@ -122,7 +122,7 @@ def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatc
 def test_files_that_went_to_another_disk_are_noticed(tmp_path):
     folder = folders.begin(tmp_path, "global_step1", 0)
     with pytest.raises(OSError, match="same file system"):
-        folders.commit(folder, tmp_path, "global_step1", {"files": {"__1_0.distcp": {"bytes": 3}}}, latest=True)
+        folders.commit(folder, "global_step1", {"files": {"__1_0.distcp": {"bytes": 3}}}, latest=True)
     assert folders.locate(tmp_path, None) is None
 
 

@@ -37,7 +37,7 @@ LAYERS = [
 ]
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
-    "zero.checkpoint": ["folder", "model", "ranks", "values", "slices", "state", "offline", "__init__"],
+    "zero.checkpoint": ["folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
     "zero.optim": ["loss_scaler", "lr_schedules", "cpu_adam", "factory", "step"],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "__init__"],
 }

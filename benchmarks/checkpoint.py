@@ -1,0 +1,105 @@
+"""Saving and loading a training state of 250M parameters: ours, FSDP2 through DCP and, if given, the real DeepSpeed.
+
+    python -m benchmarks.checkpoint
+    python -m benchmarks.checkpoint --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+    python -m benchmarks.checkpoint --folder FOLDER_ON_THE_DISK_TO_MEASURE
+
+fp32 parameters, masters and two moments; every variant in its own processes. The variants take turns, round after
+round, since a shared machine's disk is now fast and now slow, and each saves several times in a round; the medians over
+all saves of rounds are reported. `blocked`: seconds until training may go on; `total`: until everything is on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.launch import REPOSITORY, run_ranks
+
+OURS = ["ours", "ours-async", "dcp", "dcp-async"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--variants", nargs="+", choices=[*OURS, "deepspeed"], help="default: all that can run")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--saves", type=int, default=3, help="saves of each variant in each round")
+    parser.add_argument("--folder", type=Path, help="where to write; default: where temporary files go")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
+    args = parser.parse_args()
+    if not args.deepspeed_python and "deepspeed" in (args.variants or []):
+        parser.error("deepspeed: needs --deepspeed-python")
+    args.variants = args.variants or OURS + (["deepspeed"] if args.deepspeed_python else [])
+    return args
+
+
+def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One job of one variant; see `benchmarks.checkpoint_worker` for what a rank reports."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        command = ["-m", "benchmarks.checkpoint_worker", "--variant", variant, "--folder", folder]
+        command += ["--saves", str(args.saves)]
+        python, env = sys.executable, {}
+        if variant == "deepspeed":
+            # The launcher of that environment would otherwise look for a GPU.
+            python, env = args.deepspeed_python, {"DS_ACCELERATOR": "cpu"}
+        return run_ranks(python, command, args.processes, 900, env)
+
+
+def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
+    """Medians over the saves of all rounds; of each save the slowest rank's seconds and the largest rank's memory."""
+    saves = [of_ranks for ranks in jobs for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)]
+    row = {
+        name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)
+        for name in ("blocked", "total", "bytes", "memory")
+    }
+    row["blocked first"] = max(rank["saves"][0]["blocked"] for rank in jobs[0])
+    row["load"] = statistics.median(max(rank["load"] for rank in ranks) for ranks in jobs)
+    return row
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        f"{'variant':<12} {'blocked s':>9}  {'first s':>9}  {'total s':>9}  {'load s':>9}  {'MB':>9}  {'extra MB':>9}"
+    ]
+    for variant, row in rows.items():
+        cells = [f"{row[name]:9.2f}" for name in ("blocked", "blocked first", "total", "load")]
+        cells += [f"{row[name] / 1e6:9.0f}" for name in ("bytes", "memory")]
+        lines.append("  ".join([f"{variant:<11}", *cells]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_arguments()
+    jobs: dict[str, list[list[dict[str, Any]]]] = {variant: [] for variant in args.variants}
+    for number in range(1, args.rounds + 1):
+        for variant in args.variants:
+            jobs[variant].append(run_variant(variant, args))
+            row = summary(jobs[variant][-1:])
+            print(
+                f"round {number}/{args.rounds}  {variant:<11} blocked {row['blocked']:.2f} s  total {row['total']:.2f} s"
+                f"  load {row['load']:.2f} s  machine's load {os.getloadavg()[0]:.1f}",
+                flush=True,
+            )
+    rows = {variant: summary(of_variant) for variant, of_variant in jobs.items()}
+    parameters = jobs[args.variants[0]][0][0]["parameters"]
+    print(f"\nT5 of {parameters / 1e6:.0f}M parameters, fp32, {args.processes} processes; medians of the saves\n")
+    print(table(rows))
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps({"versions": versions, "rows": rows, "jobs": jobs}, indent=2))
+    print(f"\nwritten: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

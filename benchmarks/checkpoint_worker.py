@@ -1,0 +1,207 @@
+"""One rank of one variant of the checkpoint benchmark: train one step, then save a few times and load.
+
+Started by `benchmarks.checkpoint`, under torchrun, in this environment or (variant `deepspeed`) in one that has the
+real DeepSpeed. A variant is a function from a plain model to a `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.launch import report
+from benchmarks.t5 import T5_250M, build_t5, synthetic_batches
+
+BUILD_SEED = 1
+VOCABULARY = T5_250M["vocab_size"]
+
+
+@dataclass
+class Checkpoints:
+    """What a variant can do: a training step; start a save into a folder; wait until it is on disk; load from it."""
+
+    step: Callable[[dict[str, torch.Tensor]], None]
+    save: Callable[[Path], None]
+    finish: Callable[[], None]
+    load: Callable[[Path], None]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _engine(package: Any, model: nn.Module, sections: dict[str, Any]) -> Any:
+    """`package` is our `zero` or the real `deepspeed`: both have this interface."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        # DeepSpeed's list of tested optimizers has its own AdamW, not torch's fused one.
+        "zero_allow_untested_optimizer": True,
+        **sections,
+    }
+    package.comm.init_distributed(dist_backend="gloo")
+    return package.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+
+def _step_of(engine: Any) -> Callable[[dict[str, torch.Tensor]], None]:
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    return step
+
+
+def ours(model: nn.Module) -> Checkpoints:
+    import zero
+
+    engine = _engine(zero, model, {})
+    return Checkpoints(_step_of(engine), engine.save_checkpoint, lambda: None, engine.load_checkpoint)
+
+
+def ours_async(model: nn.Module) -> Checkpoints:
+    import zero
+
+    engine = _engine(zero, model, {"checkpoint": {"async_save": True}})
+    return Checkpoints(_step_of(engine), engine.save_checkpoint, engine.wait_for_checkpoint, engine.load_checkpoint)
+
+
+def deepspeed(model: nn.Module) -> Checkpoints:
+    import deepspeed
+
+    engine = _engine(deepspeed, model, {})
+    return Checkpoints(_step_of(engine), engine.save_checkpoint, lambda: None, engine.load_checkpoint)
+
+
+def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
+    """FSDP2, `fully_shard` on each block and the root, through torch.distributed.checkpoint and its own state dicts."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in [*model.encoder.block, *model.decoder.block]:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model)
+    in_flight = []
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state() -> dict[str, Any]:
+        weights, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": of_optimizer}
+
+    def save(folder: Path) -> None:
+        if asynchronous:
+            in_flight.append(checkpoint.async_save(state(), checkpoint_id=folder))
+        else:
+            checkpoint.save(state(), checkpoint_id=folder)
+
+    def finish() -> None:
+        while in_flight:
+            in_flight.pop().result()
+
+    def load(folder: Path) -> None:
+        found = state()
+        checkpoint.load(found, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+
+    return Checkpoints(step, save, finish, load)
+
+
+VARIANTS = {
+    "ours": ours,
+    "ours-async": ours_async,
+    "dcp": dcp,
+    "dcp-async": lambda model: dcp(model, asynchronous=True),
+    "deepspeed": deepspeed,
+}
+
+
+class PeakMemory:
+    """The most anonymous memory (bytes) of this process while the context lasts, beyond that at its beginning."""
+
+    def __enter__(self) -> PeakMemory:
+        self.first = self.most = _anonymous_memory()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.02):
+            self.most = max(self.most, _anonymous_memory())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.extra = self.most - self.first
+
+
+def _anonymous_memory() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no RssAnon: this benchmark needs Linux")
+
+
+def measure(variant: Checkpoints, folder: Path, rank: int) -> dict[str, float]:
+    """One save: seconds until training may go on and until all is on disk, bytes, extra memory."""
+    dist.barrier()
+    if rank == 0:
+        os.sync()  # what earlier saves left to be written is not this one's work
+    dist.barrier()
+    with PeakMemory() as memory:
+        start = time.perf_counter()
+        variant.save(folder)
+        blocked = time.perf_counter() - start
+        variant.finish()
+        dist.barrier()
+        total = time.perf_counter() - start
+    nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return {"blocked": blocked, "total": total, "bytes": nbytes, "memory": memory.extra}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--saves", type=int, required=True)
+    args = parser.parse_args()
+    model = build_t5(T5_250M, BUILD_SEED)
+    parameters = model.num_parameters()
+    variant = VARIANTS[args.variant](model)
+    rank = dist.get_rank()
+    batches = synthetic_batches(VOCABULARY, 1, 8, 8, seed=rank)
+    variant.step(next(batches))
+    saves = []
+    for number in range(args.saves):
+        if number and rank == 0:
+            shutil.rmtree(args.folder / str(number - 1))
+        saves.append(measure(variant, args.folder / str(number), rank))
+    dist.barrier()
+    start = time.perf_counter()
+    variant.load(args.folder / str(args.saves - 1))
+    dist.barrier()
+    load = time.perf_counter() - start
+    report({"parameters": parameters, "saves": saves, "load": load})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Checkpoints written while training goes on (`"checkpoint": {"async_save": true}`).
+
+save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a thread
+thread            writes, verifies and renames as a save in the foreground does; talks to other ranks' threads only
+                  through the store, never through a process group
+step              asks, as long as a save is running, whether it has ended on all ranks; if it failed, all raise
+exit              waits for the thread; the exit code is 1 if the save failed and nobody has been told
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+
+from zero.checkpoint_ranks import Ranks
+from zero.checkpoint_slices import Slices
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
+logger = logging.getLogger("zero")
+
+# Where another rank has died, a thread waits for it in vain.
+_SECONDS_AFTER_AN_EXCEPTION = 60.0
+
+
+class BackgroundSaves:
+    """The saves of one engine, at most one at a time, and the host memory that they are made from."""
+
+    _of: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
+
+    def __init__(self, ranks: Ranks, device: torch.device):
+        self._ranks, self._pin = ranks, device.type == "cuda"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._running: _Save | None = None
+
+    @classmethod
+    def of(cls, engine: ZeroEngine) -> BackgroundSaves:
+        if engine not in cls._of:
+            cls._of[engine] = cls(Ranks.of(engine.comm), engine.comm.device)
+        return cls._of[engine]
+
+    def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
+        """The slices with copies of their values in host memory, which is kept for the next save."""
+        nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
+        if self._memory.numel() < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
+        position, copies = 0, {}
+        for key, entry in slices.items():
+            parts = {}
+            for start, part in entry.parts.items():
+                target = self._memory[position : position + part.nbytes].view(part.dtype)
+                parts[start] = target.copy_(part, non_blocking=True)
+                position += _aligned(part.nbytes)
+            copies[key] = Slices(entry.numel, parts)
+        if self._pin:
+            torch.cuda.synchronize()
+        return copies
+
+    def start(self, act: Callable[[], None]) -> None:
+        self._running = _Save(act)
+
+    def wait(self) -> None:
+        """Until the running save, if there is one, has ended; raises its error, which is the same on all ranks."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed; every rank must ask at the same time."""
+        if self._running is not None and all(self._ranks.gather(self._running.has_ended())):
+            self.wait()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+class _Save:
+    """A thread that writes a checkpoint."""
+
+    def __init__(self, act: Callable[[], None]):
+        self._act, self._failure = act, None
+        self._thread = threading.Thread(target=self._run, name="zero checkpoint", daemon=True)
+        atexit.register(self._at_exit)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._act()
+        except Exception as error:
+            self._failure = error
+        del self._act  # and with it the references to the copies
+
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        self._thread.join()
+        atexit.unregister(self._at_exit)
+        if self._failure is not None:
+            raise self._failure
+
+    def _at_exit(self) -> None:
+        self._thread.join(_SECONDS_AFTER_AN_EXCEPTION if hasattr(sys, "last_value") else None)
+        if self._failure is not None:
+            logger.error("%s", self._failure)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
