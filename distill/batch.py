@@ -1,0 +1,78 @@
+"""A batch, taken apart: what the models read, and which tokens have a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+IGNORED = -100
+_READ_BY_MODELS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
+_TEACHER = "teacher_"
+
+
+def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
+    """(batch, length) bool: the positions whose output predicts a label. `shifted`: position t predicts label t + 1."""
+    mask = labels != IGNORED
+    return mask.roll(-1, dims=1).index_fill(1, torch.tensor([-1], device=labels.device), False) if shifted else mask
+
+
+@dataclass
+class Batch:
+    """N tokens with a target, out of (batch, length) positions.
+
+    Attributes: student, teacher: what the models read. rows: (N,) position of each target's prediction in the
+    flattened batch. labels: (N,). examples: (N,) the row of the batch each is in. size: examples in the batch.
+    teacher_rows: (N,) the same for the teacher's flattened batch. has_teacher: (N,) bool, or None where all have one.
+    """
+
+    student: dict[str, torch.Tensor]
+    teacher: dict[str, torch.Tensor]
+    rows: torch.Tensor
+    labels: torch.Tensor
+    examples: torch.Tensor
+    size: int
+    teacher_rows: torch.Tensor
+    has_teacher: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, torch.Tensor], shifted: bool) -> Batch:
+        """Take `inputs` apart: `labels` as transformers has them, -100 where there is no target.
+
+        Where the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are its reading of
+        the same text, and `teacher_positions` (batch, length) is, for each label, the position in it of the first
+        token of the same text, -1 where no token begins there.
+        """
+        labels = inputs["labels"]
+        mask = target_mask(labels, shifted).flatten()
+        rows = mask.nonzero().squeeze(-1)
+        length = labels.shape[1]
+        label_rows = rows + 1 if shifted else rows
+        student = {name: inputs[name] for name in _READ_BY_MODELS if inputs.get(name) is not None}
+        teacher, teacher_rows, has_teacher = student, rows, None
+        if "teacher_positions" in inputs:
+            teacher = {
+                name: inputs[_TEACHER + name] for name in _READ_BY_MODELS if inputs.get(_TEACHER + name) is not None
+            }
+            positions = inputs["teacher_positions"].flatten()[label_rows]
+            has_teacher = positions >= int(shifted)
+            width = teacher["decoder_input_ids" if "decoder_input_ids" in teacher else "input_ids"].shape[1]
+            teacher_rows = (rows // length) * width + (positions - int(shifted)).clamp_min(0)
+        return cls(
+            student, teacher, rows, labels.flatten()[label_rows], rows // length, len(labels), teacher_rows, has_teacher
+        )
+
+    def visible(self) -> torch.Tensor:
+        """(batch, length, length) bool: the tokens that each token of a causal model, or of a decoder, may see."""
+        read = self.student
+        ids = read.get("decoder_input_ids", read["input_ids"])
+        length = ids.shape[1]
+        visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
+        if "position_ids" in read and "decoder_input_ids" not in read:
+            document = (read["position_ids"] == 0).cumsum(-1)
+            visible = visible & (document.unsqueeze(1) == document.unsqueeze(2))
+        if "attention_mask" in read and "decoder_input_ids" not in read:
+            here = torch.eye(length, dtype=torch.bool, device=ids.device)
+            visible = visible & (read["attention_mask"].bool().unsqueeze(1) | here)
+        return visible

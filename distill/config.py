@@ -1,0 +1,109 @@
+"""`DistillationConfig`: the Trainer's arguments and those of distillation, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from transformers import Seq2SeqTrainingArguments
+
+from distill.hidden import HIDDEN_LOSSES
+from distill.losses import LOSS_TYPES, Divergence
+from distill.vocabulary import VOCAB_POLICIES
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def _field(default: object, help: str, **metadata: object) -> object:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass
+class DistillationConfig(Seq2SeqTrainingArguments):
+    """Arguments of `DistillationTrainer`, on top of transformers' own."""
+
+    teacher_model_name_or_path: str | None = _field(None, "Teacher: a model folder or a hub name.")
+    teacher_deepspeed: str | None = _field(
+        None, "The teacher's ds_config; default: --deepspeed's stage and precision, with parameters offloaded."
+    )
+    teacher_device: str | None = _field(
+        None, "Device of a teacher that is not sharded, such as cuda:1; default: the student's."
+    )
+    teacher_cache: str | None = _field(None, "Folder written by cache_teacher, to learn from without a live teacher.")
+    loss_type: str = _field("forward_kl", "Divergence of student and teacher.", choices=LOSS_TYPES)
+    beta: float = _field(0.5, "Weight of the teacher in generalised JSD, above 0 and below 1.")
+    skew_alpha: float = _field(0.1, "Share that is mixed in by the skew losses, from 0 to below 1.")
+    temperature: float = _field(1.0, "Temperature T of both softmaxes; the loss is multiplied by T^2.")
+    temperature_schedule: str = _field("constant", "How T goes to --final_temperature.", choices=SCHEDULES)
+    final_temperature: float = _field(1.0, "T at the end of training, unless the schedule is constant.")
+    kd_alpha: float = _field(0.9, "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence; 0 needs no teacher.")
+    top_k: int = _field(0, "Compare the teacher's k most probable tokens and the mass of the rest; 0: all tokens.")
+    hidden_loss_weight: float = _field(0.0, "Weight of the loss on hidden states.")
+    hidden_loss_type: str = _field("mse", "Loss on hidden states, after a learned projection.", choices=HIDDEN_LOSSES)
+    layer_mapping: str | None = _field(
+        None, "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings); default: evenly spread."
+    )
+    attn_relation_weight: float = _field(0.0, "Weight of MiniLM's relations of queries, keys and values.")
+    chunk_size: int = _field(0, "Tokens whose logits exist at a time; 0: as many as fit into 32 MiB.")
+    vocab_policy: str = _field("common", "Vocabularies that differ in size.", choices=VOCAB_POLICIES)
+    lmbda: float = _field(0.0, "Fraction of batches that the student writes itself (GKD, arXiv 2306.13649).")
+    seq_kd: bool = _field(False, "Let the teacher write the other batches (sequence-level distillation).")
+    max_new_tokens: int = _field(64, "Tokens to write for --lmbda and --seq_kd.")
+    remove_unused_columns: bool = _field(False, "Drop columns that the student's forward does not name.")
+
+    def __post_init__(self) -> None:
+        self.check()
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Raises:
+        ValueError: a value out of its range, or two that exclude each other; names both.
+        """
+        Divergence(self.loss_type, self.beta, self.skew_alpha)
+        for name in ("temperature", "final_temperature"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}: it must be a positive number")
+        for name in ("kd_alpha", "lmbda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and 1")
+        for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be 0 or more")
+        choices = {"temperature_schedule": SCHEDULES, "hidden_loss_type": HIDDEN_LOSSES, "vocab_policy": VOCAB_POLICIES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        if self.loss_type == "uld" and self.top_k:
+            raise ValueError("top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
+        self._check_cache()
+
+    def _check_cache(self) -> None:
+        if not self.teacher_cache:
+            return
+        needs_live = {
+            "lmbda": self.lmbda > 0,
+            "seq_kd": self.seq_kd,
+            "hidden_loss_weight": self.hidden_loss_weight > 0,
+            "attn_relation_weight": self.attn_relation_weight > 0,
+            "temperature_schedule": self.temperature_schedule != "constant",
+            "loss_type uld": self.loss_type == "uld",
+        }
+        if given := [name for name, value in needs_live.items() if value]:
+            raise ValueError(
+                f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a live teacher:"
+                f" leave out one of them"
+            )
+
+    def needs_teacher(self) -> bool:
+        """Whether anything is learnt from a teacher."""
+        return self.kd_alpha > 0 or self.hidden_loss_weight > 0 or self.attn_relation_weight > 0 or self.seq_kd
+
+    def temperature_at(self, progress: float) -> float:
+        """T after the fraction `progress` of training."""
+        if self.temperature_schedule == "constant":
+            return self.temperature
+        done = progress if self.temperature_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        return self.temperature + (self.final_temperature - self.temperature) * done

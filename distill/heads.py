@@ -1,0 +1,85 @@
+"""The output head of a model as a module that can be given other work for one call.
+
+The loss of a chunk of tokens needs the head's weight, not its logits. Inside a call of the head's module an engine has
+gathered that weight, tied or not, and reduces its gradient after backward; so that is where the loss is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+Task = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], object]
+_MARK = 0.734375  # exact in fp16 and bf16; a soft cap or a scale after the head changes it
+
+
+class TaskHead(nn.Module):
+    """A linear layer which, inside of `doing(task)`, returns `task(hidden, weight, bias)` in place of logits.
+
+    It takes the place, the parameters and their names of the `nn.Linear` it is made from.
+    """
+
+    def __init__(self, head: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = head.in_features, head.out_features
+        self.weight, self.bias = head.weight, head.bias
+        self._task: Task | None = None
+
+    def forward(self, hidden: torch.Tensor) -> object:
+        if self._task is not None:
+            return self._task(hidden, self.weight, self.bias)
+        return linear(hidden, self.weight, self.bias)
+
+    @contextmanager
+    def doing(self, task: Task) -> Iterator[None]:
+        self._task = task
+        try:
+            yield
+        finally:
+            self._task = None
+
+
+def install_task_head(model: PreTrainedModel, whose: str) -> TaskHead | None:
+    """Put a `TaskHead` in the place of the model's head and return it; None, saying so, for a head of another kind."""
+    head = model.get_output_embeddings()
+    if isinstance(head, TaskHead):
+        return head
+    if type(head) is not nn.Linear:
+        logger.warning("the %s's head is a %s: its logits are computed as a whole", whose, type(head).__name__)
+        return None
+    task_head = TaskHead(head)
+    model.set_output_embeddings(task_head)
+    return task_head
+
+
+@torch.no_grad()
+def is_final(head: TaskHead, model: nn.Module, inputs: dict[str, torch.Tensor], whose: str) -> bool:
+    """Whether what the head returns is what the model returns as its logits, tried with `inputs`; says so if not.
+
+    Soft caps and logit scales come after the head, where a loss computed in the head would miss them.
+    """
+    marker = None
+
+    def mark(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        nonlocal marker
+        marker = hidden.new_full((1,), _MARK)
+        return marker
+
+    with head.doing(mark):
+        try:
+            logits = model(**inputs).logits
+            final = logits.shape == marker.shape and bool((logits == marker).all())
+            reason = "scales or caps its logits after the head"
+        except (IndexError, RuntimeError, ValueError) as error:
+            final, reason = False, f"works on its logits after the head ({error})"
+    if not final:
+        logger.warning("the %s %s: its logits are computed as a whole", whose, reason)
+    return final

@@ -1,0 +1,139 @@
+"""The teacher: a frozen model, sharded by an engine of its own that has no optimizer, or whole on a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+
+import zero
+from distill.config import DistillationConfig
+from distill.fused import HeadTeacher, LogitsTeacher, Teacher
+from distill.heads import install_task_head, is_final
+from distill.hidden import Attention, AttentionRecorder
+
+
+def load_model(name: str, **options: object) -> PreTrainedModel:
+    """A causal or encoder-decoder language model, whichever its configuration says; `options` as `from_pretrained`.
+
+    Under ZeRO-3 transformers builds it inside of `zero.Init`.
+    """
+    config = AutoConfig.from_pretrained(name)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_pretrained(name, config=config, **options)
+
+
+def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dict:
+    """The teacher's ds_config: `--teacher_deepspeed`'s, else the student's stage and precision and no optimizer.
+
+    At stage 3 its parameters are offloaded, and one unit is gathered while another is in use: no more than two are ever
+    there beside the persistent ones.
+    """
+    source = args.teacher_deepspeed or args.deepspeed
+    given = source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "fp16": {"enabled": args.fp16},
+        "bf16": {"enabled": args.bf16},
+    }
+    for precision in ("fp16", "bf16"):
+        enabled = given.get(precision, {}).get("enabled", False)
+        config[precision]["enabled"] = getattr(args, precision) if enabled == "auto" else enabled
+    section = {key: value for key, value in given.get("zero_optimization", {}).items() if value != "auto"}
+    section.pop("offload_optimizer", None)
+    if section.get("stage", 0) == 3 and not args.teacher_deepspeed:
+        section |= {
+            "offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
+            "stage3_prefetch_bucket_size": 1,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": section.get(
+                "stage3_param_persistence_threshold", 10 * teacher.config.get_text_config().hidden_size
+            ),
+        }
+    return config | {"zero_optimization": section}
+
+
+@dataclass
+class Observed:
+    """What the teacher saw in a batch: `states`, (N, H) before or (N, V) after its head, and what is inside of it."""
+
+    states: torch.Tensor
+    hidden_states: Sequence[torch.Tensor] = ()
+    attentions: Mapping[int, Attention] | None = None
+
+
+class LiveTeacher:
+    """A frozen teacher that is asked anew for each batch.
+
+    Attributes: model: the plain model. engine: what is called, an engine or the model itself. device: where it is.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, ds_config: dict | None = None):
+        """Freeze `model` and place it: sharded as `ds_config` says, or whole on `device`."""
+        self.model = model.eval().requires_grad_(False)
+        self.head = install_task_head(model, "teacher")
+        if ds_config is not None:
+            self.engine, *_ = zero.initialize(model=model, config=ds_config)
+            self.engine.eval()
+        else:
+            self.engine = model.to(device)
+        self.device = device
+        self.fused: bool | None = None if self.head is not None else False
+
+    def to_device(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.to(self.device) for name, value in inputs.items()}
+
+    @torch.no_grad()
+    def observe(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        rows: torch.Tensor,
+        with_hidden: bool = False,
+        recorder: AttentionRecorder | None = None,
+        layers: Sequence[int] = (),
+    ) -> Observed:
+        """Read a batch; `rows` (N,) of the flattened batch are the predictions that are asked for.
+
+        Its hidden states are kept, never its logits, if the head is plain. `recorder` records attention `layers`.
+        """
+        inputs, rows = self.to_device(inputs), rows.to(self.device)
+        if self.fused is None:
+            self.fused = is_final(
+                self.head, self.engine, {name: value[:1] for name, value in inputs.items()}, "teacher"
+            )
+        attentions = None
+        if recorder is None:
+            output, states = self._read(inputs, with_hidden)
+        else:
+            with recorder.recording(layers) as attentions:
+                output, states = self._read(inputs, with_hidden)
+        hidden = ()
+        if with_hidden:
+            hidden = output.get("decoder_hidden_states") or output["hidden_states"]
+        return Observed(states.flatten(0, 1)[rows], hidden, attentions)
+
+    def _read(self, inputs: Mapping[str, torch.Tensor], with_hidden: bool) -> tuple[Mapping, torch.Tensor]:
+        options = {"output_hidden_states": True} if with_hidden else {}
+        if not self.fused:
+            output = self.engine(**inputs, **options)
+            return output, output.logits
+        with self.head.doing(lambda hidden, weight, bias: hidden):
+            output = self.engine(**inputs, **options)
+        return output, output.logits
+
+    def within(self, observed: Observed, use: Callable[[Teacher], None], device: torch.device) -> None:
+        """Call `use` with a `Teacher` for the observed tokens, its head's weight gathered meanwhile.
+
+        What is computed leaves by `use`'s own means, not through the head's module: to its engine that would be a
+        tensor to run backward from.
+        """
+        if not self.fused:
+            use(LogitsTeacher(observed.states.to(device)))
+            return
+        with self.head.doing(lambda hidden, weight, bias: use(HeadTeacher(hidden, weight, bias, device))):
+            self.head(observed.states)

@@ -1,0 +1,79 @@
+"""Tiny models and data for the tests of distillation."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+VOCABULARY = 40
+
+
+def llama(width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+        )
+    )  # fmt: skip
+
+
+def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=64, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+        )
+    )  # fmt: skip
+
+
+def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=layers, num_heads=4,
+            dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, initializer_factor=1.0,
+        )
+    )  # fmt: skip
+
+
+def sequences(count: int, shortest: int = 4, longest: int = 12, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Examples for a causal model: random token ids of different lengths, each its own labels."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Examples for an encoder-decoder model."""
+    sources, targets = sequences(count, seed=seed), sequences(count, seed=seed + 1)
+    return [{"input_ids": s["input_ids"], "labels": t["labels"]} for s, t in zip(sources, targets, strict=True)]
+
+
+class Pad:
+    """Collates examples: pads on the right to the longest, or to a multiple."""
+
+    def __init__(self, multiple: int = 1):
+        self.multiple = multiple
+
+    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        padding = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        examples = [{**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples]
+        batch = {}
+        for name, value in padding.items():
+            longest = max(len(example[name]) for example in examples)
+            longest += -longest % self.multiple
+            rows = [example[name] + [value] * (longest - len(example[name])) for example in examples]
+            batch[name] = torch.tensor(rows)
+        return batch
