@@ -118,9 +118,7 @@ def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], de
     """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
     try:
         description["files"] = write(slices, folder, ranks, what)
-        ranks.on_first(
-            what, lambda: folders.commit(folder, folder.parent, description["tag"], description, latest=latest)
-        )
+        ranks.on_first(what, lambda: folders.commit(folder, description["tag"], description, latest=latest))
     except Exception:
         if ranks.rank == 0:
             folders.abandon(folder)
@@ -133,10 +131,10 @@ def check_background_save(engine: ZeroEngine) -> None:
         BackgroundSaves.of(engine).check()
 
 
-def wait_for_background_save(engine: ZeroEngine) -> None:
-    """Until the last asynchronous save, if there was one, is complete; raises its error, the same on all ranks."""
-    if engine.settings.checkpoint.async_save:
-        BackgroundSaves.of(engine).wait()
+def wait_for_background_saves() -> None:
+    """Until all asynchronous saves of this process are complete; raises an error of theirs, the same on all ranks."""
+    for saves in BackgroundSaves.all():
+        saves.wait()
 
 
 def _collect(
@@ -243,7 +241,7 @@ def load_checkpoint(
     """
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
-    wait_for_background_save(engine)
+    wait_for_background_saves()
     ranks, source = Ranks.of(engine.comm), Path(load_dir)
     what = f"loading a checkpoint from {source}"
     folder, of_trainer = ranks.on_first(
