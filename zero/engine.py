@@ -99,6 +99,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             self.residency,
             last_micro_step=self.is_gradient_accumulation_boundary,
             backward_begins=self._backward_begins,
+            ignore_unused=zero.ignore_unused_parameters,
         )
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
@@ -112,6 +113,7 @@ class ZeroEngine(EngineSettings, nn.Module):
                 sub_group_size=zero.sub_group_size,
                 clipping=settings.gradient_clipping,
                 scaler=self.scaler,
+                reduce_op=settings.gradient_allreduce_op,
             )
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
@@ -144,6 +146,11 @@ class ZeroEngine(EngineSettings, nn.Module):
         # Below stage 3 nothing is gathered for use; units are what is reduced together.
         threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
         plans = plan_units(self.module, threshold, zero.stage3_model_persistence_threshold, group_of)
+        if sixteen_bit:
+            # In no unit, since there is nothing to shard; but a layer's inputs must still have its dtype.
+            for param in self.module.parameters():
+                if param.numel() == 0 and param.is_floating_point():
+                    param.data = param.data.to(self.settings.compute_dtype)
         return [
             Unit(
                 plan.name,
@@ -300,6 +307,10 @@ class ZeroEngine(EngineSettings, nn.Module):
         """2-norm over all parameters of the last step's mean gradient, before clipping; None before the first."""
         return None if self.optimizer is None else self.optimizer.grad_norm
 
+    def allreduce_gradients(self) -> None:
+        """Gradients are reduced while backward runs: nothing but a wait is left to do here."""
+        self.reducer.drain()
+
     def empty_partition_cache(self) -> None:
         """Free all gathered parameters that are not in use."""
         for unit in self.units:
@@ -347,7 +358,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def wait_for_checkpoint(self) -> None:
         """Until an asynchronous save is complete; raises its error."""
-        checkpoint.wait_for_background_save(self)
+        checkpoint.wait_for_background_saves()
 
     def load_checkpoint(
         self,

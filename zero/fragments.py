@@ -40,7 +40,7 @@ class _Fragment:
     @property
     def _factor(self) -> float:
         """What a stored gradient must be multiplied by to be the mean gradient."""
-        return self.unit.comm.mean_factor / self.unit.optimizer.loss_scale if self.kind == _GRADIENT else 1.0
+        return self.unit.optimizer.gradient_factor if self.kind == _GRADIENT else 1.0
 
     def _places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
         """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""

@@ -37,6 +37,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from zero.comm import Communicator
+from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.schedule import Schedule
 from zero.unit import Residency, State, Unit, unit_of
@@ -105,7 +106,7 @@ class ModuleHooks:
     Args: model: the root module; units: all of its units; schedule: the policy, by position in `units`;
     reducer: takes the gradients; comm: to agree on their order; residency: counts what is gathered.
     `last_micro_step` tells whether the parameters change before the next forward; `backward_begins` is called with
-    the first gradient of each backward.
+    the first gradient of each backward. Unless `ignore_unused`, a trainable parameter without a gradient is an error.
     """
 
     def __init__(
@@ -118,9 +119,10 @@ class ModuleHooks:
         residency: Residency,
         last_micro_step: Callable[[], bool],
         backward_begins: Callable[[], None],
+        ignore_unused: bool = True,
     ):
         self.units, self.schedule, self.reducer, self.residency = list(units), schedule, reducer, residency
-        self.comm = comm
+        self.comm, self.ignore_unused = comm, ignore_unused
         self.index = {unit: i for i, unit in enumerate(self.units)}
         self.last_micro_step, self.backward_begins = last_micro_step, backward_begins
         self._held: Counter[Unit] = Counter()
@@ -308,12 +310,23 @@ class ModuleHooks:
         self._backward_is_open = False
         for unit in list(self._in_backward):
             self._leave_backward(unit)
+        if not self.ignore_unused:
+            self._refuse_unused()
         again = [unit for unit in self._order[: self._started] if self.reducer.has_pending(unit)]
         for unit in self._order[self._started :] + again:
             self.reducer.reduce(unit)
         self._agree_on_order()
         self.reducer.drain()
         self._end_pass()
+
+    def _refuse_unused(self) -> None:
+        for unit in self._order:
+            for i, name in enumerate(unit.param_names):
+                if unit.params[i].requires_grad and i not in self._arrived[unit]:
+                    raise UsageError(
+                        f"parameter {name!r} got no gradient in this backward, and "
+                        "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze the parameter"
+                    )
 
     def _agree_on_order(self) -> None:
         """Take over rank 0's order of completion after backward number 1, 2, 4, 8, ..."""

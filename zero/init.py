@@ -54,6 +54,7 @@ class Init:
         remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
         pin_memory: whether host memory is page-locked; None: as the configuration says.
         config: as `config_dict_or_path`.
+        mem_efficient_linear: without effect: torch.nn.functional.linear saves no copy of a gathered weight here.
 
     Raises:
         ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means nothing here.
@@ -70,6 +71,7 @@ class Init:
         remote_device: str | None = None,
         pin_memory: bool | None = None,
         config: object = None,
+        mem_efficient_linear: bool = True,
         **others: object,
     ):
         if unknown := sorted(name for name, value in others.items() if value is not None):
@@ -139,10 +141,11 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
-        modifier_rank: the rank whose changes become everybody's on exit; None: changes are discarded for parameters
-            that are sharded outside of the context.
+        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read.
         fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
         enabled: False makes the context do nothing.
+
+    Raises RuntimeError on exit if sharded parameters were changed in place without a `modifier_rank`.
     """
 
     def __init__(
@@ -164,9 +167,17 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self._exposed = _Exposed(self.units)
         self._exposed.__enter__()
+        sharded = (param for unit in self.units if not unit.persistent for param in unit.params)
+        self._versions = {param: param._version for param in sharded}
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
         if self.modifier_rank is not None and exc_type is None:
             for unit in self.units:
                 unit.write_back(self.modifier_rank)
+        changed = [param for param, version in self._versions.items() if param._version != version]
         self._exposed.__exit__(exc_type, *exc_info)
+        if changed and self.modifier_rank is None and exc_type is None:
+            raise RuntimeError(
+                f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "
+                "modifier_rank=None; pass the rank whose values all ranks are to take over (modifier_rank=0)"
+            )

@@ -127,7 +127,7 @@ class Unit:
         else:
             self.shard = self._keep_own_slice(self._take_values())
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
-        self._views = [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
+        self._views = self._make_views()
         self._placeholders = [placeholder(slot.shape, self.dtype, comm.device) for slot in self.layout.slots]
         self._label_parameters()
         if self.persistent:
@@ -137,6 +137,9 @@ class Unit:
         else:
             self.full.untyped_storage().resize_(0)
             self._show(self._placeholders, ZeroParamStatus.NOT_AVAILABLE)
+
+    def _make_views(self) -> list[torch.Tensor]:
+        return [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
 
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
@@ -277,6 +280,16 @@ class Unit:
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
 
+    def free_but_for_aliases(self) -> None:
+        """As `free`, but what others made of the parameters' values (`param.detach()`) keeps them and their memory."""
+        if self.state is State.EXPOSED:
+            self.conceal()
+        self.residency.remove(self.layout.numel)
+        self.state = State.SHARDED
+        self.full = torch.empty_like(self.full)
+        self.full.untyped_storage().resize_(0)
+        self._views = self._make_views()
+
     def invalidate(self) -> None:
         """The shard has new values: drop or renew what was gathered."""
         if self.persistent:
@@ -339,6 +352,6 @@ class _Exposed:
             if unit.leave():
                 unit.conceal()
                 if not keep:
-                    unit.free()
+                    unit.free_but_for_aliases()
                     if unit.comm.device.type == "cpu":
                         _trimmer.freed_elements(unit.layout.numel)

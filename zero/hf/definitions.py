@@ -62,6 +62,32 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class AsyncIOBuilder:
+    """Named by scripts that ask `deepspeed.ops.__compatible_ops__` what can be built; nothing is ever built here."""
+
+    NAME = "async_io"
+
+
+class CPUAdamBuilder(AsyncIOBuilder):
+    NAME = "cpu_adam"
+
+
+class CPUAdagradBuilder(AsyncIOBuilder):
+    NAME = "cpu_adagrad"
+
+
+class CPULionBuilder(AsyncIOBuilder):
+    NAME = "cpu_lion"
+
+
+class FusedAdamBuilder(AsyncIOBuilder):
+    NAME = "fused_adam"
+
+
+# What the names above stand for is there without a build (True), or not at all (False).
+COMPATIBLE_OPS = {"async_io": False, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True}
+
+
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Give a script's parser `--deepspeed`, a switch, and `--deepspeed_config FILE`, for `initialize(args=...)`."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")

@@ -15,9 +15,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zero.hf.names import NAMES, REPORTED_VERSION
+from zero.hf.names import ABSENT, NAMES, REPORTED_VERSION
 
 PACKAGE = "deepspeed"
+
+
+def _absent(full_name: str) -> type:
+    """A class that nothing is an instance of and that cannot be instantiated."""
+
+    def refuse(self: object, *args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{full_name} is not part of zero; only comparisons with this class are possible")
+
+    return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
 
 
 class FacadeModule(ModuleType):
@@ -27,6 +36,10 @@ class FacadeModule(ModuleType):
         full_name = f"{self.__name__}.{name}"
         if full_name in NAMES:
             return importlib.import_module(full_name)
+        if name in ABSENT.get(self.__name__, ()):
+            value = _absent(full_name)
+            setattr(self, name, value)
+            return value
         try:
             target = NAMES[self.__name__][name]
         except KeyError:

@@ -57,14 +57,26 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "zero.hf.definitions:DEEPSPEED_ENVIRONMENT_NAME"},
-    "deepspeed.ops": {},
+    "deepspeed.ops": {"__compatible_ops__": "zero.hf.definitions:COMPATIBLE_OPS"},
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": "zero.optim.cpu_adam:CPUAdam"},
+    "deepspeed.ops.op_builder": _names(
+        "zero.hf.definitions",
+        "AsyncIOBuilder",
+        "CPUAdamBuilder",
+        "CPUAdagradBuilder",
+        "CPULionBuilder",
+        "FusedAdamBuilder",
+    ),
+    "deepspeed.ops.aio": _names("zero.hf.definitions", "AsyncIOBuilder"),
     "deepspeed.runtime": {},
     "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
     "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "zero.optim.lr_schedules:VALID_LR_SCHEDULES"},
     "deepspeed.runtime.zero": {},
-    "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum": "zero.hf.definitions:OffloadDeviceEnum"},
+    "deepspeed.runtime.zero.offload_config": _names("zero.hf.definitions", "OffloadDeviceEnum"),
+    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
+    "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
+    "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero.errors:UsageError"},
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": "zero.unit:ZeroParamStatus",
@@ -79,3 +91,17 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.zero": _ZERO,
 }
+
+# Names that scripts import to compare with, by `isinstance` or `issubclass`, and that nothing here is an instance of.
+ABSENT: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
+    "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
+    "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
+    "deepspeed.runtime.hybrid_engine": ("DeepSpeedHybridEngine",),
+    "deepspeed.runtime.pipe.engine": ("PipelineEngine",),
+    "deepspeed.runtime.pipe.module": ("PipelineModule",),
+    "deepspeed.pipe": ("PipelineModule",),
+}
+for _module in ABSENT:
+    for _depth in range(2, _module.count(".") + 2):
+        NAMES.setdefault(".".join(_module.split(".")[:_depth]), {})

@@ -66,10 +66,12 @@ class ZeroOptimizer:
         sub_group_size: int,
         clipping: float = 0.0,
         scaler: LossScaler | None = None,
+        reduce_op: str = "mean",
     ):
         self.optimizer, self.reducer, self.comm = optimizer, reducer, comm
         self.units = [unit for unit in units if unit.trainable]
         self.sub_group_size, self.clipping, self.scaler = sub_group_size, clipping, scaler
+        self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self.overflow = False
         self.grad_norm: float | None = None
         group_of = param_group_of(optimizer)
@@ -78,9 +80,14 @@ class ZeroOptimizer:
             unit.make_master(tier)
             unit.optimizer = self
         self.tiles = [tile for unit in self.units for tile in self._cut(unit, group_of)]
+        idle = [
+            unit.param_names[i] for unit in self.units for i, param in enumerate(unit.params) if param not in group_of
+        ]
+        if idle and comm.rank == 0:
+            logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
         order = {param: number for number, param in enumerate(group_of)}
         self._slots = sorted(
-            ((unit, slot) for unit in self.units for slot in range(len(unit.params))),
+            ((unit, slot) for unit in self.units for slot, param in enumerate(unit.params) if param in group_of),
             key=lambda place: order[place[0].params[place[1]]],
         )
         number_of = {place: number for number, place in enumerate(self._slots)}
@@ -88,6 +95,7 @@ class ZeroOptimizer:
             (number_of[unit, piece.slot], unit, piece.start, piece.start + piece.numel)
             for unit in self.units
             for piece in unit.layout.pieces(comm.rank)
+            if (unit, piece.slot) in number_of
         ]
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [tile.master for tile in self.tiles if tile.group == index]
@@ -110,6 +118,11 @@ class ZeroOptimizer:
         """As `loss_scale`."""
         return self.loss_scale
 
+    @property
+    def gradient_factor(self) -> float:
+        """What `unit.grad` must be multiplied by to be the gradient: the mean (or sum) over ranks, unscaled."""
+        return self._reduce_factor / self.loss_scale
+
     def needs_scaler(self) -> bool:
         """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
         return self.scaler is not None
@@ -117,23 +130,19 @@ class ZeroOptimizer:
     def _cut(self, unit: Unit, group_of: dict) -> Iterator[Tile]:
         """Cut the unit's shard at changes of param group and into at most `sub_group_size` elements.
 
-        A run of slots in one group is one tile, gaps included: gradients are zero there and stay so.
+        A run of slots in one group is one tile, gaps included: gradients are zero there and stay so. Parameters that
+        are in no group are in no tile, and stay as they are.
         """
         low, high = unit.layout.shard_range(self.comm.rank)
-        starts: list[tuple[int, int]] = []
+        starts: list[tuple[int, int | None]] = []
         for param, slot in zip(unit.params, unit.layout.slots, strict=True):
             group = group_of.get(param)
-            if group is None:
-                raise ValueError(
-                    f"parameter {unit.param_names[unit.params.index(param)]!r} requires grad but is in none of the "
-                    "optimizer's param groups; add it or set requires_grad to False before initialize()"
-                )
             if not starts or starts[-1][1] != group:
                 starts.append((slot.offset, group))
         ends = [start for start, _ in starts[1:]] + [unit.layout.padded]
         for (start, group), end in zip(starts, ends, strict=True):
             first, last = max(start, low), min(end, high)
-            for a in range(first, last, self.sub_group_size):
+            for a in range(first, last, self.sub_group_size) if group is not None else ():
                 b = min(a + self.sub_group_size, last)
                 yield Tile(unit, group, a - low, unit.master[a - low : b - low])
 
@@ -145,7 +154,7 @@ class ZeroOptimizer:
         self.reducer.drain()
         for unit in self.units:
             self.reducer.ensure(unit)
-        to_mean = self.comm.mean_factor / self.loss_scale
+        to_mean = self.gradient_factor
         self.grad_norm = self._global_norm() * to_mean
         self.overflow = not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
