@@ -23,22 +23,20 @@ from zero.config_keys import (
     BATCH_KEYS,
     NOT_YET,
     REMOVED_KEYS,
-    AdamName,
-    Betas,
     Count,
     DType,
+    Flag,
     Fraction,
     Int,
-    KeywordSection,
     Names,
     NonNegative,
     Positive,
-    Rates,
     Section,
     SectionsWithoutEffect,
     only,
     unused,
 )
+from zero.config_optim import OptimizerConfig, SchedulerConfig
 from zero.config_reading import pop, read, rename_deprecated, take_auto, validate
 
 
@@ -99,6 +97,7 @@ class ZeroConfig(Section):
     stage3_max_reuse_distance: Count = int(1e9)
     stage3_gather_16bit_weights_on_model_save: bool = False
     leaf_module: LeafModuleConfig | None = None
+    ignore_unused_parameters: bool = True
 
     allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
@@ -107,7 +106,6 @@ class ZeroConfig(Section):
     compute_grad_norm: only(bool, True, "the gradient norm is always computed") = True
     load_from_fp32_weights: bool = unused(True, "masters are always restored from their fp32 copies")
     elastic_checkpoint: bool = unused(False, "removed from DeepSpeed's ZeRO-3 as well")
-    ignore_unused_parameters: bool = unused(True, _STAGE_1_2)
     legacy_stage1: bool = unused(False, _STAGE_1_2)
     round_robin_gradients: bool = unused(False, _STAGE_1_2)
     parameter_alignment: bool = unused(False, _STAGE_1_2)
@@ -175,64 +173,6 @@ class DataTypesConfig(Section):
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
 
 
-class AdamParams(KeywordSection):
-    """``optimizer.params``; ``**params`` are keyword arguments of torch's Adam.
-
-    ``fused`` and ``foreach`` choose its implementation, by default as torch does.
-    """
-
-    lr: NonNegative = 1e-3
-    betas: Betas = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    adam_w_mode: bool = True
-    bias_correction: only(bool, True, "Adam always corrects the bias") = True
-    amsgrad: only(bool, False, "DeepSpeed refuses it too") = False
-    foreach: bool | None = None
-    fused: bool | None = None
-    torch_adam: bool = unused(False, "it is always torch's Adam")
-    set_grad_none: bool = unused(True, "gradients are always freed")
-    fp32_optimizer_states: bool = unused(True, "moments are always fp32")
-
-    def keys(self) -> list[str]:
-        chosen = [key for key in ("foreach", "fused") if getattr(self, key) is not None]
-        return ["lr", "betas", "eps", "weight_decay", *chosen]
-
-
-class OptimizerConfig(Section):
-    """``optimizer``: Adam or AdamW, any case. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
-
-    type: AdamName
-    params: AdamParams = Field(default_factory=AdamParams)
-    legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
-
-    @property
-    def decoupled_weight_decay(self) -> bool:
-        """True for AdamW's weight decay, False for Adam's L2 term."""
-        return self.type == "AdamW" or self.params.adam_w_mode
-
-
-class SchedulerParams(KeywordSection):
-    """``scheduler.params``; ``**params`` are the keyword arguments that the user set (rates: per step, not scaled)."""
-
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_num_steps: Count = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    total_num_steps: Positive | None = None
-    last_batch_iteration: Annotated[Int, Field(ge=-1)] = -1
-
-    def keys(self) -> list[str]:
-        return sorted(self.model_fields_set)
-
-
-class SchedulerConfig(Section):
-    """``scheduler``: WarmupLR or WarmupDecayLR."""
-
-    type: Literal["WarmupLR", "WarmupDecayLR"]
-    params: SchedulerParams = Field(default_factory=SchedulerParams)
-
-
 class CheckpointConfig(Section):
     """``checkpoint``. ``async_save`` is this engine's own key: training goes on while a checkpoint is written."""
 
@@ -257,7 +197,8 @@ class Config(SectionsWithoutEffect):
     )
     wall_clock_breakdown: bool = unused(False, "not measured here; use torch.profiler")
     communication_data_type: DType = None
-    zero_allow_untested_optimizer: bool = unused(False, "every element-wise optimizer is allowed", honoured=True)
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    zero_allow_untested_optimizer: Flag = unused(False, "every element-wise optimizer is allowed", honoured=True)
     # Read by accelerate from the dict: it decides whether a torch optimizer becomes DeepSpeedCPUAdam under offload.
     zero_force_ds_cpu_optimizer: bool = True
     optimizer: OptimizerConfig | None = None
@@ -388,14 +329,10 @@ def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iter
                 yield key, "is still 'auto' and has no default; set a value"
     yield from _precision_contradictions(config)
     yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
-    scheduler = config.scheduler
-    if scheduler is not None:
-        total = "scheduler.params.total_num_steps"
-        has_total = scheduler.params.total_num_steps is not None or total in config.auto
-        if scheduler.type == "WarmupDecayLR" and not has_total:
-            yield total, "is required by WarmupDecayLR"
-        if scheduler.type == "WarmupLR" and has_total:
-            yield total, "is a setting of WarmupDecayLR, not of WarmupLR; change scheduler.type or delete it"
+    if config.optimizer is not None:
+        yield from config.optimizer.contradictions()
+    if config.scheduler is not None:
+        yield from config.scheduler.contradictions(config.auto)
     train, micro, steps = (getattr(config, key) for key in BATCH_KEYS)
     if train is not None and train % ((micro or 1) * (steps or 1)):
         yield "train_batch_size", config._batch_mismatch(None)

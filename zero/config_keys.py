@@ -10,7 +10,7 @@ So a key that gains an effect is one edited line. Names, types and bounds follow
 (``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
@@ -101,10 +101,6 @@ def _parse_betas(value: Any) -> Any:
     raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
 
 
-def _as_torch_spells_it(name: Any) -> Any:
-    return {"adam": "Adam", "adamw": "AdamW"}.get(name.lower(), name) if isinstance(name, str) else name
-
-
 def _parse_names(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -113,11 +109,11 @@ def _parse_names(value: Any) -> Any:
 
 
 Names = Annotated[list[str], PlainValidator(_parse_names)]
+Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
 DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
 Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-AdamName = Annotated[Literal["Adam", "AdamW"], BeforeValidator(_as_torch_spells_it)]
 Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
 
 
@@ -137,7 +133,6 @@ class SectionsWithoutEffect(Section):
 
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
-    gradient_allreduce_op: only(str, "mean", "gradients are averaged over the ranks") = "mean"
     managed_gradient_accumulation: only(bool, True, "the engine finds the accumulation boundary itself") = True
     sequence_parallel_size: only(Int, 1, "sequence parallelism is not part of this engine") = 1
     data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank")

@@ -12,6 +12,7 @@ import torch
 
 from zero.config import Config, load_config
 from zero.config_keys import Section
+from zero.config_optim import OptimizerParams
 
 PACKAGE = Path(__file__).parents[2] / "zero"
 SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
@@ -117,6 +118,10 @@ def test_a_misspelt_key_is_named_with_its_file_and_the_nearest_key(tmp_path):
             {"optimizer": {"type": "AdamW", "params": {"weightdecay": 0.1}}},
             "optimizer.params.weightdecay: unknown key; did you mean optimizer.params.weight_decay?",
         ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mon": 0}}},
+            "scheduler.params.cycle_max_mon: unknown key; did you mean scheduler.params.cycle_max_mom?",
+        ),
     ],
 )
 def test_nearest_key(config, line):
@@ -162,6 +167,20 @@ def test_keys_removed_from_deepspeed_say_so(key):
         (
             {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.0]}}},
             "optimizer.params.betas: expected a list of two numbers of at least 0 and less than 1, got [0.9, 1.0]",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            "optimizer.type: OneBitAdam cannot be sharded: it compresses the momentum across ranks by itself; "
+            "use an element-wise optimizer such as AdamW",
+        ),
+        (
+            {"optimizer": {"type": "AdamX"}},
+            "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, "
+            "ASGD, Rprop, got 'AdamX'; pass any other to initialize()",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentum": "0.9"}}},
+            'optimizer.params.momentum: expected a number, got the string "0.9"',
         ),
         ({"scheduler": {"params": {}}}, "scheduler.type: is required"),
         (
@@ -211,12 +230,26 @@ def test_all_errors_are_reported_together():
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 10}}},
-            "scheduler.params.total_num_steps: is a setting of WarmupDecayLR, not of WarmupLR; "
+            "scheduler.params.total_num_steps: is a setting of WarmupDecayLR, WarmupCosineLR, not of WarmupLR; "
             "change scheduler.type or delete it",
         ),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
             "scheduler.params.total_num_steps: is required by WarmupDecayLR",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": None}}},
+            "scheduler.params.cycle_max_lr: is required by OneCycle",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"momentum": None}}},
+            "optimizer.params.momentum: is a setting of SGD, RMSprop, not of AdamW; "
+            "change optimizer.type or delete it",
+        ),
+        (
+            {"optimizer": {"type": "lion", "params": {"eps": 1e-8}}},
+            "optimizer.params.eps: is a setting of Adam, AdamW, Adagrad, RMSprop, NAdam, RAdam, "
+            "Adamax, Adadelta, not of Lion; change optimizer.type or delete it",
         ),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},
@@ -252,7 +285,7 @@ def test_auto_takes_deepspeeds_default_where_there_is_one():
     config = load_config(raw)
     assert config.gradient_clipping == 1.0
     assert config.zero_optimization.stage3_prefetch_bucket_size == 50_000_000
-    assert dict(**config.optimizer.params) == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert dict(**config.optimizer.params) == {}, "left to the optimizer, see test_optimizer_factory.py"
     assert "zero_optimization.reduce_bucket_size" in config.auto
 
 
@@ -363,13 +396,12 @@ def test_dtype_names():
     assert load_config({"communication_data_type": None}).communication_data_type is None
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "decoupled"),
-    [("Adam", {}, True), ("Adam", {"adam_w_mode": False}, False), ("ADAMW", {"adam_w_mode": False}, True)],
-)
-def test_adam_means_adamw_unless_it_is_told_otherwise(name, params, decoupled):
-    optimizer = load_config({"optimizer": {"type": name, "params": params}}).optimizer
-    assert optimizer.decoupled_weight_decay is decoupled
+def test_parameters_of_an_optimizer_are_what_the_user_set_and_has_an_effect():
+    params = {"lr": 0.1, "betas": [0.5, 0.6], "fused": None, "bias_correction": True, "set_grad_none": False}
+    config = load_config({"optimizer": {"type": "adam", "params": params}})
+    assert config.optimizer.type == "Adam"
+    assert dict(**config.optimizer.params) == {"lr": 0.1, "betas": (0.5, 0.6), "fused": None}
+    assert [key for key, _ in config.without_effect()] == ["optimizer.params.set_grad_none"]
 
 
 def test_old_names_act_as_the_new_ones_and_are_reported():
@@ -425,12 +457,12 @@ def test_defaults_that_the_user_did_not_write_are_not_listed():
 
 
 def test_every_key_without_a_mark_is_read_by_the_engine():
-    # The first ones act inside zero.config, the last one in accelerate, which reads the dict.
+    # The first ones act inside zero.config, the third in accelerate, which reads the dict, and the others in torch.
     read_elsewhere = {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
-        "adam_w_mode",
         "zero_force_ds_cpu_optimizer",
+        *OptimizerParams.model_fields,
     }
     sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if not path.name.startswith("config")]
     words = set(re.findall(r"\w+", "\n".join(sources)))

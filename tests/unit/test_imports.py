@@ -15,6 +15,7 @@ LAYERS = [
     "zero.errors",
     "zero.config_keys",
     "zero.config_reading",
+    "zero.config_optim",
     "zero.config",
     "zero.layout",
     "zero.leaf",
@@ -27,6 +28,7 @@ LAYERS = [
     "zero.optim",
     "zero.init",
     "zero.checkpoint",
+    "zero.preemption",
     "zero.export",
     "zero.fragments",
     "zero.engine_settings",
@@ -38,8 +40,8 @@ LAYERS = [
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
     "zero.checkpoint": ["folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
-    "zero.optim": ["loss_scaler", "lr_schedules", "cpu_adam", "factory", "step"],
-    "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "__init__"],
+    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "cpu_adam", "factory", "step"],
+    "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"

@@ -1,66 +1,59 @@
-"""Learning-rate schedules named by the ``scheduler`` section: WarmupLR and WarmupDecayLR.
+"""Learning-rate schedules named by the ``scheduler`` section.
 
-Formulas and parameter names are those of ``deepspeed.runtime.lr_schedules`` (0.19.8). With ``n`` the number of calls of
-:meth:`WarmupLR.step` so far, minus one, the rate of every parameter group is
-
-    min + (max - min) * gamma(n),    n = -1 (just made): min
-
-so optimizer step 1 uses ``min``, and so does step 2, where ``gamma(0)`` is 0 for both kinds of warm-up.
+Formulas, parameter names and defaults are those of ``deepspeed.runtime.lr_schedules`` (0.19.8). All are functions of
+``n``, the number of calls of ``step`` so far, minus one: -1 for a schedule just made. Optimizer step 1 uses the rate
+for -1, optimizer step 2 that for 0, and so on. Rates do not depend on batch size or number of ranks.
 """
 
+import logging
 import math
 from typing import Any
 
-from zero.config import SchedulerConfig
+from zero.config_optim import SchedulerConfig
+
+logger = logging.getLogger("zero")
+
+# What DeepSpeed's module calls the schedules and their parameters.
+# fmt: off
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
+WARMUP_TYPE, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "warmup_type", "log", "linear"
+TOTAL_NUM_STEPS, WARMUP_MIN_RATIO, COS_MIN_RATIO = "total_num_steps", "warmup_min_ratio", "cos_min_ratio"
+LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
+CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE = "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"
+CYCLE_MIN_MOM, CYCLE_MAX_MOM, DECAY_MOM_RATE = "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"
+CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
+DECAY_STEP_SIZE = "decay_step_size"
+# fmt: on
 
 
-class WarmupLR:
-    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
+class Schedule:
+    """What all schedules share. A subclass stores its settings, then calls ``super().__init__``.
 
     Args:
-        optimizer: anything with ``param_groups``; their ``lr`` is set on construction and by every step.
-        warmup_min_lr: rate at the start, one number or one for each parameter group.
-        warmup_max_lr: rate after the warm-up, likewise; by default the ``lr`` that each group has.
-        warmup_num_steps: length of the warm-up; fewer than 2 act as 2.
-        warmup_type: "log", gamma(n) = log(n + 1) / log(warmup_num_steps), or "linear", n / warmup_num_steps.
+        optimizer: anything with ``param_groups``; their ``lr`` is set on construction and by every step. A tensor there
+            is filled in place.
         last_batch_iteration: the ``n`` to start from.
-
-    Raises:
-        ValueError: a list of rates does not have one number for each parameter group.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ):
+    def __init__(self, optimizer: Any, last_batch_iteration: int):
         self.optimizer = optimizer
-        if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
-        self.min_lrs = self._one_per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self._one_per_group("warmup_max_lr", warmup_max_lr)
-        self.warmup_num_steps = max(2, warmup_num_steps)
-        self.warmup_type = warmup_type
         self._move_to(last_batch_iteration)
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next rate, or to a given one; called after each optimizer step that was not skipped."""
-        self._move_to(self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each parameter group by the formula."""
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
         """The rate that each parameter group was last given."""
         return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next rate, or to a given one; called after each optimizer step that was not skipped."""
+        self._move_to(self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration)
 
     def state_dict(self) -> dict[str, int]:
         """The position in the schedule; the settings come from the configuration."""
@@ -74,27 +67,89 @@ class WarmupLR:
         self.last_batch_iteration = iteration
         self._last_lr = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = rate
+            if hasattr(group["lr"], "fill_"):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
-    def _gamma(self) -> float:
-        if self.last_batch_iteration >= self.warmup_num_steps:
-            return self._gamma_after_warmup()
-        if self.warmup_type == "log":
+
+def _one_per_group(optimizer: Any, name: str, values: float | list[float]) -> list[float]:
+    groups = len(optimizer.param_groups)
+    if not isinstance(values, list | tuple):
+        return [values] * groups
+    if len(values) != groups:
+        raise ValueError(
+            f"scheduler.params.{name}: {len(values)} values for {groups} parameter groups; give one number"
+        )
+    return list(values)
+
+
+def _check_steps(name: str, value: Any, minimum: int) -> None:
+    if not isinstance(value, int | float) or value < minimum:
+        raise ValueError(f"scheduler.params.{name}: expected a number of steps of at least {minimum}, got {value!r}")
+
+
+def _rates_of(optimizer: Any) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+class _Warmup(Schedule):
+    """The warm-up from 0 to 1 in ``warmup_num_steps`` steps, which its subclasses scale; fewer than 2 act as 2."""
+
+    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
+        _check_steps("warmup_num_steps", warmup_num_steps, 0)
+        if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            logger.warning("warmup_type %r is neither 'log' nor 'linear'; 'log' is used", warmup_type)
+            warmup_type = WARMUP_LOG_RATE
+        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_type = warmup_type
+        super().__init__(optimizer, last_batch_iteration)
+
+    def _warmed_up(self) -> float:
+        """log(n + 1) / log(warmup_num_steps) or n / warmup_num_steps."""
+        if self.warmup_type == WARMUP_LOG_RATE:
             return math.log(self.last_batch_iteration + 1) / math.log(self.warmup_num_steps)
         return self.last_batch_iteration / self.warmup_num_steps
 
-    def _gamma_after_warmup(self) -> float:
-        return 1.0
 
-    def _one_per_group(self, name: str, rates: float | list[float]) -> list[float]:
-        groups = len(self.optimizer.param_groups)
-        if not isinstance(rates, list | tuple):
-            return [rates] * groups
-        if len(rates) != groups:
-            raise ValueError(
-                f"scheduler.params.{name}: {len(rates)} rates for {groups} parameter groups; give one number"
-            )
-        return list(rates)
+class WarmupLR(_Warmup):
+    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
+
+    With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again.
+
+    Args:
+        optimizer, last_batch_iteration: see :class:`Schedule`.
+        warmup_min_lr: rate at the start, one number or one for each parameter group.
+        warmup_max_lr: rate after the warm-up, likewise; by default the ``lr`` that each group has.
+        warmup_num_steps: length of the warm-up; fewer than 2 act as 2.
+        warmup_type: "log", log(n + 1) / log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps.
+
+    Raises ValueError for a list that does not have one number for each parameter group, and a negative number of steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ):
+        self.min_lrs = _one_per_group(optimizer, "warmup_min_lr", warmup_min_lr)
+        top = _rates_of(optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.max_lrs = _one_per_group(optimizer, "warmup_max_lr", top)
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        warm = self.last_batch_iteration >= self.warmup_num_steps
+        gamma = self._after_warmup() if warm else self._warmed_up()
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _after_warmup(self) -> float:
+        return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -107,21 +162,184 @@ class WarmupDecayLR(WarmupLR):
         warmup_min_lr: float | list[float] = 0.0,
         warmup_max_lr: float | list[float] = 0.001,
         warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
+        warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ):
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def _gamma_after_warmup(self) -> float:
+    def _after_warmup(self) -> float:
         left = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-VALID_LR_SCHEDULES = {"WarmupLR": WarmupLR, "WarmupDecayLR": WarmupDecayLR}
+class WarmupCosineLR(_Warmup):
+    """Scale each group's own ``lr``: from ``warmup_min_ratio`` up to 1, then along a cosine to ``cos_min_ratio``.
+
+    The cosine ends at step ``total_num_steps``; the ratio stays there. With n = -1 the rate is 0.
+
+    Raises ValueError as :class:`WarmupLR`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ):
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.base_lrs = _rates_of(optimizer)
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+
+    def get_lr_ratio(self) -> float:
+        """The present factor on the groups' own rates."""
+        n = self.last_batch_iteration
+        if n < 0:
+            return 0.0
+        if n < self.warmup_num_steps:
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._warmed_up()
+        length = max(1, self.total_num_steps - self.warmup_num_steps)
+        cosine = math.cos(math.pi * min(1.0, (n - self.warmup_num_steps + 1) / length))
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + cosine) / 2)
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.base_lrs]
 
 
-def build_scheduler(scheduler: SchedulerConfig | None, optimizer: Any) -> WarmupLR | None:
+class LRRangeTest(Schedule):
+    """Rates that rise without end, to see where training diverges (arXiv 1803.09820).
+
+    The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) / lr_range_test_step_size)``; with
+    ``lr_range_test_staircase`` the quotient is rounded down.
+
+    Raises ValueError for a step size below 1, and a list that does not have one rate for each parameter group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        _check_steps("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.min_lr = _one_per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        intervals = (self.last_batch_iteration + 1) / self.step_size
+        if self.staircase:
+            intervals = math.floor(intervals)
+        return [rate * (1 + self.step_rate * intervals) for rate in self.min_lr]
+
+
+class OneCycle(Schedule):
+    """One cycle of the rate, and of the momentum the other way round, then decay (arXiv 1803.09820).
+
+    The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back. Afterwards it is divided by
+    ``1 + decay_lr_rate * steps / decay_step_size`` and the momentum multiplied by the same with ``decay_mom_rate``.
+    Momentum is the first of ``betas``; the second becomes 0.99.
+
+    Args:
+        optimizer, last_batch_iteration: see :class:`Schedule`.
+        cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number or one for each parameter group.
+        cycle_first_step_size, cycle_second_step_size: steps up and down; the second is by default the first.
+        cycle_first_stair_count, cycle_second_stair_count: number of stairs in which to climb and descend, 0 for a
+            line; the second is by default the first.
+        decay_step_size: steps to which the decay rates refer, 0 for no decay.
+        cycle_momentum: also change the momentum, if the optimizer has ``betas``.
+
+    Raises ValueError for a half cycle that is too short, and a list that does not fit the parameter groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: float = 2000,
+        cycle_second_step_size: float | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ):
+        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        _check_steps("cycle_first_step_size", cycle_first_step_size, 1)
+        _check_steps("cycle_second_step_size", second, 0)
+        self.first_step_size, self.second_step_size = cycle_first_step_size, second
+        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.first_stair_count, self.second_stair_count = cycle_first_stair_count, stairs
+        self.total_size = cycle_first_step_size + second
+        self.step_ratio = cycle_first_step_size / self.total_size
+        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        self.min_lrs = _one_per_group(optimizer, "cycle_min_lr", cycle_min_lr)
+        self.max_lrs = _one_per_group(optimizer, "cycle_max_lr", cycle_max_lr)
+        self.min_moms = _one_per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self.max_moms = _one_per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        if cycle_momentum and not self.cycle_momentum:
+            logger.warning("cycle_momentum has no effect: %s has no betas", type(optimizer).__name__)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """``betas`` of each parameter group by the formula, None if the momentum is left alone."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            height = self._height()
+            moms = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        else:
+            moms = [high * self._decay(self.decay_mom_rate) for high in self.max_moms]
+        return [(mom, 0.99) for mom in moms]
+
+    def _height(self) -> float:
+        """Where in the cycle, from 0 at its ends to 1 at the peak."""
+        position = (self.last_batch_iteration + 1) % self.total_size
+        done, size, stairs = position, self.first_step_size, self.first_stair_count
+        if position > self.first_step_size:
+            done, size, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
+        return math.floor(done * stairs / size) / stairs if stairs > 0 else done / size
+
+    def _decay(self, rate: float) -> float:
+        if not self.decay_step_size:
+            return 1.0
+        return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+
+    def _move_to(self, iteration: int) -> None:
+        super()._move_to(iteration)
+        if self.cycle_momentum:
+            # The first optimizer step has the smallest momentum, against the formula: DeepSpeed begins so.
+            betas = [(mom, 0.99) for mom in self.min_moms] if iteration < 0 else self.get_mom()
+            for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
+                group["betas"] = pair
+
+
+VALID_LR_SCHEDULES = {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+
+
+def build_scheduler(scheduler: SchedulerConfig | None, optimizer: Any) -> Schedule | None:
     """The schedule that the configuration names (its type and parameters are checked on reading), None without one."""
     if scheduler is None:
         return None

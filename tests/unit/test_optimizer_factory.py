@@ -1,0 +1,238 @@
+"""The optimizers: which class a configuration gives, its numbers, and that pieces of a tensor update as the whole."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from zero.config import load_config
+from zero.config_optim import ELEMENTWISE, OptimizerParams, optimizer_keys
+from zero.optim.factory import build_optimizer
+from zero.optim.torch_optimizers import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+    Lion,
+)
+
+# Further settings with which each kind is tried; a kind without settings of its own has its defaults.
+SETTINGS = {
+    "Adam": {"adam_w_mode": False, "weight_decay": 0.1},
+    "AdamW": {"weight_decay": 0.1, "amsgrad": True},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+    "Lion": {"betas": [0.9, 0.99], "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True, "alpha": 0.9},
+    "NAdam": {"momentum_decay": 0.01},
+    "Rprop": {"etas": [0.4, 1.1], "step_sizes": [1e-5, 1.0]},
+    "ASGD": {"t0": 2.0},
+}
+
+
+def configured(kind, offloaded=False, **params):
+    config = load_config({"optimizer": {"type": kind, "params": params}})
+    return build_optimizer(config.optimizer, None, None, nn.Linear(3, 2), offloaded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "offloaded", "expected", "decoupled"),
+    [
+        ("Adam", {}, False, FusedAdam, True),
+        ("Adam", {"adam_w_mode": False}, False, FusedAdam, False),
+        ("AdamW", {"adam_w_mode": False}, True, DeepSpeedCPUAdam, True),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, True, torch.optim.Adam, False),
+        ("ADAM", {"torch_adam": True}, False, torch.optim.AdamW, True),
+        ("Adagrad", {}, False, torch.optim.Adagrad, None),
+        ("adagrad", {}, True, DeepSpeedCPUAdagrad, None),
+        ("Lion", {}, False, FusedLion, None),
+        ("lion", {}, True, DeepSpeedCPULion, None),
+        ("sgd", {}, True, torch.optim.SGD, None),
+        ("rmsprop", {}, False, torch.optim.RMSprop, None),
+    ],
+)
+def test_the_class_is_deepspeeds_choice(kind, params, offloaded, expected, decoupled):
+    optimizer = configured(kind, offloaded, **params)
+    assert type(optimizer) is expected
+    assert getattr(optimizer, "adam_w_mode", decoupled) is decoupled
+    assert optimizer.param_groups[0].get("decoupled_weight_decay") is decoupled
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("AdamW", {}, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "fused": None}),
+        ("AdamW", {"torch_adam": True}, {"lr": 1e-3, "weight_decay": 0.01}),
+        ("Adagrad", {}, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
+        ("Lion", {}, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ("SGD", {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5, "momentum": 0.9, "dampening": 0, "nesterov": False}),
+    ],
+)
+def test_defaults_are_deepspeeds(kind, params, expected):
+    group = configured(kind, **params).param_groups[0]
+    assert {key: group[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(("params", "fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, None)])
+def test_adam_is_fused_on_the_host_unless_told_otherwise(params, fused):
+    assert configured("AdamW", offloaded=True, **params).param_groups[0]["fused"] is fused
+
+
+def test_groups_keep_their_own_rates_and_decay():
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.25}]
+    config = load_config({"optimizer": {"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.0}}})
+    optimizer = build_optimizer(config.optimizer, None, groups, nn.Linear(1, 1), offloaded=False)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.0), (0.1, 0.25)]
+
+
+def cut(optimizer, master):
+    """Give `optimizer` three pieces of `master`, as the engine does, at places that mean nothing to the parameter."""
+    pieces = [master[:5], master[5:20], master[20:]]
+    optimizer.param_groups[0]["params"] = pieces
+    return pieces
+
+
+@pytest.mark.parametrize("by_user", [False, True], ids=["configured", "user's own"])
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_pieces_with_gaps_update_as_the_whole_parameter(kind, by_user):
+    params = load_config({"optimizer": {"type": kind, "params": SETTINGS.get(kind, {})}}).optimizer
+    plain = {key: value for key, value in dict(params.params).items() if key != "adam_w_mode"}
+    make = partial(Lion if kind == "Lion" else getattr(torch.optim, kind), lr=0.1, **plain)
+    model = nn.Linear(6, 4, bias=False)
+    whole = nn.Parameter(model.weight.detach().clone())
+    reference = make([whole])
+    optimizer = build_optimizer(params, make if by_user else None, None, model, offloaded=False)
+    optimizer.param_groups[0]["lr"] = 0.1
+
+    master = torch.zeros(30)
+    inside = torch.cat([torch.arange(10), torch.arange(13, 27)])
+    master[inside] = whole.detach().view(-1)
+    pieces = cut(optimizer, master)
+    for step in range(4):
+        whole.grad = torch.linspace(-1, 2, 24).roll(step).view(4, 6)
+        gradient = torch.zeros(30)
+        gradient[inside] = whole.grad.view(-1)
+        for piece, part in zip(pieces, (gradient[:5], gradient[5:20], gradient[20:]), strict=True):
+            piece.grad = part
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(master[inside], whole.detach().view(-1))
+    gaps = torch.ones(30, dtype=torch.bool)
+    gaps[inside] = False
+    assert not master[gaps].any()
+    assert (master[inside] != model.weight.detach().view(-1)).all()
+
+
+def test_every_setting_of_torchs_optimizers_is_a_known_key():
+    for kind in ELEMENTWISE:
+        assert optimizer_keys(kind) <= OptimizerParams.model_fields.keys(), kind
+
+
+class Lamb(torch.optim.SGD):
+    """An optimizer of a third party that says by its name what it is."""
+
+
+class MyLamb(Lamb):
+    """One derived from it."""
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (MyLamb, "optimizer Lamb cannot be sharded: it scales the update of a layer by norms"),
+        (torch.optim.Adafactor, "optimizer Adafactor cannot be sharded: its second moments are sums over rows"),
+        (torch.optim.Muon, "optimizer Muon cannot be sharded: it orthogonalizes"),
+        (torch.optim.LBFGS, "optimizer LBFGS cannot be sharded: it takes inner products"),
+        (torch.optim.SparseAdam, "optimizer SparseAdam cannot be sharded: it needs sparse gradients"),
+    ],
+)
+@pytest.mark.parametrize("as_function", [False, True])
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(make, reason, as_function):
+    model = nn.Linear(2, 2, bias=False)
+    given = make if as_function else make(list(model.parameters()))
+    with pytest.raises(ValueError, match=reason):
+        build_optimizer(None, given, None, model, offloaded=False)
+
+
+# -- DeepSpeed's classes
+
+
+def trained(make, steps=3):
+    param = nn.Parameter(torch.linspace(-1, 1, 7))
+    optimizer = make([param])
+    for step in range(steps):
+        param.grad = torch.linspace(1, -2, 7) * (step + 1)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_deepspeeds_adam_has_the_numbers_of_torch(decoupled):
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
+    expected = trained(partial(torch.optim.AdamW if decoupled else torch.optim.Adam, **settings))
+    assert torch.equal(trained(partial(DeepSpeedCPUAdam, **settings, adamw_mode=decoupled)), expected)
+    assert torch.equal(trained(partial(FusedAdam, **settings, adam_w_mode=decoupled)), expected)
+
+
+def test_deepspeeds_adagrad_has_the_numbers_of_torch():
+    settings = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.3}
+    assert torch.equal(
+        trained(partial(DeepSpeedCPUAdagrad, **settings)), trained(partial(torch.optim.Adagrad, **settings))
+    )
+
+
+@pytest.mark.parametrize("kind", [Lion, FusedLion, DeepSpeedCPULion])
+def test_lion_against_the_papers_algorithm(kind):
+    lr, (fast, slow), decay = 0.1, (0.5, 0.75), 0.5
+    param, momentum = torch.linspace(-1, 1, 7).double(), torch.zeros(7).double()
+    for step in range(4):
+        gradient = torch.linspace(1, -2, 7).double() * (step + 1)
+        param = param - lr * (torch.sign(fast * momentum + (1 - fast) * gradient) + decay * param)
+        momentum = slow * momentum + (1 - slow) * gradient
+    ours = trained(partial(kind, lr=lr, betas=(fast, slow), weight_decay=decay), steps=4)
+    torch.testing.assert_close(ours, param.float())
+
+
+def test_lion_runs_a_closure_and_leaves_parameters_without_gradient():
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = Lion([used, unused], lr=0.5)
+
+    def closure():
+        loss = used.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 2.0
+    assert used.tolist() == [0.5, 0.5] and unused.tolist() == [1.0, 1.0] and unused not in optimizer.state
+
+
+def test_groups_of_a_torch_optimizer_keep_what_they_say():
+    """As accelerate calls it: with the groups of the user's optimizer and two of its defaults."""
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    user = torch.optim.AdamW(
+        [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], betas=(0.5, 0.6)
+    )
+    optimizer = DeepSpeedCPUAdam(user.param_groups, lr=1e-3, weight_decay=0.01, adamw_mode=True)
+    assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (0.5, 0.01, (0.5, 0.6)),
+        (1e-3, 0.0, (0.5, 0.6)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "setting"),
+    [
+        (FusedAdam, {"bias_correction": False}),
+        (DeepSpeedCPUAdam, {"bias_correction": False}),
+        (DeepSpeedCPUAdam, {"fp32_optimizer_states": False}),
+        (DeepSpeedCPUAdagrad, {"fp32_optimizer_states": False}),
+        (DeepSpeedCPUAdagrad, {"amsgrad": True}),
+        (DeepSpeedCPULion, {"fp32_optimizer_states": False}),
+    ],
+)
+def test_deepspeeds_classes_refuse_what_they_do_not_do(make, setting):
+    with pytest.raises(ValueError, match=f"{make.__name__}: {next(iter(setting))}"):
+        make([nn.Parameter(torch.ones(2))], **setting)

@@ -1,0 +1,160 @@
+"""DeepSpeed's optimizer classes under their call signatures, with the numerics of torch, and Lion, which torch lacks.
+
+accelerate puts them in the place of a user's optimizer when it is offloaded to the CPU, and scripts written for
+DeepSpeed make them themselves. The engine drives them over 1-D pieces of the fp32 masters, as any other optimizer.
+
+Arguments that are common to all: `params` (`model_params`), parameters or param groups, where what a group says for
+itself goes before the other arguments; `lr`, `eps`, `weight_decay`, `betas` as in torch; `fp32_optimizer_states`, True
+alone (ValueError); `set_grad_none`, without effect, as gradients are always freed; `**settings`, further ones of the
+torch class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
+    for name, value in flags.items():
+        if not value:
+            raise ValueError(f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True")
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam (arXiv 1412.6980) with an L2 term in the gradient, or with `adam_w_mode` AdamW (arXiv 1711.05101).
+
+    Raises ValueError for `bias_correction=False`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, bias_correction=bias_correction)
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode, **settings)
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """As `FusedAdam`; the argument is called `adamw_mode` here."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, bias_correction=bias_correction, fp32_optimizer_states=fp32_optimizer_states)
+        self.adam_w_mode = adamw_mode
+        super().__init__(
+            model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode, **settings
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad. Raises ValueError for `amsgrad=True`, which has no meaning here."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        if amsgrad:
+            raise ValueError("DeepSpeedCPUAdagrad: amsgrad is a variant of Adam; leave it at False")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **settings)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight decay.
+
+        update = sign(betas[0] * exp_avg + (1 - betas[0]) * grad)
+        param -= lr * (update + weight_decay * param)
+        exp_avg = betas[1] * exp_avg + (1 - betas[1]) * grad
+
+    The sign of 0 is 0. State: `exp_avg`, of the parameter's shape and dtype. Defaults are DeepSpeed's.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                update = state["exp_avg"].lerp(param.grad, 1 - fast).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
+                state["exp_avg"].lerp_(param.grad, 1 - slow)
+        return loss
+
+
+class FusedLion(Lion):
+    """Lion."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ):
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(Lion):
+    """Lion."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, weight_decay)
