@@ -43,6 +43,11 @@ class BackgroundSaves:
         self._running: _Save | None = None
 
     @classmethod
+    def all(cls) -> list[BackgroundSaves]:
+        """Those of all engines of this process."""
+        return list(cls._of.values())
+
+    @classmethod
     def of(cls, engine: ZeroEngine) -> BackgroundSaves:
         if engine not in cls._of:
             cls._of[engine] = cls(Ranks.of(engine.comm), engine.comm.device)
@@ -76,7 +81,7 @@ class BackgroundSaves:
 
     def check(self) -> None:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
-        if self._running is not None and all(self._ranks.gather(self._running.has_ended())):
+        if self._running is not None and not self._ranks.any(self._running.is_alive()):
             self.wait()
 
 
@@ -100,8 +105,8 @@ class _Save:
             self._failure = error
         del self._act  # and with it the references to the copies
 
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def result(self) -> None:
         self._thread.join()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from zero import checkpoint_folder as folders
@@ -37,6 +38,12 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank: cheap enough for every step."""
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags)
 
     def together(self, what: str, act: Callable[[], T]) -> T:
         """`act()` on every rank; if it fails on any rank, an error naming `what` and that rank on all of them."""

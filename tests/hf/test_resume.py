@@ -45,16 +45,17 @@ def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
 
 
 def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The reports of the jobs by their names; none of a job that was killed, which must be the last one."""
+    """The reports of the jobs by their names; of a job that does not come to its end, the last one, the output."""
     path = write_jobs(list(jobs.values()), folder)
     process = torchrun("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
-    last = list(jobs.values())[-1]
-    assert (process.returncode != 0) == ("kill_at" in last), process.stdout + process.stderr
-    return {
-        name: json.loads(Path(job["report"]).read_text(encoding="utf-8"))
-        for name, job in jobs.items()
-        if "kill_at" not in job
-    }
+    reports = {}
+    for name, job in jobs.items():
+        if ends := "kill_at" in job or "sigterm_at" in job:
+            reports[name] = process.stdout + process.stderr
+        else:
+            reports[name] = json.loads(Path(job["report"]).read_text(encoding="utf-8"))
+    assert (process.returncode != 0) == ends, process.stdout + process.stderr
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +68,40 @@ def straight(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def resumed(straight, tmp_path_factory):
+def preempted(tmp_path_factory):
+    """The folder of a run that was told to end, and what it said; its checkpoints are written while it trains."""
+    folder = tmp_path_factory.mktemp("preempted")
+    job = _job("sections", folder / "preempted", 2, sigterm_at=KILLED)
+    job["arguments"]["deepspeed"] |= {"checkpoint": {"async_save": True}}
+    return folder, _run(folder, 2, {"preempted": job})["preempted"]
+
+
+@pytest.fixture(scope="module")
+def resumed(straight, preempted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     sources = {name: straight[0] / name / f"checkpoint-{SAVED}" for name in CONFIGS}
     # A save that was killed, too, leaves a folder like this one.
     (straight[0] / "killed" / f"checkpoint-{KILLED}").mkdir()
     sources["killed"] = find_resumable(straight[0] / "killed")
+    sources["preempted"] = find_resumable(preempted[0] / "preempted")
     jobs = {
-        name: _job("sections" if name == "killed" else name, folder / name, 2, resume=str(source))
+        name: _job(name if name in CONFIGS else "sections", folder / name, 2, resume=str(source))
         for name, source in sources.items()
     }
     return _run(folder, 2, jobs)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "killed"])
+def test_sigterm_leaves_a_checkpoint_of_the_step_at_hand(preempted):
+    folder, output = preempted
+    checkpoint = folder / "preempted" / f"checkpoint-{KILLED}"
+    assert find_resumable(folder / "preempted") == checkpoint
+    said = f"zero: SIGTERM: stopped after step {KILLED}; the checkpoint {checkpoint} is complete"
+    assert output.count(said) == 1, output
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "killed", "preempted"])
 def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
-    reference = straight[1]["sections" if name == "killed" else name]
+    reference = straight[1][name if name in CONFIGS else "sections"]
     for key in ("loss", "grad_norm", "learning_rate"):
         assert len(column(reference, key)) == STEPS
         assert column(resumed[name], key) == column(reference, key), key

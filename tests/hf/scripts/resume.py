@@ -1,4 +1,4 @@
-"""Trainer runs that save and resume, for `test_resume.py`. An ordinary transformers script: no word of zero.
+"""Trainer runs that save and resume, for `test_resume.py`. An ordinary script, but for `sigterm_at`: no word of zero.
 
 `python resume.py JOBS.json` runs each job in turn and writes its log to the job's `report` file from rank 0. A job:
 
@@ -6,6 +6,7 @@
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     resume      optional: the Trainer's folder to resume from, or true for the last one in the output folder
     kill_at     optional: rank 1 is killed at the end of that step
+    sigterm_at  optional: the launcher gets SIGTERM while that step begins; a `SaveOnSigterm` of zero's is there
     report      path of the JSON file to write
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -40,6 +42,23 @@ class KillRankOne(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class TerminateLauncher(TrainerCallback):
+    """As a scheduler does; this step goes on when the launcher has passed the signal on to this rank."""
+
+    def __init__(self, step: int, trainer: Seq2SeqTrainer):
+        from zero.hf.preemption import SaveOnSigterm
+
+        self.step, self.answer = step, SaveOnSigterm()
+        trainer.add_callback(self.answer)
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGTERM)
+            while not self.answer.watch.received:
+                time.sleep(0.01)
+
+
 def run(job: dict) -> None:
     # The arguments come first: they tell transformers to build the model sharded.
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
@@ -57,6 +76,8 @@ def run(job: dict) -> None:
         data_collator=collate,
         callbacks=[KillRankOne(job["kill_at"])] if "kill_at" in job else None,
     )
+    if "sigterm_at" in job:
+        TerminateLauncher(job["sigterm_at"], trainer)
     # T5 does not normalise its loss by the number of target tokens, as the Trainer believes of every **kwargs model.
     trainer.model_accepts_loss_kwargs = False
     trainer.train(resume_from_checkpoint=job.get("resume"))
