@@ -1,17 +1,28 @@
 """zero.optim.lr_schedules against DeepSpeed's closed formulas, written out here a second time."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
 from zero.config import load_config
-from zero.optim.lr_schedules import VALID_LR_SCHEDULES, WarmupDecayLR, WarmupLR, build_scheduler
+from zero.config_optim import SCHEDULE_PARAMS
+from zero.optim import lr_schedules
+from zero.optim.lr_schedules import (
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
 
 
-def optimizer(*rates):
+def optimizer(*rates, kind=torch.optim.SGD):
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.5,)]
-    return torch.optim.SGD(groups)
+    return kind(groups)
 
 
 def rates_over(scheduler, steps):
@@ -67,23 +78,173 @@ def test_by_default_each_group_warms_up_to_its_own_rate():
 
 def test_a_list_of_rates_needs_one_for_each_group():
     assert WarmupLR(optimizer(0.5, 0.5), [0.1, 0.2]).get_last_lr() == [0.1, 0.2]
-    with pytest.raises(ValueError, match="warmup_min_lr: 3 rates for 2 parameter groups"):
+    with pytest.raises(ValueError, match="warmup_min_lr: 3 values for 2 parameter groups"):
         WarmupLR(optimizer(0.5, 0.5), [0.1, 0.2, 0.3])
 
 
-def test_a_restored_schedule_goes_on_where_it_was():
-    whole = rates_over(WarmupDecayLR(optimizer(), 20, 0.0, 0.1, 5), 20)
-    first = WarmupDecayLR(optimizer(), 20, 0.0, 0.1, 5)
+@pytest.mark.parametrize("kind", ["log", "linear"])
+def test_cosine_over_30_steps(kind):
+    scheduler = WarmupCosineLR(optimizer(0.5), 25, 0.2, 10, 0.1, kind)
+    ratio = [0, *(warmup(i, 0.2, 1.0, 10, kind) for i in range(1, 11))]
+    ratio += [0.55 + 0.45 * math.cos(math.pi * min(i - 10, 15) / 15) for i in range(11, 30)]
+    assert rates_over(scheduler, 30) == pytest.approx([0.5 * value for value in ratio], rel=1e-12)
+    assert scheduler.get_lr_ratio() == pytest.approx(0.1)
+
+
+def test_a_cosine_without_room_after_the_warmup_stays_at_its_end():
+    scheduler = WarmupCosineLR(optimizer(0.5), 10, warmup_num_steps=10, cos_min_ratio=0.1)
+    assert rates_over(scheduler, 15)[11:] == pytest.approx([0.05] * 4)
+
+
+def test_cosine_scales_the_rate_of_each_group():
+    scheduler = WarmupCosineLR(optimizer(0.5, 0.25), 100, warmup_num_steps=2)
+    scheduler.step(1)
+    assert scheduler.get_last_lr() == pytest.approx([0.5, 0.25])
+
+
+def test_range_test_rises_in_a_line_or_in_stairs():
+    line = LRRangeTest(optimizer(), 0.1, 3, 2.0)
+    assert rates_over(line, 7) == pytest.approx([0.1 + 0.2 * i / 3 for i in range(7)], rel=1e-12)
+    stairs = LRRangeTest(optimizer(), 0.1, 3, 2.0, True)
+    assert rates_over(stairs, 7) == pytest.approx([0.1] * 3 + [0.3] * 3 + [0.5], rel=1e-12)
+
+
+def test_one_cycle_goes_up_and_down_and_decays():
+    scheduler = OneCycle(
+        optimizer(), 0.1, 0.5, 0.5, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2
+    )
+    cycle = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
+    assert rates_over(scheduler, 10) == pytest.approx(
+        [*cycle, *(0.1 / (1 + 0.5 * i / 2) for i in (1, 2, 3))], rel=1e-12
+    )
+
+
+def test_one_cycle_without_decay_stays_at_the_bottom():
+    scheduler = OneCycle(optimizer(), 0.1, 0.5, decay_lr_rate=0.5, cycle_first_step_size=2)
+    assert rates_over(scheduler, 7) == pytest.approx([0.1, 0.3, 0.5, 0.3, 0.1, 0.1, 0.1], rel=1e-12)
+
+
+def test_one_cycle_in_stairs():
+    scheduler = OneCycle(
+        optimizer(), 0, 1, cycle_first_step_size=6, cycle_second_step_size=3, cycle_first_stair_count=2,
+        cycle_second_stair_count=1,
+    )  # fmt: skip
+    assert rates_over(scheduler, 9) == [0, 0, 0, 0.5, 0.5, 0.5, 1, 0, 0]
+
+
+def momenta_over(scheduler, steps):
+    """``betas`` of each group in each of the next ``steps`` optimizer steps."""
+    seen = []
+    for _ in range(steps):
+        seen.append([group["betas"] for group in scheduler.optimizer.param_groups])
+        scheduler.step()
+    return seen
+
+
+def test_one_cycle_moves_the_momentum_against_the_rate():
+    settings = {"cycle_first_step_size": 2, "decay_step_size": 1, "cycle_min_mom": [0.5, 0.6], "cycle_max_mom": 0.9}
+    scheduler = OneCycle(optimizer(1.0, 2.0, kind=torch.optim.Adam), 0.1, 0.5, decay_mom_rate=0.01, **settings)
+    seen = momenta_over(scheduler, 6)
+    first = [0.5, 0.7, 0.5, 0.7, 0.9, 0.9 * 1.01]
+    second = [0.6, 0.75, 0.6, 0.75, 0.9, 0.9 * 1.01]
+    for group, expected in enumerate((first, second)):
+        assert [step[group][0] for step in seen] == pytest.approx(expected, rel=1e-12)
+        assert {step[group][1] for step in seen} == {0.99}
+    assert [mom for mom, _ in scheduler.get_mom()] == pytest.approx([0.9 * 1.02] * 2, rel=1e-12)
+
+
+def test_one_cycle_leaves_the_momentum_where_it_is_told_or_there_is_none(caplog):
+    told = OneCycle(optimizer(kind=torch.optim.Adam), 0.1, 0.5, cycle_momentum=False)
+    assert momenta_over(told, 2) == [[(0.9, 0.999)]] * 2
+    assert told.get_mom() is None and not caplog.records
+    assert OneCycle(optimizer(), 0.1, 0.5).get_mom() is None
+    assert "cycle_momentum has no effect: SGD has no betas" in caplog.text
+
+
+NEEDED = {
+    "WarmupLR": {},
+    "WarmupDecayLR": {"total_num_steps": 50},
+    "WarmupCosineLR": {"total_num_steps": 50},
+    "LRRangeTest": {},
+    "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0, got -5"),
+        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0, got None"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1, got 0"),
+        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1, got 0"),
+        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0, got -1"),
+        ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, "cycle_max_mom: 2 values for 1 parameter groups"),
+    ],
+)
+def test_impossible_settings_are_refused(name, params, message):
+    with pytest.raises(ValueError, match=message):
+        VALID_LR_SCHEDULES[name](optimizer(), **{**NEEDED[name], **params})
+
+
+def test_an_unknown_kind_of_warmup_acts_as_log(caplog):
+    assert rates_over(WarmupLR(optimizer(), 0, 1, 10, "cosine"), 12) == rates_over(WarmupLR(optimizer(), 0, 1, 10), 12)
+    assert "warmup_type 'cosine' is neither 'log' nor 'linear'" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_tensor_rate_is_filled_in_place(name, shape):
+    rate = torch.full(shape, 0.5, dtype=torch.float64)
+    tensor, number = (VALID_LR_SCHEDULES[name](optimizer(lr), **NEEDED[name]) for lr in (rate, 0.5))
+    for _ in range(3):
+        assert tensor.optimizer.param_groups[0]["lr"] is rate
+        assert rate.item() == number.optimizer.param_groups[0]["lr"]
+        tensor.step(), number.step()
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_the_configuration_has_the_settings_of_the_schedule_and_its_defaults(name):
+    signature = inspect.signature(VALID_LR_SCHEDULES[name]).parameters
+    fields = SCHEDULE_PARAMS[name].model_fields
+    assert fields.keys() == signature.keys() - {"optimizer"}
+    for key, field in fields.items():
+        differs = name == "WarmupDecayLR" and key == "warmup_max_lr"
+        assert differs or key in NEEDED[name] or field.default == signature[key].default
+
+
+def test_names_as_in_deepspeeds_module():
+    names = {lr_schedules.ONE_CYCLE, lr_schedules.LR_RANGE_TEST, lr_schedules.WARMUP_LR}
+    assert names | {lr_schedules.WARMUP_DECAY_LR, lr_schedules.WARMUP_COSINE_LR} == VALID_LR_SCHEDULES.keys()
+    for kind in VALID_LR_SCHEDULES.values():
+        for key in inspect.signature(kind).parameters.keys() - {"optimizer", "last_batch_iteration", "cycle_momentum"}:
+            assert getattr(lr_schedules, key.upper()) == key
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_restored_schedule_goes_on_where_it_was(name):
+    def schedule():
+        return VALID_LR_SCHEDULES[name](optimizer(kind=torch.optim.Adam), **NEEDED[name])
+
+    whole, first, second = rates_over(schedule(), 20), schedule(), schedule()
     begun = rates_over(first, 8)
-    second = WarmupDecayLR(optimizer(), 20, 0.0, 0.1, 5)
     second.load_state_dict(first.state_dict())
     assert second.get_last_lr() == first.get_last_lr()
+    assert second.optimizer.param_groups[0]["betas"] == first.optimizer.param_groups[0]["betas"]
     assert begun + rates_over(second, 12) == whole
 
 
-@pytest.mark.parametrize(("name", "extra"), [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 25})])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}),
+        ("WarmupDecayLR", {"warmup_num_steps": 10, "last_batch_iteration": 3}),
+        ("WarmupCosineLR", {"warmup_num_steps": 10, "warmup_min_ratio": 0.5}),
+        ("LRRangeTest", {"lr_range_test_staircase": True, "lr_range_test_step_size": 3}),
+        ("OneCycle", {"cycle_first_step_size": 4, "decay_lr_rate": 1, "decay_step_size": 3}),
+    ],
+)
 def test_the_configuration_builds_the_schedule_it_names(name, extra):
-    params = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear", **extra}
+    params = {**NEEDED[name], **extra}
     built = build_scheduler(load_config({"scheduler": {"type": name, "params": params}}).scheduler, optimizer())
     direct = VALID_LR_SCHEDULES[name](optimizer(), **params)
     assert type(built).__name__ == name
@@ -101,7 +262,7 @@ def test_no_scheduler_section_means_no_schedule():
 
 
 def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
-    with pytest.raises(ValueError, match="scheduler.type: expected one of 'WarmupLR' or 'WarmupDecayLR'"):
+    with pytest.raises(ValueError, match="scheduler.type: expected one of 'WarmupLR', 'WarmupDecayLR', .* or "):
         load_config({"scheduler": {"type": "WarmupDecay"}})
     with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
