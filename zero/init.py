@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -17,6 +18,8 @@ from zero import comm
 from zero.config import load_config
 from zero.tiers import Tier
 from zero.unit import Residency, Unit, _Exposed, unit_of
+
+logger = logging.getLogger("zero")
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
@@ -141,11 +144,10 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
-        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read.
+        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read, and
+            changes are lost with a warning.
         fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
         enabled: False makes the context do nothing.
-
-    Raises RuntimeError on exit if sharded parameters were changed in place without a `modifier_rank`.
     """
 
     def __init__(
@@ -177,7 +179,8 @@ class GatheredParameters:
         changed = [param for param, version in self._versions.items() if param._version != version]
         self._exposed.__exit__(exc_type, *exc_info)
         if changed and self.modifier_rank is None and exc_type is None:
-            raise RuntimeError(
-                f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "
-                "modifier_rank=None; pass the rank whose values all ranks are to take over (modifier_rank=0)"
+            logger.warning(
+                "GatheredParameters: %d sharded parameter(s) changed in place, which is lost with modifier_rank=None; "
+                "pass the rank whose values all ranks are to take over (modifier_rank=0)",
+                len(changed),
             )

@@ -287,8 +287,8 @@ class Unit:
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
         self.full = torch.empty_like(self.full)
-        self.full.untyped_storage().resize_(0)
         self._views = self._make_views()
+        self.full.untyped_storage().resize_(0)
 
     def invalidate(self) -> None:
         """The shard has new values: drop or renew what was gathered."""
