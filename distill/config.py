@@ -52,50 +52,8 @@ class DistillationConfig(Seq2SeqTrainingArguments):
     remove_unused_columns: bool = _field(False, "Drop columns that the student's forward does not name.")
 
     def __post_init__(self) -> None:
-        self.check()
+        check(self)
         super().__post_init__()
-
-    def check(self) -> None:
-        """Raises:
-        ValueError: a value out of its range, or two that exclude each other; names both.
-        """
-        Divergence(self.loss_type, self.beta, self.skew_alpha)
-        for name in ("temperature", "final_temperature"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value}: it must be a positive number")
-        for name in ("kd_alpha", "lmbda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be between 0 and 1")
-        for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be 0 or more")
-        choices = {"temperature_schedule": SCHEDULES, "hidden_loss_type": HIDDEN_LOSSES, "vocab_policy": VOCAB_POLICIES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
-        if self.loss_type == "uld" and self.top_k:
-            raise ValueError("top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1")
-        self._check_cache()
-
-    def _check_cache(self) -> None:
-        if not self.teacher_cache:
-            return
-        needs_live = {
-            "lmbda": self.lmbda > 0,
-            "seq_kd": self.seq_kd,
-            "hidden_loss_weight": self.hidden_loss_weight > 0,
-            "attn_relation_weight": self.attn_relation_weight > 0,
-            "temperature_schedule": self.temperature_schedule != "constant",
-            "loss_type uld": self.loss_type == "uld",
-        }
-        if given := [name for name, value in needs_live.items() if value]:
-            raise ValueError(
-                f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a live teacher:"
-                f" leave out one of them"
-            )
 
     def needs_teacher(self) -> bool:
         """Whether anything is learnt from a teacher."""
@@ -107,3 +65,49 @@ class DistillationConfig(Seq2SeqTrainingArguments):
             return self.temperature
         done = progress if self.temperature_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
         return self.temperature + (self.final_temperature - self.temperature) * done
+
+
+def check(given: object) -> None:
+    """Check the arguments of distillation, in a `DistillationConfig` or an argparse namespace.
+
+    Raises:
+        ValueError: a value out of its range, or two that exclude each other; names both.
+    """
+    Divergence(given.loss_type, given.beta, given.skew_alpha)
+    for name in ("temperature", "final_temperature"):
+        value = getattr(given, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be a positive number")
+    for name in ("kd_alpha", "lmbda"):
+        if not 0 <= getattr(given, name) <= 1:
+            raise ValueError(f"{name} is {getattr(given, name)}: it must be between 0 and 1")
+    for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
+        if getattr(given, name) < 0:
+            raise ValueError(f"{name} is {getattr(given, name)}: it must be 0 or more")
+    choices = {"temperature_schedule": SCHEDULES, "hidden_loss_type": HIDDEN_LOSSES, "vocab_policy": VOCAB_POLICIES}
+    for name, allowed in choices.items():
+        if getattr(given, name) not in allowed:
+            raise ValueError(f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}")
+    if given.loss_type == "uld" and given.top_k:
+        raise ValueError("top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0")
+    if given.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
+    _check_cache(given)
+
+
+def _check_cache(given: object) -> None:
+    if not given.teacher_cache:
+        return
+    needs_live = {
+        "lmbda": given.lmbda > 0,
+        "seq_kd": given.seq_kd,
+        "hidden_loss_weight": given.hidden_loss_weight > 0,
+        "attn_relation_weight": given.attn_relation_weight > 0,
+        "temperature_schedule": given.temperature_schedule != "constant",
+        "loss_type uld": given.loss_type == "uld",
+    }
+    if given := [name for name, value in needs_live.items() if value]:
+        raise ValueError(
+            f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a live teacher:"
+            f" leave out one of them"
+        )

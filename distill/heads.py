@@ -62,9 +62,10 @@ def install_task_head(model: PreTrainedModel, whose: str) -> TaskHead | None:
 
 @torch.no_grad()
 def is_final(head: TaskHead, model: nn.Module, inputs: dict[str, torch.Tensor], whose: str) -> bool:
-    """Whether what the head returns is what the model returns as its logits, tried with `inputs`; says so if not.
+    """Whether what the head returns is what the model returns as its logits; says so if not.
 
-    Soft caps and logit scales come after the head, where a loss computed in the head would miss them.
+    Soft caps and logit scales come after the head, where a loss computed in the head would miss them. This is
+    tried with the first of `inputs`.
     """
     marker = None
 
@@ -75,7 +76,7 @@ def is_final(head: TaskHead, model: nn.Module, inputs: dict[str, torch.Tensor], 
 
     with head.doing(mark):
         try:
-            logits = model(**inputs).logits
+            logits = model(**{name: value[:1] for name, value in inputs.items()}, use_cache=False).logits
             final = logits.shape == marker.shape and bool((logits == marker).all())
             reason = "scales or caps its logits after the head"
         except (IndexError, RuntimeError, ValueError) as error:

@@ -118,7 +118,8 @@ class LiveTeacher:
         return Observed(states.flatten(0, 1)[rows], hidden, attentions)
 
     def _read(self, inputs: Mapping[str, torch.Tensor], with_hidden: bool) -> tuple[Mapping, torch.Tensor]:
-        options = {"output_hidden_states": True} if with_hidden else {}
+        # With a cache models would not see where packed documents begin.
+        options = {"use_cache": False, "output_hidden_states": with_hidden}
         if not self.fused:
             output = self.engine(**inputs, **options)
             return output, output.logits

@@ -9,6 +9,7 @@ number. Nothing else divides: `loss_is_scaled_for_ga` says so to the Trainer, wh
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._loss_shifts_labels = self._shifted
         self._recipe = _on(self._recipe, self.args.device)
         self.teacher = None if teacher_model is None else self._place(teacher_model)
+        self.seconds_evaluating = 0.0  # in the midst of training
         self._sums = torch.zeros(len(_LOGGED) + 1, dtype=torch.float64)
 
     # -- construction
@@ -167,7 +169,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         observed = self._observe(batch)
         training = torch.is_grad_enabled()
         matching = training and self._matches_hidden
-        options = {"output_hidden_states": True} if matching else {}
+        # With a cache models would not see where packed documents begin.
+        options = {"use_cache": False, "output_hidden_states": matching}
         self._to_match = (batch, observed) if matching else None
         results: list = []
 
@@ -202,14 +205,12 @@ class DistillationTrainer(Seq2SeqTrainer):
     def _try_head(self, model: nn.Module, batch: Batch) -> bool:
         mode = model.training
         model.eval()
-        final = is_final(
-            self._student_head, model, {name: value[:1] for name, value in batch.student.items()}, "student"
-        )
+        final = is_final(self._student_head, model, batch.student, "student")
         model.train(mode)
         return final
 
     def _observe(self, batch: Batch) -> Observed | None:
-        if self.teacher is None:
+        if self.teacher is None or (torch.is_grad_enabled() and not self.args.needs_teacher()):
             return None
         inputs = batch.teacher
         if self._replacement is not None:
@@ -269,10 +270,13 @@ class DistillationTrainer(Seq2SeqTrainer):
         if self._generates(description):
             return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **kwargs)
         self._scores = True
+        start = time.perf_counter()
         try:
             output = super().evaluation_loop(dataloader, description, False, *args, **kwargs)
         finally:
             self._scores = False
+        if self.is_in_train:
+            self.seconds_evaluating += time.perf_counter() - start
         prefix = kwargs.get("metric_key_prefix", "eval")
         metrics = {f"{prefix}_{name}": value for name, value in _held_out_metrics(output.predictions).items()}
         return output._replace(predictions=None, metrics={**output.metrics, **metrics})

@@ -1,0 +1,193 @@
+"""Command-line arguments of run_distill.py, and what of them can be checked before work begins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import accelerator
+
+import zero.config
+from distill.config import DistillationConfig
+from distill.config import check as check_distillation
+from translation import arguments as shared
+from translation.records import InputError
+
+
+@dataclass
+class ModelArguments:
+    """Which student and which tokenizers. The teacher is named by --teacher_model_name_or_path."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Student: a model folder or hub name. Without model, teacher and data: a demonstration."},
+    )
+    student_config: str | None = field(
+        default=None,
+        metadata={"help": "Configuration (folder, JSON file, hub name) of a student to make from scratch."},
+    )
+    init_student_from_teacher: str | None = field(
+        default=None, metadata={"help": "Layers of the teacher that the student starts from, such as 0,5,11."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "The student's tokenizer, if not its own or the teacher's."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """What to learn from."""
+
+    train_file: str | None = field(
+        default=None,
+        metadata={"help": "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's name."},
+    )
+    validation_file: str | None = field(default=None, metadata={"help": "Held-out data, the same kinds."})
+    test_file: str | None = field(default=None, metadata={"help": "Data for --do_predict, the same kinds."})
+    source_column: str | None = field(
+        default=None, metadata={"help": "What an encoder-decoder model reads: a key, with dots for nested ones."}
+    )
+    target_column: str | None = field(default=None, metadata={"help": "What it is to write."})
+    max_length: int = field(default=512, metadata={"help": "Tokens in a block, or at most in an example."})
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Fill blocks with several examples, which do not see each other (causal models)."},
+    )
+    max_train_tokens: int | None = field(default=None, metadata={"help": "Learn from this many tokens only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many blocks only."})
+    teacher_steps: int = field(default=900, metadata={"help": "Steps of the demonstration's teacher."})
+    export_dtype: str = field(
+        default="bfloat16", metadata={"help": "Of the exported student.", "choices": ("bfloat16", "float16", "float32")}
+    )
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Write into a folder that has files in it."})
+
+
+Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
+
+# What a run without model, teacher and data does. Explicit arguments win over each of these.
+DEMONSTRATION = {
+    "output_dir": "output/distill_demo",
+    "overwrite_output_dir": True,  # it holds the tokenizer and the teacher of earlier runs
+    "do_train": True,
+    "do_eval": True,
+    "ddp_find_unused_parameters": False,
+    "max_length": 64,
+    "max_steps": 400,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 64,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 20,
+    "weight_decay": 0.01,
+    "max_eval_samples": 256,
+    "eval_strategy": "steps",
+    "eval_steps": 50,
+    "logging_steps": 50,
+    "save_strategy": "no",
+    "report_to": "none",
+}
+
+
+class ArgumentParser(shared.ArgumentParser):
+    """The parser of run_translation.py under this script's name."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def fail(message: str) -> NoReturn:
+    """Print `message` as one line on stderr and end this process with exit code 2."""
+    sys.stderr.write(f"run_distill.py: error: {' '.join(message.split())}\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def is_demonstration(given) -> bool:
+    """Whether neither model, teacher nor data was named."""
+    names = "model_name_or_path student_config train_file validation_file teacher_model_name_or_path teacher_cache"
+    return not any(getattr(given, name) for name in names.split())
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """Parse and check the command line; only then the training arguments are built, which may start the process group.
+
+    Raises:
+        InputError: a value, file or configuration that cannot work; names it and the remedy.
+    """
+    parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
+    parser.set_defaults(use_cpu=not accelerator.is_available())
+    given = parser.parse_args(argv)
+    if is_demonstration(given):
+        parser.set_defaults(**DEMONSTRATION)
+        given = parser.parse_args(argv)
+    try:
+        check_distillation(given)
+        _check(given)
+        return parser.parse_dict(vars(given))
+    except (ValueError, ImportError) as error:
+        raise error if isinstance(error, InputError) else InputError(str(error)) from error
+
+
+def _check(given: argparse.Namespace) -> None:
+    for argument in ("deepspeed", "teacher_deepspeed"):
+        if path := getattr(given, argument):
+            _check_ds_config(argument, path, given)
+    for name in ("max_length", "max_train_tokens", "max_eval_samples", "teacher_steps"):
+        value = getattr(given, name)
+        if value is not None and value < 2:
+            raise InputError(f"--{name} is {value}: give a whole number of at least 2")
+    for argument in ("train_file", "validation_file", "test_file"):
+        path = getattr(given, argument)
+        if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):
+            raise InputError(f"--{argument} {path}: no such file or folder")
+    _check_output_dir(given)
+    if not is_demonstration(given):
+        _check_job(given)
+
+
+def _check_job(given: argparse.Namespace) -> None:
+    if not (given.do_train or given.do_eval or given.do_predict):
+        raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+    wanted = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
+    for stage, argument in wanted.items():
+        if getattr(given, stage) and not getattr(given, argument):
+            raise InputError(f"--{stage} needs data: give --{argument}")
+    if given.model_name_or_path and (given.student_config or given.init_student_from_teacher):
+        raise InputError("--model_name_or_path is a trained student: leave out --student_config and --init_student_...")
+    if not (given.model_name_or_path or given.student_config or given.init_student_from_teacher):
+        raise InputError(
+            "there is no student: give --model_name_or_path, --student_config or --init_student_from_teacher 0,2,..."
+        )
+    if given.init_student_from_teacher and not given.teacher_model_name_or_path:
+        raise InputError("--init_student_from_teacher needs --teacher_model_name_or_path")
+    if DistillationConfig.needs_teacher(given) and not (given.teacher_model_name_or_path or given.teacher_cache):
+        raise InputError("there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or --kd_alpha 0")
+
+
+def _check_ds_config(argument: str, path: str, given: argparse.Namespace) -> None:
+    try:
+        config = zero.config.load_config(path, allow_auto=True)
+        if argument == "deepspeed":
+            batch, steps = given.per_device_train_batch_size, given.gradient_accumulation_steps
+            config.train_micro_batch_size_per_gpu = config.train_micro_batch_size_per_gpu or batch
+            config.gradient_accumulation_steps = config.gradient_accumulation_steps or steps
+            config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
+    except (ValueError, OSError) as error:
+        raise InputError(f"--{argument}: {error}") from error
+
+
+def _check_output_dir(given: argparse.Namespace) -> None:
+    folder = given.output_dir
+    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+        raise InputError(f"--output_dir {folder} is a file: name a folder")
+    if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
+        return
+    if folder and os.path.isdir(folder) and os.listdir(folder):
+        raise InputError(
+            f"--output_dir {folder} has files in it: name another folder, give --overwrite_output_dir, or go on from a"
+            f" checkpoint in it by --resume_from_checkpoint"
+        )

@@ -1,0 +1,217 @@
+"""`run_distill.py` without arguments: what a teacher is worth, shown offline on the standard library's source.
+
+A small teacher is trained on it and kept for later runs. Two equal students then see the same data for the same steps:
+one learns from the text alone, the other from the teacher as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from distill import data, export, report
+from distill.arguments import DataArguments
+from distill.config import DistillationConfig
+from distill.corpus import standard_library, train_tokenizer
+from distill.report import Result
+from distill.student import from_config
+from distill.teacher import load_model
+from distill.trainer import DistillationTrainer
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY = 1024
+TEACHER = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 344}
+STUDENT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 172}
+TEACHER_SEED = 0
+PROMPT = "def __init__(self, name, value=None):\n    "
+
+Blocks = list[dict[str, list[int]]]
+
+
+def run(data_args: DataArguments, args: DistillationConfig) -> None:
+    """Train teacher and students, and write models, table, plot and report into `args.output_dir`."""
+    folder = Path(args.output_dir)
+    tokenizer, train, held_out = _prepare(folder, data_args, args)
+    teacher_folder, teacher_result = _teacher(folder, tokenizer, train, held_out, data_args, args)
+    if data_args.max_train_tokens:
+        train = train[: max(1, data_args.max_train_tokens // data_args.max_length)]
+    _say(args, f"students learn from {len(train) * data_args.max_length:,} tokens; {len(held_out)} blocks are held out")
+    results, completions = {"teacher": teacher_result}, {}
+    teacher = load_model(str(teacher_folder))
+    completions["teacher"] = None
+    for name, kd_alpha in (("baseline", 0.0), ("distilled", args.kd_alpha)):
+        set_seed(args.seed)
+        _say(args, f"training the student {'by cross-entropy only' if not kd_alpha else 'with its teacher'}")
+        own = replace(args, output_dir=str(folder / name), kd_alpha=kd_alpha, teacher_model_name_or_path=None)
+        student = from_config(_config(tokenizer, data_args, STUDENT))
+        trainer = DistillationTrainer(
+            student, teacher, own, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
+            data_collator=data.Collator(tokenizer.pad_token_id),
+        )  # fmt: skip
+        results[name] = _train(trainer, data_args.max_length)
+        completions[name] = _complete(trainer.model, tokenizer, args)
+        if completions["teacher"] is None:
+            completions["teacher"] = _complete(trainer.teacher.model, tokenizer, args)
+        trainer.save_model()
+        if name == "baseline":
+            results["baseline_best"] = _best(results[name])
+    if args.process_index == 0:
+        _write(folder, results, completions, data_args, args)
+
+
+def _write(folder: Path, results: dict[str, Result], completions, data_args, args) -> None:
+    export.convert(folder / "distilled", data_args.export_dtype)
+    figures = {name: getattr(results["distilled"], name) for name in ("eval_loss", "eval_ppl", "top1_agreement")}
+    corpus = "the source of the Python standard library"
+    export.write_card(folder / "distilled", args, "the demonstration's teacher", figures, corpus)
+    order = ("teacher", "baseline", "baseline_best", "distilled")
+    ordered = {name: results[name] for name in order}
+    notes = [
+        f"loss {args.loss_type}, kd_alpha {args.kd_alpha:g}, T {args.temperature:g}, seed {args.seed}",
+        f"{args.max_steps} steps of {args.train_batch_size * args.world_size} blocks of {data_args.max_length} tokens",
+    ]
+    text = report.write(str(folder), ordered, PROMPT, {name: completions[name] for name in completions}, notes)
+    print(f"\n{text}\n")
+    for name in ("teacher", "baseline", "distilled"):
+        print(f"--- completion by the {name}\n{completions[name]}")
+    print(f"\nreport: {folder / 'report.md'}, {folder / 'report.json'}, {folder / 'held_out_loss.png'}")
+    print(f"student: {folder / 'distilled'} ({data_args.export_dtype})")
+
+
+# -- corpus
+
+
+def _prepare(
+    folder: Path, data_args: DataArguments, args: DistillationConfig
+) -> tuple[PreTrainedTokenizerBase, Blocks, Blocks]:
+    """Tokenizer and blocks; rank 0 trains the tokenizer, so that all ranks have the same."""
+    corpus = standard_library()
+    digest = hashlib.sha256("".join(corpus.train).encode()).hexdigest()[:12]
+    where = folder / f"tokenizer-{digest}-{VOCABULARY}"
+    with args.main_process_first(desc="training the tokenizer"):
+        if not where.is_dir():
+            _say(args, f"training a tokenizer on {len(corpus.train)} files")
+            partial = where.with_suffix(".partial")
+            train_tokenizer(corpus.train, VOCABULARY).save_pretrained(partial)
+            partial.rename(where)
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    blocks = []
+    for texts in corpus:
+        encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
+        blocks.append(data.pack(encoded, data_args.max_length, tokenizer.pad_token_id))
+    train, held_out = blocks
+    # Spread over all held-out files, and over all files where only a part is learnt from.
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(TEACHER_SEED)).tolist()
+    step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
+    held_out = held_out[::step][: data_args.max_eval_samples]
+    return tokenizer, [train[i] for i in order], held_out
+
+
+def _config(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, int]) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=max(256, data_args.max_length),
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **sizes,
+    )
+
+
+# -- models
+
+
+def _teacher(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, train: Blocks, held_out: Blocks, data_args, args
+) -> tuple[Path, Result]:
+    """The folder of a trained teacher, from an earlier run with the same corpus and settings or from this one."""
+    settings = {
+        **TEACHER,
+        "steps": data_args.teacher_steps,
+        "length": data_args.max_length,
+        "learning_rate": args.learning_rate,
+        "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "blocks": [len(train), len(held_out)],
+        "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    where = folder / f"teacher-{digest}"
+    done = [where.joinpath("result.json").is_file()]
+    if args.world_size > 1:
+        broadcast_object_list(done)
+    if done[0]:
+        _say(args, f"the teacher is in {where} already")
+        return where, Result(**json.loads(where.joinpath("result.json").read_text(encoding="utf-8")))
+    _say(args, f"training the teacher for {data_args.teacher_steps} steps")
+    set_seed(TEACHER_SEED)
+    own = replace(
+        args, output_dir=str(where), kd_alpha=0.0, max_steps=data_args.teacher_steps, eval_strategy="no",
+        teacher_model_name_or_path=None,
+    )  # fmt: skip
+    trainer = DistillationTrainer(
+        from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train, eval_dataset=held_out,
+        processing_class=tokenizer, data_collator=data.Collator(tokenizer.pad_token_id),
+    )  # fmt: skip
+    result = _train(trainer, data_args.max_length)
+    trainer.save_model()
+    if args.process_index == 0:
+        where.joinpath("result.json").write_text(json.dumps(vars(result)), encoding="utf-8")
+    args.distributed_state.wait_for_everyone()
+    return where, result
+
+
+def _train(trainer: DistillationTrainer, length: int) -> Result:
+    output = trainer.train()
+    metrics = trainer.evaluate()
+    trained = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
+    curve = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    seconds = output.metrics["train_runtime"] - trainer.seconds_evaluating
+    return Result(
+        eval_loss=metrics["eval_loss"],
+        eval_ppl=metrics["eval_ppl"],
+        parameters=trainer.model.num_parameters(),
+        tokens_per_second=trained * trainer.state.global_step * length / seconds,
+        top1_agreement=metrics.get("eval_top1_agreement"),
+        step=trainer.state.global_step,
+        curve=sorted(curve.items()),
+    )
+
+
+def _best(last: Result) -> Result:
+    """What early stopping would have kept: the evaluation with the smallest held-out loss."""
+    step, loss = min(last.curve, key=lambda point: point[1])
+    return replace(last, eval_loss=loss, eval_ppl=float(torch.tensor(loss).exp()), step=step, top1_agreement=None)
+
+
+@torch.no_grad()
+def _complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationConfig) -> str:
+    """The model's greedy completion of `PROMPT`; all ranks call it, since parameters may be sharded."""
+    model.eval()
+    ids = tokenizer(PROMPT, return_tensors="pt").to(args.device)
+    sharded = is_deepspeed_zero3_enabled() and args.world_size > 1
+    written = model.generate(
+        input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=48, do_sample=False,
+        synced_gpus=sharded, repetition_penalty=1.2,
+    )  # fmt: skip
+    return tokenizer.decode(written[0], skip_special_tokens=True)
+
+
+def _say(args: DistillationConfig, text: str) -> None:
+    if args.process_index == 0:
+        logger.info(text)

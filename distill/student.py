@@ -1,0 +1,89 @@
+"""Students: loaded, made from a configuration, or cut out of the teacher."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+import zero
+from translation.records import InputError
+
+_LAYER = re.compile(r"^(?P<before>.*\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$")
+
+
+def from_config(config: PretrainedConfig) -> PreTrainedModel:
+    """An untrained language model of this configuration; under ZeRO-3 sharded while it is built."""
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config)
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration in a folder, a JSON file, or of a hub name."""
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--student_config {name}: no model configuration could be loaded from it ({error})"
+        ) from error
+
+
+def parse_layers(text: str, available: int) -> list[int]:
+    """Layer indices from "0,5,11". InputError for what is no index of the teacher's `available` layers."""
+    parts = [part.strip() for part in text.split(",")]
+    wrong = [part for part in parts if not part.isdigit() or int(part) >= available]
+    if wrong:
+        raise InputError(
+            f"--init_student_from_teacher {text}: {wrong[0]!r} is no layer; the teacher has layers 0 to {available - 1}"
+        )
+    return [int(part) for part in parts]
+
+
+def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
+    """The configuration of a model that has only these layers of `config`'s, in encoder and decoder alike."""
+    cut = copy.deepcopy(config)
+    cut.num_hidden_layers = len(layers)
+    if getattr(cut, "num_decoder_layers", None) is not None:
+        cut.num_decoder_layers = len(layers)
+    if getattr(cut, "layer_types", None):
+        cut.layer_types = [config.layer_types[layer] for layer in layers]
+    return cut
+
+
+@torch.no_grad()
+def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Give the student's layer i the weights of the teacher's layer `layers[i]`, and all else the teacher's.
+
+    Both may be sharded: one parameter at a time is gathered. What only the teacher's first layer has (T5's position
+    biases) the student's first one takes from there.
+
+    Raises:
+        InputError: a parameter of another shape, or one that the teacher has not.
+    """
+    source = dict(teacher.named_parameters())
+    for name, param in student.named_parameters():
+        from_name = _source_name(name, layers)
+        theirs = source.get(from_name, source.get(name))
+        if theirs is None or theirs.shape != param.shape:
+            what = "is not in the teacher" if theirs is None else f"is {tuple(theirs.shape)} in the teacher"
+            raise InputError(
+                f"--init_student_from_teacher: {name} {tuple(param.shape)} {what}; the student must be the same kind of"
+                f" model with the same widths: leave out --student_config"
+            )
+        with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):
+            param.copy_(theirs)
+
+
+def _source_name(name: str, layers: Sequence[int]) -> str:
+    if (found := _LAYER.match(name)) is None:
+        return name
+    return f"{found['before']}.{layers[int(found['index'])]}.{found['after']}"
