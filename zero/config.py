@@ -33,11 +33,13 @@ from zero.config_keys import (
     Positive,
     Section,
     SectionsWithoutEffect,
+    TagValidation,
     only,
     unused,
 )
 from zero.config_optim import OptimizerConfig, SchedulerConfig
 from zero.config_reading import pop, read, rename_deprecated, take_auto, validate
+from zero.errors import UsageError
 
 
 class OffloadConfig(Section):
@@ -177,7 +179,7 @@ class CheckpointConfig(Section):
     """``checkpoint``. ``async_save`` is this engine's own key: training goes on while a checkpoint is written."""
 
     async_save: bool = False
-    tag_validation: str | None = unused(None, "the ranks always agree on the tag")
+    tag_validation: TagValidation = "Warn"
     load_universal: bool | None = unused(None, "every checkpoint loads on any number of ranks")
     use_node_local_storage: bool | None = unused(None, "all ranks write to one file system")
     parallel_write: dict | None = unused(None, "all ranks write at the same time")
@@ -291,7 +293,10 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     """
     place, raw = read(source)
     data, deprecated, problems = rename_deprecated(raw)
-    problems += [(key, reason) for key, reason in REMOVED_KEYS.items() if pop(data, key)]
+    for key, reason in REMOVED_KEYS.items():
+        # A section that is switched off asks for nothing.
+        if (value := pop(data, key)) is not None and value[0] != {"enabled": False}:
+            problems.append((key, reason))
     auto: set[str] = set()
     take_auto(data, "", auto)
     config, found = validate(data, Config)
@@ -301,7 +306,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
         for key, message in _contradictions(config, allow_auto, unknown={*auto, *problems}):
             problems.setdefault(key, message)
     if problems:
-        raise ValueError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
+        raise UsageError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
     return config
 
 

@@ -10,7 +10,7 @@ So a key that gains an effect is one edited line. Names, types and bounds follow
 (``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
@@ -110,6 +110,10 @@ def _parse_names(value: Any) -> Any:
 
 Names = Annotated[list[str], PlainValidator(_parse_names)]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
+TagValidation = Annotated[
+    Literal["Ignore", "Warn", "Fail"],
+    BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
+]
 DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
 Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

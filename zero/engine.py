@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import weakref
@@ -248,7 +249,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         if self.optimizer is None:
             raise UsageError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
         if self._inside_no_sync:
-            raise UsageError("step: not inside of no_sync(); leave the context before the last micro-batch")
+            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._step_applied = False
@@ -284,8 +285,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(
-                f"no_sync is incompatible with zero_optimization.stage {stage}: no rank keeps whole gradients there; "
-                "use stage 1, or leave the context out"
+                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: no rank keeps whole "
+                "gradients there; use stage 1, or leave the context out"
             )
         if self._inside_no_sync:
             raise UsageError("no_sync is not reentrant")
@@ -354,7 +355,24 @@ class ZeroEngine(EngineSettings, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
+        if tag is not None:
+            self._check_tag(tag)
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def _check_tag(self, tag: str) -> None:
+        """Whether all ranks gave the same tag, as `checkpoint.tag_validation` wants it; rank 0's is taken."""
+        mode = self.settings.checkpoint.tag_validation
+        if mode == "Ignore":
+            return
+        digest = int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7], "big")
+        low, high = (
+            self.comm.all_reduce(torch.tensor([digest], device=self.comm.device), op).item() for op in ("min", "max")
+        )
+        if low != high:
+            message = f"save_checkpoint: the ranks gave different tags, this one {tag!r}"
+            if mode == "Fail":
+                raise UsageError(f"{message}; give the same one, or set checkpoint.tag_validation to Warn")
+            logger.warning("%s; rank 0's is used", message)
 
     def wait_for_checkpoint(self) -> None:
         """Until an asynchronous save is complete; raises its error."""

@@ -30,11 +30,13 @@ class _Fragment:
         self.exists = unit is not None and unit.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
-            self.piece = next((p for p in unit.layout.pieces(unit.comm.rank) if p.slot == slot), None)
+            # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
+            self.piece = next((p for p in unit.layout.pieces(unit.comm.rank) if p.slot == slot), Piece(slot, 0, 0, 0))
 
     def _has_values(self, unit: Unit) -> bool:
         if self.kind == _GRADIENT:
-            return unit.optimizer.reducer.is_fresh(unit)
+            reducer = unit.optimizer.reducer
+            return reducer.is_fresh(unit) or reducer.carried(unit) is not None
         return self.kind == _FP32 or any(self.kind in state for state in unit.optimizer.state.values())
 
     @property
@@ -42,13 +44,24 @@ class _Fragment:
         """What a stored gradient must be multiplied by to be the mean gradient."""
         return self.unit.optimizer.gradient_factor if self.kind == _GRADIENT else 1.0
 
+    def _reduced(self) -> torch.Tensor:
+        """The unit's gradient; a copy, reduced for the moment, of one that still waits for its last micro-batch."""
+        unit = self.unit
+        waiting = unit.optimizer.reducer.carried(unit)
+        if waiting is None:
+            return unit.grad
+        out = torch.empty(unit.layout.shard_numel, device=waiting.device)
+        exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
+        exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
+        return out
+
     def _places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
         """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""
         start, end = piece.start, piece.start + piece.numel
         if self.kind in (_FP32, _GRADIENT):
-            source = self.unit.master if self.kind == _FP32 else self.unit.grad
-            yield 0, source[start:end]
+            yield 0, (self.unit.master if self.kind == _FP32 else self._reduced())[start:end]
             return
+        yield 0, self.unit.shard.new_empty(0, dtype=torch.float32)
         for tile in self.unit.optimizer.tiles:
             first, last = max(start, tile.start), min(end, tile.end)
             if tile.unit is self.unit and first < last:
@@ -60,8 +73,6 @@ class _Fragment:
         if not self.exists:
             return None
         device = self.unit.comm.device
-        if self.piece is None:
-            return torch.empty(0, device=device)
         parts = [part for _, part in self._places(self.piece)]
         return torch.cat(parts).to(device).mul_(self._factor)
 
@@ -70,8 +81,7 @@ class _Fragment:
         if not self.exists:
             return None
         comm, full = self.unit.comm, torch.zeros(self.param.ds_numel, device=self.unit.comm.device)
-        if self.piece is not None:
-            full.narrow(0, self.piece.inside, self.piece.numel).copy_(self.read_local())
+        full.narrow(0, self.piece.inside, self.piece.numel).copy_(self.read_local())
         if not self.unit.layout.replicated:
             comm.all_reduce(full)
         return full.view(self.param.ds_shape)
@@ -79,8 +89,6 @@ class _Fragment:
     @torch.no_grad()
     def write_local(self, value: torch.Tensor) -> None:
         """Store this rank's part; `publish` must follow on every rank."""
-        if self.piece is None:
-            return
         if value.numel() != self.piece.numel:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         for start, place in self._places(self.piece):
@@ -96,8 +104,7 @@ class _Fragment:
             return
         if value.shape != self.param.ds_shape:
             raise ValueError(f"{self.kind}: expected shape {tuple(self.param.ds_shape)}, got {tuple(value.shape)}")
-        if self.piece is not None:
-            self.write_local(value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel])
+        self.write_local(value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel])
         self.publish()
 
 

@@ -123,6 +123,10 @@ class GradientReducer:
         """Whether `unit.grad` holds a gradient of the current accumulation cycle."""
         return unit in self._fresh
 
+    def carried(self, unit: Unit) -> torch.Tensor | None:
+        """This rank's sum over micro-batches, as long as `unit.full`, that waits for the last one (stages 0, 1)."""
+        return self._carried.get(unit)
+
     def ensure(self, unit: Unit) -> None:
         """Make `unit.grad` zero if no backward has given it a gradient in this cycle."""
         if unit not in self._fresh:

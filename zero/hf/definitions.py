@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import resource
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from zero import comm
+from zero.hf.accelerator import get_accelerator
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
@@ -60,6 +63,35 @@ class OffloadDeviceEnum(str, Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
+
+# Tensors below this many bytes are never offloaded to files.
+MIN_SWAPPABLE_BYTES = 1024**2
+
+
+def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
+    """Whether torch's version lies between two, inclusive; each may be left out."""
+    installed = torch.__version__  # compares as a version, not as a string
+    return (min_version is None or installed >= str(min_version)) and (
+        max_version is None or installed <= str(max_version)
+    )
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log `message` with this process's memory, if `force`d, from rank 0."""
+    if force and comm.get_rank() == 0:
+        device = get_accelerator().memory_allocated() / 2**30
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        logger.info("%s: %.2f GiB on the device, %.2f GiB of host memory at most", message, device, host)
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: float = math.inf
+) -> list[dict[str, Any]]:
+    """The param groups as a list: experts are parameters like all others here, sharded over all ranks."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
 
 
 class AsyncIOBuilder:

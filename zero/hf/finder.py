@@ -18,6 +18,7 @@ from typing import Any
 from zero.hf.names import ABSENT, NAMES, REPORTED_VERSION
 
 PACKAGE = "deepspeed"
+_MISSING = object()
 
 
 def _absent(full_name: str) -> type:
@@ -40,12 +41,11 @@ class FacadeModule(ModuleType):
             value = _absent(full_name)
             setattr(self, name, value)
             return value
-        try:
-            target = NAMES[self.__name__][name]
-        except KeyError:
-            raise AttributeError(f"'{full_name}' is not provided by zero", name=name, obj=self) from None
-        module_name, _, attribute = target.partition(":")
-        value = getattr(importlib.import_module(module_name), attribute)
+        names = NAMES[self.__name__]
+        module_name, _, attribute = names.get(name, f"{names.get('*', '')}:{name}").partition(":")
+        value = getattr(importlib.import_module(module_name), attribute, _MISSING) if module_name else _MISSING
+        if value is _MISSING:
+            raise AttributeError(f"'{full_name}' is not provided by zero", name=name, obj=self)
         setattr(self, name, value)
         return value
 

@@ -1,7 +1,8 @@
 """The names under `deepspeed` which transformers, accelerate and training scripts use, and what each is here.
 
 One entry for each module; in it, one for each attribute: `"module:attribute"` of this package, resolved at the first
-use. A name which is not listed is an error that says so: better a clear message than a stub which does nothing.
+use; under `*`, a module that has all others. A name which is not listed is an error that says so: better a clear
+message than a stub which does nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ NAMES: dict[str, dict[str, str]] = {
         "initialize": "zero:initialize",
         "init_distributed": "zero.hf.definitions:init_distributed",
         "DeepSpeedEngine": "zero.engine:ZeroEngine",
+        "DeepSpeedConfigError": "zero.errors:UsageError",
         "add_config_arguments": "zero.hf.definitions:add_config_arguments",
     },
     "deepspeed.accelerator": {"get_accelerator": "zero.hf.accelerator:get_accelerator"},
@@ -58,7 +60,9 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "zero.hf.definitions:DEEPSPEED_ENVIRONMENT_NAME"},
     "deepspeed.ops": {"__compatible_ops__": "zero.hf.definitions:COMPATIBLE_OPS"},
-    "deepspeed.ops.adam": {"DeepSpeedCPUAdam": "zero.optim.cpu_adam:CPUAdam"},
+    "deepspeed.ops.adagrad": _names("zero.optim.torch_optimizers", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _names("zero.optim.torch_optimizers", "DeepSpeedCPUAdam", "FusedAdam"),
+    "deepspeed.ops.lion": _names("zero.optim.torch_optimizers", "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": _names(
         "zero.hf.definitions",
         "AsyncIOBuilder",
@@ -71,7 +75,18 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime": {},
     "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
-    "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": "zero.optim.lr_schedules:VALID_LR_SCHEDULES"},
+    "deepspeed.runtime.config": _names(
+        "zero.hf.definitions", "ADAGRAD_OPTIMIZER", "ADAM_OPTIMIZER", "ADAMW_OPTIMIZER", "LION_OPTIMIZER"
+    ),
+    "deepspeed.runtime.precision_config": {
+        "DeepSpeedBF16Config": "zero.config:BF16Config",
+        "DeepSpeedFP16Config": "zero.config:FP16Config",
+    },
+    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": "zero.hf.definitions:MIN_SWAPPABLE_BYTES"},
+    "deepspeed.runtime.utils": {"see_memory_usage": "zero.hf.definitions:see_memory_usage"},
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
+    "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
     "deepspeed.runtime.zero": {},
     "deepspeed.runtime.zero.offload_config": _names("zero.hf.definitions", "OffloadDeviceEnum"),
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
@@ -85,6 +100,7 @@ NAMES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
     },
     "deepspeed.utils": {"logger": "zero.hf.definitions:logger", **_SAFE, **_LEAF},
+    "deepspeed.utils.torch": {"required_torch_version": "zero.hf.definitions:required_torch_version"},
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",

@@ -109,6 +109,11 @@ class ZeroOptimizer:
         return self.optimizer.state
 
     @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's part of the masters, tile by tile, each 1-D; DeepSpeed's name for it."""
+        return [tile.master for tile in self.tiles]
+
+    @property
     def loss_scale(self) -> float:
         """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
