@@ -243,8 +243,7 @@ def test_all_errors_are_reported_together():
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"momentum": None}}},
-            "optimizer.params.momentum: is a setting of SGD, RMSprop, not of AdamW; "
-            "change optimizer.type or delete it",
+            "optimizer.params.momentum: is a setting of SGD, RMSprop, not of AdamW; change optimizer.type or delete it",
         ),
         (
             {"optimizer": {"type": "lion", "params": {"eps": 1e-8}}},

@@ -13,7 +13,6 @@ import torch
 
 from tests.launch import REPOSITORY, run
 from zero.__main__ import main
-from zero.optim.cpu_adam import CPUAdam
 
 
 def python(code: str, tmp_path: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -252,39 +251,3 @@ def assert_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
 def test_usage(arguments, capsys):
     main(arguments)
     assert "usage: python -m zero run SCRIPT.py ARGS..." in capsys.readouterr().out
-
-
-# -- CPUAdam
-
-
-@pytest.mark.parametrize("adamw_mode", [True, False])
-def test_cpu_adam_has_the_numbers_of_torch(adamw_mode):
-    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
-    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
-    optimizer = CPUAdam([ours], **settings, adamw_mode=adamw_mode)
-    reference = (torch.optim.AdamW if adamw_mode else torch.optim.Adam)([theirs], **settings)
-    for step in range(3):
-        for param in (ours, theirs):
-            param.grad = torch.linspace(1, -2, 7) * (step + 1)
-        optimizer.step()
-        reference.step()
-    assert torch.equal(ours, theirs)
-
-
-def test_cpu_adam_keeps_what_the_groups_say():
-    """As accelerate calls it: with the groups of the user's optimizer and two of its defaults."""
-    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    user = torch.optim.AdamW(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], betas=(0.5, 0.6)
-    )
-    optimizer = CPUAdam(user.param_groups, lr=1e-3, weight_decay=0.01, adamw_mode=True)
-    assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
-        (0.5, 0.01, (0.5, 0.6)),
-        (1e-3, 0.0, (0.5, 0.6)),
-    ]
-
-
-@pytest.mark.parametrize("setting", ["bias_correction", "fp32_optimizer_states"])
-def test_cpu_adam_refuses_what_it_does_not_do(setting):
-    with pytest.raises(ValueError, match=setting):
-        CPUAdam([torch.nn.Parameter(torch.ones(2))], **{setting: False})

@@ -40,7 +40,7 @@ LAYERS = [
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
     "zero.checkpoint": ["folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
-    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "cpu_adam", "factory", "step"],
+    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "step"],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.
