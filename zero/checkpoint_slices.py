@@ -13,33 +13,32 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
 import mmap
 import os
+import struct
+import zipfile
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
-    LoadPlan,
     SavePlan,
     WriteItem,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization
 
@@ -49,6 +48,8 @@ from zero.checkpoint_ranks import Ranks
 MAX_SLICE = 1 << 22
 # What is handed to the disk at a time, and what it wants positions and sizes to be multiples of.
 _BLOCK, _ALIGNMENT = 8 << 20, 4096
+# The end of a record that surely has the directory of the archive in it.
+_DIRECTORY = 4096
 
 
 @dataclass
@@ -113,33 +114,6 @@ class SliceSavePlanner(DefaultSavePlanner):
         # With a storage of its own size, though not its own memory: the writer would copy it otherwise.
         begin = part.storage_offset() * part.itemsize
         return part.new_empty(0).set_(part.untyped_storage()[begin : begin + part.nbytes])
-
-
-class SliceLoadPlanner(DefaultLoadPlanner):
-    """Plans the reading of a dict of `Slices`, in place, from slices cut in any way."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Slices], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        # Without the base class's, which goes into the values in search of meta tensors and spoils dataclasses.
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        items = []
-        for key, slices in self.state_dict.items():
-            stored = self.metadata.state_dict_metadata.get(key)
-            if stored is None:
-                raise ValueError(f"the checkpoint's index has no {key}")
-            if stored.size.numel() != slices.numel:
-                raise ValueError(f"{key} has {stored.size.numel()} elements in the checkpoint, {slices.numel} here")
-            items += create_read_items_for_chunk_list(key, stored, slices.chunks())
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn].part(index)
 
 
 class _ChecksummedFile(io.RawIOBase):
@@ -261,9 +235,8 @@ class SliceReader:
     """Reads slices in one process, without a process group. The index is read once."""
 
     def __init__(self, folder: Path):
-        self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._folder = folder
+        self._metadata = FileSystemReader(folder).read_metadata()
 
     def dtype(self, key: str) -> torch.dtype:
         return self._metadata.state_dict_metadata[key].properties.dtype
@@ -281,7 +254,62 @@ class SliceReader:
         return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in chunks)
 
     def read(self, slices: Mapping[str, Slices]) -> None:
-        """Fill the slices' memory from the files."""
-        planner = SliceLoadPlanner()
-        planner.set_up_planner(dict(slices), self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        """Fill the slices' memory from the files, straight into it where the dtype and the device allow.
+
+        Raises ValueError for a key that the checkpoint lacks or has in another size.
+        """
+        reads = [read for key, entry in slices.items() for read in self._reads(key, entry)]
+        reads.sort(key=lambda read: (read.record.relative_path, read.record.offset, read.skipped))
+        for name, group in itertools.groupby(reads, key=lambda read: read.record.relative_path):
+            with open(self._folder / name, "rb", buffering=0) as file:
+                for read in group:
+                    read.into_target(file)
+
+    def _reads(self, key: str, wanted: Slices) -> Iterator[_Read]:
+        stored = self._metadata.state_dict_metadata.get(key)
+        if stored is None:
+            raise ValueError(f"the checkpoint's index has no {key}")
+        if stored.size.numel() != wanted.numel:
+            raise ValueError(f"{key} has {stored.size.numel()} elements in the checkpoint, {wanted.numel} here")
+        for start, part in wanted.parts.items():
+            for chunk in stored.chunks:
+                (begin,), (numel,) = chunk.offsets, chunk.sizes
+                first, end = max(start, begin), min(start + part.numel(), begin + numel)
+                if first < end:
+                    record = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+                    yield _Read(record, stored.properties.dtype, first - begin, part[first - start : end - start])
+
+
+@dataclass
+class _Read:
+    """Elements of a record, from `skipped` on, that go to `target`."""
+
+    record: _StorageInfo
+    dtype: torch.dtype
+    skipped: int
+    target: torch.Tensor
+
+    def into_target(self, file: io.FileIO) -> None:
+        direct = self.target.device.type == "cpu" and self.target.dtype == self.dtype
+        values = self.target if direct else torch.empty(self.target.shape, dtype=self.dtype)
+        file.seek(self._data_start(file) + self.skipped * self.dtype.itemsize)
+        left = memoryview(values.view(torch.uint8).numpy())
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise EOFError(f"{file.name} ends within a record")
+            left = left[count:]
+        if not direct:
+            self.target.copy_(values)
+
+    def _data_start(self, file: io.FileIO) -> int:
+        """Where the values are in the file: a record is a zip archive, as `torch.save` writes it, uncompressed."""
+        length = min(self.record.length, _DIRECTORY)
+        end = self.record.offset + self.record.length
+        file.seek(end - length)
+        directory = zipfile.ZipFile(io.BytesIO(file.read(length)))
+        (entry,) = (info for info in directory.infolist() if info.filename.endswith("/data/0"))
+        header = entry.header_offset + end - length  # the archive was given without its beginning
+        file.seek(header + 26)
+        name, extra = struct.unpack("<HH", file.read(4))
+        return header + 30 + name + extra

@@ -1,8 +1,12 @@
-"""`--resume_from_checkpoint` of an unpatched Trainer: the same run goes on, on the same or another number of ranks."""
+"""`--resume_from_checkpoint` of an unpatched Trainer: the same run goes on, on the same or another number of ranks.
+
+The text is Babel's; `ZERO_TEST_TEXT=FILE pytest tests/hf/test_resume.py` takes a file of `translation` records instead.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from transformers import T5ForConditionalGeneration
 
 from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.launch import torchrun
+from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint_offline import consolidate
 
@@ -31,7 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 # Dropout shows whether the random states came back; without it, another number of ranks can give the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
-SAVED, KILLED, STEPS, GLOBAL_BATCH = 5, 7, 10, 6
+SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
 
 
 def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
@@ -44,8 +49,20 @@ def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
     return {"dropout": DROPOUT[name], "arguments": arguments, **others}
 
 
+def _text_file(folder: Path) -> Path:
+    if given := os.environ.get("ZERO_TEST_TEXT"):
+        return Path(given).resolve()
+    pairs = build_corpus("en", "de", train_pairs=1000, held_out_pairs=1).train
+    lines = [json.dumps({"translation": {"en": pair.source, "de": pair.target}}) for pair in pairs]
+    path = folder / "text.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
 def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The reports of the jobs by their names; of a job that does not come to its end, the last one, the output."""
+    for job in jobs.values():
+        job["text"] = str(_text_file(folder))
     path = write_jobs(list(jobs.values()), folder)
     process = torchrun("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
     reports = {}

@@ -2,7 +2,8 @@
 
 `python resume.py JOBS.json` runs each job in turn and writes its log to the job's `report` file from rank 0. A job:
 
-    dropout     of the model, a small T5
+    text        path of the JSON lines to train on: {"translation": {"en": ..., "de": ...}}
+    dropout     of the model, a small T5 that reads and writes bytes
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     resume      optional: the Trainer's folder to resume from, or true for the last one in the output folder
     kill_at     optional: rank 1 is killed at the end of that step
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 
 import torch
-from jobs import Tokens, collate
+from jobs import collate
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -30,7 +31,23 @@ from transformers import (
     set_seed,
 )
 
-SAMPLES = 30  # five steps of six samples each
+SAMPLES = 72  # twelve steps of six samples each: an epoch ends between the save and the end
+SOURCE_BYTES, TARGET_BYTES = 48, 16
+
+
+def read_samples(path: str) -> list[dict[str, list[int]]]:
+    """Bytes as tokens. All targets have one length, so that a mean over ranks is a mean over tokens."""
+    samples = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            pair = json.loads(line)["translation"]
+            source, target = ([byte + 1 for byte in pair[language].encode()] for language in ("en", "de"))
+            if len(target) >= TARGET_BYTES and len(samples) < SAMPLES:
+                source = source[:SOURCE_BYTES]
+                samples.append(
+                    {"input_ids": source, "attention_mask": [1] * len(source), "labels": target[:TARGET_BYTES]}
+                )
+    return samples
 
 
 class KillRankOne(TrainerCallback):
@@ -64,7 +81,7 @@ def run(job: dict) -> None:
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
     set_seed(0 if "resume" not in job else 1)
     config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=job["dropout"],
+        vocab_size=257, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=job["dropout"],
         decoder_start_token_id=0,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)
@@ -72,7 +89,7 @@ def run(job: dict) -> None:
     trainer = Seq2SeqTrainer(
         model=model,
         args=args,
-        train_dataset=Tokens(SAMPLES, True),
+        train_dataset=read_samples(job["text"]),
         data_collator=collate,
         callbacks=[KillRankOne(job["kill_at"])] if "kill_at" in job else None,
     )
