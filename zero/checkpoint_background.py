@@ -74,15 +74,19 @@ class BackgroundSaves:
         self._running = _Save(act)
 
     def wait(self) -> None:
-        """Until the running save, if there is one, has ended; raises its error, which is the same on all ranks."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            running.result()
+        """Until the running save, if there is one, has ended; raises its error, which is the same on all ranks.
+
+        Every rank must wait at the same time: so each notices if another one has died.
+        """
+        while self._running is not None:
+            self._running.join(0.01)
+            self.check()
 
     def check(self) -> None:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
         if self._running is not None and not self._ranks.any(self._running.is_alive()):
-            self.wait()
+            ended, self._running = self._running, None
+            ended.result()
 
 
 def _aligned(nbytes: int) -> int:
@@ -105,11 +109,13 @@ class _Save:
             self._failure = error
         del self._act  # and with it the references to the copies
 
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def result(self) -> None:
-        self._thread.join()
         atexit.unregister(self._at_exit)
         if self._failure is not None:
             raise self._failure

@@ -159,7 +159,8 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine, _, _, _ = zero.initialize(model=model, optimizer=optimizer, config=ds_config())
+    config = ds_config() | {"checkpoint": {"async_save": cycle % 2 == 1}}
+    engine, _, _, _ = zero.initialize(model=model, optimizer=optimizer, config=config)
     engine.backward(engine(torch.ones(1, 64)).sum())
     engine.step()
     step, (path, state) = 0, engine.load_checkpoint(folder)
@@ -173,6 +174,9 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
         step += 1
         fill(engine, step)
         engine.save_checkpoint(folder, client_state={"step": step})
+        if cycle % 2:
+            fill(engine, step + 1)  # while the save goes on in the background
+            engine.wait_for_checkpoint()
         report(step)
 
 

@@ -1,0 +1,123 @@
+"""Checkpoints written while training goes on: of the moment of the save, complete at exit, failures told at a step."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.dist.pool import run_on
+from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
+from tests.dist.training import ds_config, start, train_zero
+from tests.launch import torchrun
+from tests.parity.models import batches, build
+from zero.checkpoint_folder import find_intact, locate
+from zero.checkpoint_slices import SliceWriter
+from zero.engine import ZeroEngine
+
+ASYNC = {"checkpoint": {"async_save": True}}
+
+
+def state(engine: ZeroEngine) -> list[torch.Tensor]:
+    """Copies of this rank's masters and moments."""
+    tiles = engine.optimizer.tiles
+    moments = [engine.optimizer.state[tile.master][key] for tile in tiles for key in ("exp_avg", "exp_avg_sq")]
+    return [values.clone() for values in [*(tile.master for tile in tiles), *moments]]
+
+
+def save_and_train_on(rank: int, world_size: int, folder: str) -> tuple[bool, bool, str]:
+    """Nothing is written before two more steps are done, and a second save waits for the first."""
+    engine, _ = start(build("gpt2"), ds_config(bf16={"enabled": True}) | ASYNC)
+    data, trained, write_data = batches("gpt2", 4), threading.Event(), SliceWriter.write_data
+
+    def write_later(*args):
+        assert trained.wait(60)
+        return write_data(*args)
+
+    train_zero(engine, data[:2])
+    expected = state(engine)
+    with mock.patch.object(SliceWriter, "write_data", write_later):
+        engine.save_checkpoint(folder)
+        train_zero(engine, data[2:])
+        moved = not torch.equal(expected[0], state(engine)[0])
+        before = locate(Path(folder), None)
+        trained.set()
+        engine.save_checkpoint(folder)
+        first = locate(Path(folder), None)
+        engine.wait_for_checkpoint()
+    other, _ = start(build("gpt2"), ds_config(bf16={"enabled": True}))
+    other.load_checkpoint(folder, tag="global_step2")
+    same = all(torch.equal(a, b) for a, b in zip(state(other), expected, strict=True))
+    return moved and before is None, same, f"{first.name} {locate(Path(folder), None).name}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_written_is_the_state_of_the_save(world_size, tmp_path):
+    expected = (True, True, "global_step2 global_step4")
+    assert run_on(world_size, save_and_train_on, str(tmp_path)) == [expected] * world_size
+
+
+def fail_in_the_background(rank: int, world_size: int, folder: str) -> tuple[int, str, str]:
+    engine, _ = start(build("gpt2"), ds_config() | ASYNC)
+    data = batches("gpt2", 1)
+    train_zero(engine, data)
+    engine.save_checkpoint(folder)
+    engine.wait_for_checkpoint()
+    limit_file_size(rank)
+    engine.save_checkpoint(folder, tag="fails")
+    steps = 0
+    try:
+        with pytest.raises(OSError) as caught:
+            while steps < 10_000:
+                train_zero(engine, data)
+                steps += 1
+    finally:
+        lift_file_size_limit()
+    path, _ = engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="after")
+    engine.wait_for_checkpoint()
+    return steps, str(caught.value), Path(path).name
+
+
+def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
+    first, second = run_on(2, fail_in_the_background, str(tmp_path))
+    assert first == second
+    assert "rank 1" in first[1] and "File too large" in first[1] and first[2] == "global_step1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "global_step1", "latest"]
+
+
+SCRIPT = """
+import resource, signal, sys
+import torch
+import zero
+
+engine = zero.initialize(
+    model=torch.nn.Linear(1000, 1000),
+    config={
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3},
+        "checkpoint": {"async_save": True},
+    },
+)[0]
+engine.save_checkpoint(sys.argv[1], tag="good")
+if sys.argv[2] == "full":
+    engine.wait_for_checkpoint()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    engine.save_checkpoint(sys.argv[1], tag="bad")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("disk", ["free", "full"])
+def test_exit_waits_and_tells_of_a_failure(disk, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = torchrun(script, tmp_path / "checkpoints", disk, nproc=2, timeout=120)
+    assert find_intact(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "good", process.stderr
+    assert not list((tmp_path / "checkpoints").glob(".saving*"))
+    assert (process.returncode == 0) == (disk == "free"), process.stderr
+    assert ("File too large" in process.stderr) == (disk == "full")
