@@ -3,7 +3,10 @@
 Without arguments this is a demonstration that needs no network (distill/demonstration.py says of what):
 
     python run_distill.py
-    torchrun --nproc_per_node 2 run_distill.py --deepspeed configs/ds_config_distill.json
+    torchrun --nproc_per_node 2 run_distill.py --deepspeed configs/ds_config_zero3.json
+
+`run_distill.py cache_teacher ...` writes what a teacher says to files, to learn from without it. docs/distillation.md
+explains it all.
 """
 # ruff: noqa: E402
 
@@ -14,36 +17,33 @@ zero.hf.enable()
 
 import logging
 import sys
+from types import SimpleNamespace
 
 import torch.distributed
 import transformers
 from transformers import set_seed
 
-from distill import demonstration
+from distill import demonstration, pipeline
 from distill.arguments import fail, is_demonstration, parse_arguments
 from distill.config import DistillationConfig
 from translation.records import InputError
 
 
-class _Given:
-    """All arguments under one name each."""
-
-    def __init__(self, *groups: object):
-        for group in groups:
-            self.__dict__.update(vars(group))
-
-
 def main() -> None:
+    argv = sys.argv[1:]
+    caching = argv[:1] == ["cache_teacher"]
     try:
-        model_args, data_args, args = parse_arguments()
+        model_args, data_args, args = arguments = parse_arguments(argv[1:] if caching else argv, caching)
         start_logging(args)
         set_seed(args.seed)
-        if is_demonstration(_Given(model_args, data_args, args)):
+        if caching:
+            pipeline.cache_teacher(arguments)
+        elif is_demonstration(SimpleNamespace(**vars(model_args), **vars(data_args), **vars(args))):
             demonstration.run(data_args, args)
+        else:
+            pipeline.run(arguments)
     except InputError as error:
         fail(str(error))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def start_logging(args: DistillationConfig) -> None:
@@ -56,3 +56,5 @@ def start_logging(args: DistillationConfig) -> None:
 
 if __name__ == "__main__":
     main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -112,8 +112,10 @@ def is_demonstration(given) -> bool:
     return not any(getattr(given, name) for name in names.split())
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) -> Arguments:
     """Parse and check the command line; only then the training arguments are built, which may start the process group.
+
+    `caching`: it is the one of `run_distill.py cache_teacher`.
 
     Raises:
         InputError: a value, file or configuration that cannot work; names it and the remedy.
@@ -121,12 +123,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
     parser.set_defaults(use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
-    if is_demonstration(given):
+    if caching:
+        given.output_dir = given.output_dir or given.teacher_cache
+    elif is_demonstration(given):
         parser.set_defaults(**DEMONSTRATION)
         given = parser.parse_args(argv)
     try:
         check_distillation(given)
         _check(given)
+        if caching:
+            _check_caching(given)
+        elif not is_demonstration(given):
+            _check_job(given)
         return parser.parse_dict(vars(given))
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
@@ -145,8 +153,14 @@ def _check(given: argparse.Namespace) -> None:
         if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):
             raise InputError(f"--{argument} {path}: no such file or folder")
     _check_output_dir(given)
-    if not is_demonstration(given):
-        _check_job(given)
+
+
+def _check_caching(given: argparse.Namespace) -> None:
+    for argument in ("teacher_model_name_or_path", "teacher_cache", "train_file"):
+        if not getattr(given, argument):
+            raise InputError(f"cache_teacher needs --{argument}")
+    if not given.top_k:
+        raise InputError("cache_teacher needs --top_k: how many of the teacher's probabilities to keep of each token")
 
 
 def _check_job(given: argparse.Namespace) -> None:

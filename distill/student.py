@@ -18,7 +18,7 @@ from transformers import (
 import zero
 from translation.records import InputError
 
-_LAYER = re.compile(r"^(?P<before>.*\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$")
+_LAYER = re.compile(r"^(?P<before>.*?\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$")
 
 
 def from_config(config: PretrainedConfig) -> PreTrainedModel:

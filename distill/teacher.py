@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+import distill.minicodformer  # noqa: F401 - registers its classes
 import zero
 from distill.config import DistillationConfig
 from distill.fused import HeadTeacher, LogitsTeacher, Teacher

@@ -23,8 +23,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from distill import vocabulary
 from distill.batch import Batch, target_mask
+from distill.cache import CacheError, TeacherCache, tokenizer_hash
 from distill.config import DistillationConfig
-from distill.fused import Recipe, SharedTokens, Targets, TokenLosses, fused_head_loss, logits_loss
+from distill.fused import Recipe, SharedTokens, StoredTeacher, Targets, TokenLosses, fused_head_loss, logits_loss
 from distill.heads import install_task_head, is_final
 from distill.hidden import AttentionRecorder, HiddenMatch, parse_layer_mapping, relation_heads, relation_loss
 from distill.losses import Divergence
@@ -65,9 +66,10 @@ class DistillationTrainer(Seq2SeqTrainer):
         self._shifted = not model.config.is_encoder_decoder
         self._student_head = install_task_head(model, "student")
         self._fused: bool | None = None if self._student_head is not None else False
-        if teacher_model is None and args.teacher_model_name_or_path and args.needs_teacher():
+        live = args.needs_teacher() and not args.teacher_cache
+        if teacher_model is None and args.teacher_model_name_or_path and live:
             teacher_model = load_model(args.teacher_model_name_or_path)
-        if teacher_model is None and args.needs_teacher() and not args.teacher_cache:
+        if teacher_model is None and live:
             raise ValueError("there is no teacher: give teacher_model_name_or_path or teacher_cache, or kd_alpha 0")
         self._recipe = self._make_recipe(model, teacher_model, args, processing_class, teacher_processing_class)
         self._prepare_inner_losses(model, teacher_model, args)
@@ -75,7 +77,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         self.model_accepts_loss_kwargs = True  # or the tokens of the step are not counted
         self._loss_shifts_labels = self._shifted
         self._recipe = _on(self._recipe, self.args.device)
-        self.teacher = None if teacher_model is None else self._place(teacher_model)
+        self.teacher = None if teacher_model is None else self.place_teacher(teacher_model, self.args)
+        self.cache = self._open_cache() if self.args.teacher_cache and self.args.kd_alpha else None
         self.seconds_evaluating = 0.0  # in the midst of training
         self._sums = torch.zeros(len(_LOGGED) + 1, dtype=torch.float64)
 
@@ -118,11 +121,23 @@ class DistillationTrainer(Seq2SeqTrainer):
         if args.attn_relation_weight:
             self._recorders = AttentionRecorder(model, "student"), AttentionRecorder(teacher_model, "teacher")
 
-    def _place(self, teacher_model: PreTrainedModel) -> LiveTeacher:
-        args: DistillationConfig = self.args
+    @staticmethod
+    def place_teacher(teacher_model: PreTrainedModel, args: DistillationConfig) -> LiveTeacher:
+        """Freeze the teacher and put it where the arguments say: into an engine of its own, or on a device."""
         if args.deepspeed or args.teacher_deepspeed:
             return LiveTeacher(teacher_model, args.device, teacher_ds_config(args, teacher_model))
         return LiveTeacher(teacher_model, torch.device(args.teacher_device or args.device))
+
+    def _open_cache(self) -> TeacherCache:
+        args, cache = self.args, TeacherCache(self.args.teacher_cache)
+        tokenizer = None if self.processing_class is None else tokenizer_hash(self.processing_class)
+        cache.check(temperature=args.temperature, top_k=args.top_k or None, tokenizer=tokenizer)
+        rows, tokens = _head_rows(self.model), cache.description.tokens
+        if tokens > rows:
+            raise CacheError(f"teacher_cache is over {tokens} tokens and the student's head has {rows} rows only")
+        shared = None if tokens == rows else SharedTokens(slice(0, tokens), slice(0, tokens))
+        self._recipe = replace(self._recipe, shared=shared)
+        return cache
 
     # -- the loss
 
@@ -147,7 +162,8 @@ class DistillationTrainer(Seq2SeqTrainer):
         batch = self._batch(inputs)
         progress = self.state.global_step / max(1, self.state.max_steps)
         recipe = replace(self._recipe, temperature=self.args.temperature_at(progress))
-        total, losses, inner = self._distil(model, batch, recipe)
+        stored = None if self.cache is None else self.cache.targets(inputs, batch)
+        total, losses, inner = self._distil(model, batch, recipe, stored)
         sums = [losses.ce.sum(), losses.kd.sum(), *inner.values(), torch.tensor(float(len(batch.rows)))]
         self._sums += torch.stack([part.detach().double().cpu() for part in sums])
         total = total + self.args.hidden_loss_weight * inner["hidden"]
@@ -161,7 +177,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         return self.accelerator.num_processes if counted_over_ranks else 1
 
     def _distil(
-        self, model: nn.Module, batch: Batch, recipe: Recipe
+        self, model: nn.Module, batch: Batch, recipe: Recipe, stored: StoredTeacher | None = None
     ) -> tuple[torch.Tensor, TokenLosses, dict[str, torch.Tensor]]:
         """Sum of the tokens' losses, the losses of each token, and the sums of the losses on what is inside."""
         if self._fused is None:
@@ -178,7 +194,10 @@ class DistillationTrainer(Seq2SeqTrainer):
             def use(teacher) -> None:
                 results.extend(loss(*states, Targets(batch.labels, teacher, batch.has_teacher), recipe))
 
-            self._within_teacher(observed, batch, use)
+            if observed is None:
+                use(stored)
+            else:
+                self.teacher.within(observed, use, batch.labels.device)
 
         def in_student_head(hidden, weight, bias):
             use_teacher(fused_head_loss, hidden.flatten(0, 1)[batch.rows], weight, bias)
@@ -223,12 +242,6 @@ class DistillationTrainer(Seq2SeqTrainer):
         layers = [pair.teacher - 1 for pair in self._pairs if pair.student and pair.teacher] if recorder else ()
         return self.teacher.observe(inputs, batch.teacher_rows, training and self._matches_hidden, recorder, layers)
 
-    def _within_teacher(self, observed: Observed | None, batch: Batch, use) -> None:
-        if observed is None:
-            use(None)
-        else:
-            self.teacher.within(observed, use, batch.labels.device)
-
     def _inner_losses(self, batch, output, recorded, observed) -> dict[str, torch.Tensor]:
         zero = torch.zeros((), device=batch.labels.device)
         losses = {"hidden": output.get("hidden_loss", zero), "relation": zero}
@@ -257,7 +270,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         if "loss" in logs and self._sums[-1] > 0:
             sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32), "sum").tolist()
             used = {"hidden_loss": self._matches_hidden, "relation_loss": self._recorders is not None}
-            used["kd_loss"] = self.teacher is not None
+            used["kd_loss"] = self.args.kd_alpha > 0
             logs |= {name: sums[i] / sums[-1] for i, name in enumerate(_LOGGED) if used.get(name, True)}
             self._sums.zero_()
         super().log(logs, start_time)

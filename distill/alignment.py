@@ -1,0 +1,50 @@
+"""One text read by two tokenizers: which tokens of the one continue the same prefix as which tokens of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from distill.data import Segment, encode
+from translation.records import InputError
+
+
+def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
+    """For each token of `encode(segments)`, the bytes of text before it; -1 where these end within a character.
+
+    Ends of tokens are compared and not their starts, because tokenizers differ in where they count a leading space.
+    """
+    ends, before = [0], 0
+    for segment in segments:
+        offsets = tokenizer(segment.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        at_byte = [0]
+        for character in segment.text:
+            at_byte.append(at_byte[-1] + len(character.encode()))
+        ends += [before + at_byte[end] for _, end in offsets]
+        before += at_byte[-1]
+    # Several tokens of one character end with it: only after the last of them the text is a whole one.
+    whole = [end if following != end else -1 for end, following in zip(ends, [*ends[1:], None], strict=True)]
+    return (whole + [-1] * length)[:length]
+
+
+def encode_twice(
+    segments: Sequence[Segment], student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int
+) -> dict[str, list[int]]:
+    """`encode` by the student's tokenizer, with `teacher_input_ids` and `teacher_positions` (see `Batch.of`).
+
+    Raises:
+        InputError: a tokenizer that does not tell offsets.
+    """
+    for whose, tokenizer in (("student", student), ("teacher", teacher)):
+        if not tokenizer.is_fast:
+            raise InputError(f"loss_type uld needs the place of each token, and the {whose}'s tokenizer tells none")
+    ours, theirs = encode(segments, student), encode(segments, teacher)["input_ids"][:max_length]
+    at = {end: index for index, end in enumerate(prefix_ends(segments, teacher, len(theirs))) if end >= 0}
+    ends = prefix_ends(segments, student, len(ours["input_ids"]))
+    positions = [at.get(end, -1) if end >= 0 else -1 for end in ends]
+    return {
+        **{name: values[:max_length] for name, values in ours.items()},
+        "teacher_input_ids": theirs,
+        "teacher_positions": positions[:max_length],
+    }

@@ -1,0 +1,256 @@
+"""The teacher's probabilities in files, so that students learn from it without it.
+
+[Note: what is in a cache]
+`cache.json` says what it is of: teacher and its revision, tokenizer, temperature, k. Each `part-*.safetensors` holds
+examples: `keys` (E, 32) uint8, `starts` (E + 1), and of all their T targets `indices` (T, k), `log_p` (T, k + 1; the
+last is the mass of all other tokens) and `cross_entropy` (T,). An example's key is a hash of its token ids, labels and
+positions, so neither order nor padding matters, and another text or tokenizer has other keys. What is not there is an
+error: never zeros. Parts appear by one rename each; an interrupted run goes on with the examples that are missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from distill.batch import IGNORED, Batch
+from distill.fused import StoredTeacher
+from distill.losses import log_probabilities, top_k_with_tail
+
+PART_EXAMPLES = 256
+_EDGE = 2**20
+
+
+class CacheError(ValueError):
+    """A teacher cache that cannot give the right targets. The message names the file or setting, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a cache is of. `tokens`: how many ids, from the first, the probabilities at `temperature` are over."""
+
+    teacher: str
+    revision: str
+    tokenizer: str
+    temperature: float
+    top_k: int
+    tokens: int
+
+
+def teacher_revision(name: str, commit: str | None) -> str:
+    """The hub's commit, or for a folder a hash of its configuration and of size and edges of its weights' files."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return commit or "unknown"
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_EDGE))
+            file.seek(max(0, path.stat().st_size - _EDGE))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def example_keys(inputs: Mapping[str, torch.Tensor]) -> list[bytes]:
+    """The key of each example of a batch: of its ids, labels and positions without what padding has added."""
+    batch = {name: inputs[name].cpu() for name in ("input_ids", "labels") if name in inputs}
+    mask = inputs.get("attention_mask")
+    lengths = [batch["input_ids"].shape[1]] * len(batch["input_ids"]) if mask is None else mask.sum(1).tolist()
+    keys = []
+    for row, length in enumerate(lengths):
+        labels = batch["labels"][row]
+        learnt = (labels != IGNORED).nonzero()
+        labels = labels[: int(learnt[-1]) + 1] if len(learnt) else labels[:0]
+        parts = [batch["input_ids"][row, :length], labels]
+        if "position_ids" in inputs:
+            parts.append(inputs["position_ids"][row].cpu())
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(f"{len(part)}:".encode() + part.to(torch.int64).numpy().tobytes())
+        keys.append(digest.digest())
+    return keys
+
+
+class TeacherCache:
+    """Reads a cache; in training it stands where the teacher would be (`trainer.teacher`).
+
+    Raises:
+        CacheError: no cache there, or a damaged part of it.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.description = _read_description(self.folder)
+        self._files, self._where = [], {}
+        for path in sorted(self.folder.glob("part-*.safetensors")):
+            self._add(path)
+
+    def _add(self, path: Path) -> None:
+        try:
+            file = safe_open(path, "pt")
+            keys, starts = file.get_tensor("keys"), file.get_tensor("starts").tolist()
+        except (SafetensorError, OSError) as error:
+            raise CacheError(
+                f"{path}: damaged ({error}); delete this file and run cache_teacher again, which adds what is missing"
+            ) from error
+        for index, key in enumerate(keys):
+            self._where[key.numpy().tobytes()] = (len(self._files), starts[index], starts[index + 1])
+        self._files.append(file)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._where
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def check(self, **expected: object) -> None:
+        """CacheError if the cache is of something else than what is `expected` of its description (None: anything)."""
+        for name, value in expected.items():
+            found = getattr(self.description, name)
+            if value is not None and value != found:
+                raise CacheError(
+                    f"teacher_cache {self.folder} was made with another {name}: {found!r}, and not {value!r};"
+                    f" run cache_teacher again into another folder, or use the same {name}"
+                )
+
+    def targets(self, inputs: Mapping[str, torch.Tensor], batch: Batch) -> StoredTeacher:
+        """What is stored of a batch's targets, in their order.
+
+        Raises:
+            CacheError: an example is not in the cache, or with another number of targets.
+        """
+        counts = torch.bincount(batch.examples, minlength=batch.size).tolist()
+        rows: list[tuple[torch.Tensor, ...]] = []
+        for key, count in zip(example_keys(inputs), counts, strict=True):
+            if not count:
+                continue
+            if key not in self._where:
+                raise CacheError(
+                    f"teacher_cache {self.folder} does not hold an example of this data ({len(self)} others it does):"
+                    f" run cache_teacher with the same data, tokenizer, max_length and packing"
+                )
+            part, start, end = self._where[key]
+            if end - start != count:
+                raise CacheError(f"teacher_cache {self.folder}: {end - start} targets are stored and {count} needed")
+            names = ("indices", "log_p", "cross_entropy")
+            rows.append(tuple(self._files[part].get_slice(name)[start:end] for name in names))
+        device = batch.labels.device
+        if not rows:
+            k = self.description.top_k
+            return StoredTeacher(*(torch.zeros(0, width, device=device) for width in (k, k + 1)), torch.zeros(0))
+        return StoredTeacher(*(torch.cat(parts).to(device) for parts in zip(*rows, strict=True)))
+
+
+def _read_description(folder: Path) -> Description:
+    try:
+        return Description(**json.loads((folder / "cache.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise CacheError(f"teacher_cache {folder}: there is no cache.json in it; run cache_teacher first") from None
+    except (json.JSONDecodeError, TypeError) as error:
+        raise CacheError(f"{folder / 'cache.json'}: damaged ({error}); make the cache again") from error
+
+
+class CacheWriter:
+    """Writes one rank's examples in parts of `PART_EXAMPLES`."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank, self.number = folder, rank, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.keys: list[bytes] = []
+        self.rows: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, key: bytes, rows: tuple[torch.Tensor, ...]) -> None:
+        """One example: its key, and (indices, log_p, cross_entropy) of its targets."""
+        self.keys.append(key)
+        self.rows.append(rows)
+        if len(self.keys) == PART_EXAMPLES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added since the last time."""
+        if not self.keys:
+            return
+        counts = torch.tensor([0, *(len(rows[2]) for rows in self.rows)])
+        indices, log_p, cross_entropy = (torch.cat(parts).contiguous() for parts in zip(*self.rows, strict=True))
+        tensors = {
+            "keys": torch.frombuffer(bytearray(b"".join(self.keys)), dtype=torch.uint8).view(-1, 32),
+            "starts": counts.cumsum(0),
+            "indices": indices,
+            "log_p": log_p,
+            "cross_entropy": cross_entropy,
+        }
+        while (path := self.folder / f"part-{self.rank:03d}-{self.number:05d}.safetensors").exists():
+            self.number += 1
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial)
+        partial.replace(path)
+        self._clear()
+
+
+@torch.no_grad()
+def write_cache(
+    folder: str | Path,
+    description: Description,
+    examples: Sequence[Mapping[str, list[int]]],
+    collate: Callable[[Sequence[Mapping[str, list[int]]]], dict[str, torch.Tensor]],
+    ask: Callable[[dict[str, torch.Tensor]], tuple[Batch, Callable]],
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    show_progress: bool = True,
+) -> int:
+    """Store what the teacher says of those `examples` that the cache does not hold yet; returns how many these were.
+
+    `ask(batch)` has the teacher read a collated batch: it returns the `Batch`, and a function that gives the logits
+    (n, V) of a slice of its targets. A sharded teacher is asked by all ranks equally often.
+
+    Raises:
+        CacheError: the folder holds a cache of something else, or a damaged one.
+    """
+    folder = Path(folder)
+    if (folder / "cache.json").exists():
+        TeacherCache(folder).check(**asdict(description))
+    elif rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cache.json").write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+    held = TeacherCache(folder) if (folder / "cache.json").exists() else ()
+    missing = [example for example in examples if example_keys(collate([example]))[0] not in held]
+    writer = CacheWriter(folder, rank)
+    stride = batch_size * world_size
+    steps = range(0, len(missing), stride)
+    for start in tqdm(steps, desc="caching the teacher", disable=not show_progress, unit="batch"):
+        own = missing[start + rank * batch_size : start + (rank + 1) * batch_size]
+        inputs = collate(own or missing[:1])  # a rank without work takes part in the gathering
+        batch, logits_of = ask(inputs)
+        stored = _store(batch, logits_of, description)
+        for index, key in enumerate(example_keys(inputs) if own else ()):
+            writer.add(key, tuple(part[batch.examples == index].cpu() for part in stored))
+    writer.flush()
+    return len(missing)
+
+
+def _store(batch: Batch, logits_of: Callable, description: Description) -> tuple[torch.Tensor, ...]:
+    chunk = max(1, 2**23 // description.tokens)
+    parts = []
+    for start in range(0, max(1, len(batch.labels)), chunk):
+        rows = slice(start, start + chunk)
+        logits = logits_of(rows)[:, : description.tokens].float()
+        bins = top_k_with_tail(log_probabilities(logits, description.temperature), description.top_k)
+        cross_entropy = torch.nn.functional.cross_entropy(logits, batch.labels[rows], reduction="none")
+        parts.append((bins.indices.int(), bins.log_p, cross_entropy))
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

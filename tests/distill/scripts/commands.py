@@ -1,0 +1,36 @@
+"""Runs several command lines of run_distill.py in one process (starting one takes longer than they do).
+
+    commands.py jobs.json
+
+A job is a list of arguments. Writes `[[exit code, message], ...]` to `jobs.json.out`, rank 0's.
+"""
+# ruff: noqa: E402, I001
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import run_distill
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    results = []
+    for arguments in json.loads(path.read_text(encoding="utf-8")):
+        sys.argv = ["run_distill.py", *arguments]
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                run_distill.main()
+            results.append([0, ""])
+        except SystemExit as end:
+            results.append([end.code, errors.getvalue().splitlines()[-1]])
+    if os.environ.get("RANK", "0") == "0":
+        path.with_suffix(".out").write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

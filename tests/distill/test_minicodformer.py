@@ -1,0 +1,105 @@
+"""MiniCodformer: sees no future and no other document, generates from its cache, loads by the Auto classes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
+
+VOCABULARY = 50
+
+
+@pytest.fixture(scope="module")
+def model() -> MiniCodformerForCausalLM:
+    torch.manual_seed(0)
+    config = MiniCodformerConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, initializer_range=0.5, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    return MiniCodformerForCausalLM(config).eval()
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_no_position_sees_the_future(model):
+    """The gradient of each position's logits with respect to later positions' inputs is exactly zero."""
+    inputs = model.embed_tokens(tokens(1, 9)).detach().requires_grad_()
+    logits = model(inputs_embeds=inputs).logits
+    for position in range(9):
+        (gradient,) = torch.autograd.grad(logits[0, position].square().sum(), inputs, retain_graph=True)
+        reached = gradient[0].abs().sum(-1)
+        assert (reached[: position + 1] > 0).all()
+        assert (reached[position + 1 :] == 0).all()
+
+
+def test_changing_the_future_changes_nothing_before_it(model):
+    first, second = tokens(1, 12), tokens(1, 12)
+    second[:, 7:] = tokens(1, 5, seed=1)
+    with torch.no_grad():
+        a, b = model(first).logits, model(second).logits
+    assert torch.equal(a[:, :7], b[:, :7])
+    assert not torch.allclose(a[:, 7:], b[:, 7:])
+
+
+@torch.no_grad()
+def test_a_cache_gives_the_same_logits_as_none(model):
+    ids = tokens(2, 11)
+    whole = model(ids, use_cache=False).logits
+    first = model(ids[:, :4], use_cache=True)
+    parts, cache = [first.logits], first.past_key_values
+    for step in range(4, 11):
+        output = model(ids[:, step : step + 1], past_key_values=cache, use_cache=True)
+        parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_by_cache_is_generation_without_it(model, beams):
+    ids = tokens(2, 5)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_continuation(model):
+    ids = tokens(1, 5)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
+    mask = (padded != 0).long()
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 3:], alone)
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(model):
+    a, b = tokens(1, 5, seed=2), tokens(1, 7, seed=3)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
+    packed = model(torch.cat([a, b], dim=1), position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat([model(a).logits, model(b).logits], dim=1))
+
+
+def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is MiniCodformerConfig
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is MiniCodformerForCausalLM
+    assert loaded.lm_head.weight is loaded.embed_tokens.weight
+    ids = tokens(2, 6)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert loaded.config.num_hidden_layers == 4
+
+
+def test_labels_give_the_shifted_cross_entropy(model):
+    ids = tokens(2, 6)
+    output = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(output.loss, expected)
+
+
+def test_a_width_that_heads_do_not_divide_is_named():
+    with pytest.raises(ValueError, match="hidden_size 30"):
+        MiniCodformerConfig(hidden_size=30, num_attention_heads=4)

@@ -1,0 +1,190 @@
+"""run_distill.py as people start it: teachers, students and data of several kinds, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from distill.corpus import train_tokenizer
+from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
+from tests.launch import REPOSITORY, run
+
+COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
+LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
+COMMON = [
+    "--max_length", "32", "--max_steps", "3", "--per_device_train_batch_size", "4", "--logging_steps", "1",
+    "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True",
+    "--ddp_find_unused_parameters", "False", "--do_train", "--do_eval",
+]  # fmt: skip
+
+
+def make_models(folder: Path) -> None:
+    """A causal teacher, an encoder-decoder teacher, and a tokenizer of another kind for a student."""
+    tokenizer = train_tokenizer(LINES, 290)
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    # Its head has more rows than the tokenizer has tokens, as those of large models have.
+    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=304, tie_word_embeddings=True, **sizes, **tokens))
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, **tokens,
+                 decoder_start_token_id=0)
+    )  # fmt: skip
+    for name, model in (("teacher", teacher), ("t5", t5)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    other = train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 9, 270)
+    other.save_pretrained(folder / "other_tokenizer")
+    student = MiniCodformerConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, pad_token_id=0)
+    student.save_pretrained(folder / "minicodformer")
+    small = LlamaConfig(vocab_size=len(other), **{**sizes, "num_hidden_layers": 1}, **tokens)
+    small.save_pretrained(folder / "other_student")
+
+
+def make_data(folder: Path) -> None:
+    (folder / "text.txt").write_text("".join(LINES))
+    dialogues = [{"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": x}]} for x in LINES]
+    (folder / "dialogues.json").write_text(json.dumps(dialogues))
+    (folder / "turns.jsonl").write_text("\n".join(json.dumps(["write a function", x]) for x in LINES))
+    pairs = [{"translation": {"en": f"number {i}", "de": f"Nummer {i}"}} for i in range(24)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
+
+
+JOBS: dict[str, list[str]] = {
+    "layers": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
+        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--output_dir", "{}/out_layers",
+    ],
+    "minicodformer": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
+        "--train_file", "{}/dialogues.json", "--validation_file", "{}/turns.jsonl", "--export_dtype", "float16",
+        "--packing", "False", "--output_dir", "{}/out_minicodformer",
+    ],
+    "cache": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
+        "--max_length", "32", "--top_k", "8", "--teacher_cache", "{}/cache",
+    ],
+    "from_cache": [
+        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher", "--student_config",
+        "{}/minicodformer", "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt",
+        "--output_dir", "{}/out_from_cache",
+    ],
+    "cache of other data": [
+        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher", "--student_config",
+        "{}/minicodformer", "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt",
+        "--output_dir", "{}/out_other", "--temperature", "3",
+    ],
+    "uld": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/other_student",
+        "--tokenizer_name", "{}/other_tokenizer", "--loss_type", "uld", "--train_file", "{}/turns.jsonl",
+        "--validation_file", "{}/text.txt", "--output_dir", "{}/out_uld",
+    ],
+    "other tokenizer": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/other_student",
+        "--tokenizer_name", "{}/other_tokenizer", "--train_file", "{}/text.txt", "--validation_file",
+        "{}/text.txt", "--output_dir", "{}/out_refused",
+    ],
+    "t5": [
+        *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "1,3",
+        "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file", "{}/pairs.jsonl",
+        "--source_column", "translation.en", "--target_column", "translation.de", "--do_predict",
+        "--predict_with_generate", "True", "--generation_max_length", "8", "--output_dir", "{}/out_t5",
+    ],
+    "broken": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
+        "--train_file", "{}/broken.jsonl", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_broken",
+    ],
+    "no such layer": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,9",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_layer",
+    ],
+    "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
+                   "--validation_file", "{}/text.txt", "--output_dir", "{}/out_none"],
+    "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
+    "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("run_distill")
+    make_models(folder)
+    make_data(folder)
+    path = folder / "jobs.json"
+    path.write_text(json.dumps([[word.format(folder) for word in job] for job in JOBS.values()]))
+    process = run([sys.executable, COMMANDS, path], timeout=240)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = dict(zip(JOBS, json.loads(path.with_suffix(".out").read_text()), strict=True))
+    return {"folder": folder, "results": results, "stdout": process.stdout}
+
+
+def figures(finished, name: str) -> dict[str, float]:
+    assert finished["results"][name] == [0, ""]
+    return json.loads((finished["folder"] / f"out_{name}" / "eval_results.json").read_text())
+
+
+def test_a_student_cut_out_of_its_teacher(finished):
+    found = figures(finished, "layers")
+    assert found["eval_kd_loss"] > 0 and found["eval_teacher_ce"] > 0
+    folder = finished["folder"] / "out_layers"
+    student = LlamaForCausalLM.from_pretrained(folder)
+    assert student.config.num_hidden_layers == 2 and student.dtype == torch.bfloat16
+    teacher = LlamaForCausalLM.from_pretrained(finished["folder"] / "teacher").state_dict()
+    for ours, theirs in ((0, 0), (1, 3)):  # three small steps away from where it started
+        weight = student.state_dict()[f"model.layers.{ours}.mlp.up_proj.weight"].float()
+        assert (weight - teacher[f"model.layers.{theirs}.mlp.up_proj.weight"]).abs().max() < 0.01
+    card = (folder / "README.md").read_text()
+    assert "| `loss_type` | skew_reverse_kl |" in card and "eval_ppl" in card
+
+
+def test_minicodformer_learns_from_dialogues_and_is_exported_in_fp16(finished):
+    figures(finished, "minicodformer")
+    folder = finished["folder"] / "out_minicodformer"
+    assert all(weight.dtype == torch.float16 for weight in load_file(folder / "model.safetensors").values())
+    model, tokenizer = MiniCodformerForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("def add_1(", return_tensors="pt")["input_ids"]
+    assert model.generate(ids, max_new_tokens=4).shape[1] > ids.shape[1]
+
+
+def test_a_student_learns_from_the_cache(finished):
+    assert finished["results"]["cache"] == [0, ""]
+    assert "eval_loss" in figures(finished, "from_cache")
+
+
+def test_uld_takes_another_tokenizer(finished):
+    assert figures(finished, "uld")["eval_kd_loss"] > 0
+
+
+def test_t5_is_scored_with_bleu(finished):
+    figures(finished, "t5")
+    folder = finished["folder"] / "out_t5"
+    assert "predict_bleu" in json.loads((folder / "predict_results.json").read_text())
+    assert len((folder / "generated_predictions.txt").read_text().splitlines()) == 24
+    assert T5ForConditionalGeneration.from_pretrained(folder).config.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
+        ("cache of other data", ["another temperature", "cache_teacher"]),
+        ("broken", ["broken.jsonl, line 2: not valid JSON"]),
+        ("no such layer", ["'9' is no layer", "0 to 3"]),
+        ("no student", ["there is no student", "--student_config"]),
+        ("wrong temperature", ["temperature is 0", "positive"]),
+        ("misspelt", ["--temprature", "did you mean --temperature?"]),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(finished, name, words):
+    code, message = finished["results"][name]
+    assert code == 2 and message.startswith("run_distill.py: error:"), message
+    assert all(word in message for word in words), message
