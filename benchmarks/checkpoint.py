@@ -6,7 +6,9 @@
 
 fp32 parameters, masters and two moments; every variant in its own processes. The variants take turns, round after
 round, since a shared machine's disk is now fast and now slow, and each saves several times in a round; the medians over
-all saves of rounds are reported. `blocked`: seconds until training may go on; `total`: until everything is on disk.
+all saves are reported, and the first `blocked`, when memory for the copy is new. `blocked`: seconds until training may
+go on; `step`, `after`: of the training step before the save and of the one after; `total`: until everything is on disk,
+asynchronously with that step between; `load`: with nothing in the page cache; `extra MB`: largest anonymous memory.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
     saves = [of_ranks for ranks in jobs for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)]
     row = {
         name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)
-        for name in ("blocked", "total", "bytes", "memory")
+        for name in ("blocked", "step before", "step after", "total", "bytes")
     }
+    row["memory"] = max(save["memory"] for of_ranks in saves for save in of_ranks)
     row["blocked first"] = max(rank["saves"][0]["blocked"] for rank in jobs[0])
     row["load"] = statistics.median(max(rank["load"] for rank in ranks) for ranks in jobs)
     return row
@@ -70,12 +73,12 @@ def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        f"{'variant':<12} {'blocked s':>9}  {'first s':>9}  {'total s':>9}  {'load s':>9}  {'MB':>9}  {'extra MB':>9}"
+        "variant      blocked s  first s   step s  after s  total s   load s       MB  extra MB",
     ]
     for variant, row in rows.items():
-        cells = [f"{row[name]:9.2f}" for name in ("blocked", "blocked first", "total", "load")]
-        cells += [f"{row[name] / 1e6:9.0f}" for name in ("bytes", "memory")]
-        lines.append("  ".join([f"{variant:<11}", *cells]))
+        seconds = ("blocked", "blocked first", "step before", "step after", "total", "load")
+        cells = [f"{row[name]:7.2f}" for name in seconds] + [f"{row[name] / 1e6:7.0f}" for name in ("bytes", "memory")]
+        lines.append("  ".join([f"{variant:<13}", *cells]))
     return "\n".join(lines)
 
 
@@ -87,8 +90,8 @@ def main() -> None:
             jobs[variant].append(run_variant(variant, args))
             row = summary(jobs[variant][-1:])
             print(
-                f"round {number}/{args.rounds}  {variant:<11} blocked {row['blocked']:.2f} s  total {row['total']:.2f} s"
-                f"  load {row['load']:.2f} s  machine's load {os.getloadavg()[0]:.1f}",
+                f"round {number}/{args.rounds} {variant:<10} blocked {row['blocked']:.2f} s  total {row['total']:.2f} s"
+                f"  load {row['load']:.2f} s  (machine {os.getloadavg()[0]:.1f})",
                 flush=True,
             )
     rows = {variant: summary(of_variant) for variant, of_variant in jobs.items()}

@@ -29,11 +29,11 @@ VOCABULARY = T5_250M["vocab_size"]
 
 @dataclass
 class Checkpoints:
-    """What a variant can do: a training step; start a save into a folder; wait until it is on disk; load from it."""
+    """What a variant can do: a training step; save into a folder, or begin to; wait for the end of that; load."""
 
     step: Callable[[dict[str, torch.Tensor]], None]
     save: Callable[[Path], None]
-    finish: Callable[[], None]
+    finish: Callable[[], None] | None
     load: Callable[[Path], None]
 
 
@@ -66,7 +66,7 @@ def ours(model: nn.Module) -> Checkpoints:
     import zero
 
     engine = _engine(zero, model, {})
-    return Checkpoints(_step_of(engine), engine.save_checkpoint, lambda: None, engine.load_checkpoint)
+    return Checkpoints(_step_of(engine), engine.save_checkpoint, None, engine.load_checkpoint)
 
 
 def ours_async(model: nn.Module) -> Checkpoints:
@@ -80,7 +80,7 @@ def deepspeed(model: nn.Module) -> Checkpoints:
     import deepspeed
 
     engine = _engine(deepspeed, model, {})
-    return Checkpoints(_step_of(engine), engine.save_checkpoint, lambda: None, engine.load_checkpoint)
+    return Checkpoints(_step_of(engine), engine.save_checkpoint, None, engine.load_checkpoint)
 
 
 def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
@@ -121,7 +121,7 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
         checkpoint.load(found, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
-    return Checkpoints(step, save, finish, load)
+    return Checkpoints(step, save, finish if asynchronous else None, load)
 
 
 VARIANTS = {
@@ -160,9 +160,18 @@ def _anonymous_memory() -> int:
     raise RuntimeError("/proc/self/status has no RssAnon: this benchmark needs Linux")
 
 
-def measure(variant: Checkpoints, folder: Path, rank: int) -> dict[str, float]:
-    """One save: seconds until training may go on and until all is on disk, bytes, extra memory."""
+def timed(act: Callable[[], None]) -> float:
+    """Seconds until all ranks have done it."""
     dist.barrier()
+    start = time.perf_counter()
+    act()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def measure(variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], rank: int) -> dict[str, float]:
+    """A step, a save, a step: seconds, bytes, extra memory (bytes)."""
+    step_before = timed(lambda: variant.step(batch))
     if rank == 0:
         os.sync()  # what earlier saves left to be written is not this one's work
     dist.barrier()
@@ -170,11 +179,31 @@ def measure(variant: Checkpoints, folder: Path, rank: int) -> dict[str, float]:
         start = time.perf_counter()
         variant.save(folder)
         blocked = time.perf_counter() - start
-        variant.finish()
         dist.barrier()
         total = time.perf_counter() - start
+        step_after = timed(lambda: variant.step(batch))
+        if variant.finish is not None:
+            variant.finish()
+            dist.barrier()
+            total = time.perf_counter() - start
     nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return {"blocked": blocked, "total": total, "bytes": nbytes, "memory": memory.extra}
+    return {
+        "blocked": blocked,
+        "step before": step_before,
+        "step after": step_after,
+        "total": total,
+        "bytes": nbytes,
+        "memory": memory.extra,
+    }
+
+
+def forget(folder: Path) -> None:
+    """Take the files out of the page cache: a run that resumes does not find them there."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def main() -> None:
@@ -193,12 +222,11 @@ def main() -> None:
     for number in range(args.saves):
         if number and rank == 0:
             shutil.rmtree(args.folder / str(number - 1))
-        saves.append(measure(variant, args.folder / str(number), rank))
+        saves.append(measure(variant, args.folder / str(number), next(batches), rank))
     dist.barrier()
-    start = time.perf_counter()
-    variant.load(args.folder / str(args.saves - 1))
-    dist.barrier()
-    load = time.perf_counter() - start
+    if rank == 0:
+        forget(args.folder)
+    load = timed(lambda: variant.load(args.folder / str(args.saves - 1)))
     report({"parameters": parameters, "saves": saves, "load": load})
     dist.destroy_process_group()
 

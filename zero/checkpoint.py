@@ -77,7 +77,7 @@ def save_checkpoint(
         save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
 
-    With `checkpoint.async_save` it returns as soon as the state is copied to host memory; see `checkpoint_background`.
+    With `checkpoint.async_save` it returns before the checkpoint is written; see `zero.checkpoint_background`.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
@@ -102,15 +102,15 @@ def save_checkpoint(
     if background is None:
         _finish(ranks, what, folder, slices, description, save_latest)
         return True
-    slices, threads = ranks.together(what, lambda: background.copy(slices)), StoreRanks(ranks)
+    threads = StoreRanks(ranks)
 
-    def finish() -> None:
+    def finish(copies: dict[str, Slices]) -> None:
         try:
-            _finish(threads, what, folder, slices, description, save_latest)
+            _finish(threads, what, folder, copies, description, save_latest)
         finally:
             threads.close()
 
-    background.start(finish)
+    ranks.together(what, lambda: background.start(slices, finish))
     return True
 
 

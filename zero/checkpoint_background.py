@@ -53,25 +53,22 @@ class BackgroundSaves:
             cls._of[engine] = cls(Ranks.of(engine.comm), engine.comm.device)
         return cls._of[engine]
 
-    def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
-        """The slices with copies of their values in host memory, which is kept for the next save."""
+    def start(self, slices: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
+        """Call `act` in a thread with copies of `slices` in host memory, which is kept for the next save."""
         nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
-        position, copies = 0, {}
+        position, later, copies = 0, [], {key: Slices(entry.numel) for key, entry in slices.items()}
         for key, entry in slices.items():
-            parts = {}
             for start, part in entry.parts.items():
                 target = self._memory[position : position + part.nbytes].view(part.dtype)
-                parts[start] = target.copy_(part, non_blocking=True)
                 position += _aligned(part.nbytes)
-            copies[key] = Slices(entry.numel, parts)
-        if self._pin:
-            torch.cuda.synchronize()
-        return copies
-
-    def start(self, act: Callable[[], None]) -> None:
-        self._running = _Save(act)
+                copies[key].parts[start] = target
+                if key.startswith("optimizer/"):
+                    later.append((target, part))
+                else:
+                    target.copy_(part)
+        self._running = _Save(later, lambda: act(copies))
 
     def wait(self) -> None:
         """Until the running save, if there is one, has ended; raises its error, which is the same on all ranks.
@@ -84,7 +81,10 @@ class BackgroundSaves:
 
     def check(self) -> None:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
-        if self._running is not None and not self._ranks.any(self._running.is_alive()):
+        if self._running is None:
+            return
+        self._running.copied.wait()
+        if not self._ranks.any(self._running.is_alive()):
             ended, self._running = self._running, None
             ended.result()
 
@@ -94,20 +94,25 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Save:
-    """A thread that writes a checkpoint."""
+    """A thread that makes the copies which are left to make, and then writes a checkpoint."""
 
-    def __init__(self, act: Callable[[], None]):
-        self._act, self._failure = act, None
-        self._thread = threading.Thread(target=self._run, name="zero checkpoint", daemon=True)
+    def __init__(self, copies: list[tuple[torch.Tensor, torch.Tensor]], act: Callable[[], None]):
+        self.copied, self._failure = threading.Event(), None
+        self._thread = threading.Thread(target=self._run, args=(copies, act), name="zero checkpoint", daemon=True)
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, copies: list[tuple[torch.Tensor, torch.Tensor]], act: Callable[[], None]) -> None:
         try:
-            self._act()
+            for target, values in copies:
+                target.copy_(values)
+            copies.clear()
+            self.copied.set()
+            act()
         except Exception as error:
             self._failure = error
-        del self._act  # and with it the references to the copies
+        finally:
+            self.copied.set()
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
