@@ -239,6 +239,18 @@ DEPRECATED_KEYS = {
         "zero_optimization.offload_param",
         lambda value: {"device": "cpu"} if value else None,
     ),
+    **{
+        f"zero_optimization.{name}": (f"zero_optimization.stage3_{name}", lambda value: value)
+        for name in (
+            "gather_16bit_weights_on_model_save",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "model_persistence_threshold",
+            "module_granularity_threshold",
+            "param_persistence_threshold",
+            "prefetch_bucket_size",
+        )
+    },
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         lambda value: value,

@@ -74,7 +74,7 @@ def rename_deprecated(raw: dict) -> tuple[dict, list[tuple[str, str]], list[tupl
         value = pop(data, old)
         if value is None:
             continue
-        section, key = _walk(data, new)
+        section, key = walk(data, new)
         if key in section:
             problems.append((old, f"old name of {new}, which is given too; delete {old}"))
             continue
@@ -84,7 +84,7 @@ def rename_deprecated(raw: dict) -> tuple[dict, list[tuple[str, str]], list[tupl
     return data, renamed, problems
 
 
-def _walk(data: dict, dotted: str) -> tuple[dict, str]:
+def walk(data: dict, dotted: str) -> tuple[dict, str]:
     """The innermost dict on the way to ``dotted`` and the last part of the name; an empty dict where there is none."""
     *path, key = dotted.split(".")
     for part in path:
@@ -96,7 +96,7 @@ def _walk(data: dict, dotted: str) -> tuple[dict, str]:
 
 def pop(data: dict, dotted: str) -> tuple[Any] | None:
     """Remove ``dotted``; a 1-tuple of its value, None if it was not there."""
-    section, key = _walk(data, dotted)
+    section, key = walk(data, dotted)
     return (section.pop(key),) if key in section else None
 
 
@@ -166,7 +166,7 @@ def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
         return key, "is required"
     if error["type"] == "value_error":
         return key, str(error["ctx"]["error"])
-    section, name = _walk(data, key)
+    section, name = walk(data, key)
     given = section.get(name, error["input"])
     if given == "auto":
         return key, "'auto' is not filled in by transformers or accelerate for this key; set a value"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero import checkpoint, comm
+from zero import checkpoint, comm, config_report
 from zero.config import Config, load_config
 from zero.engine_settings import EngineSettings
 from zero.errors import UsageError
@@ -122,8 +122,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def _report_settings(self) -> None:
         if self.comm.rank == 0:
-            for key, reason in self.settings.without_effect():
-                logger.warning("%s has no effect: %s", key, reason)
+            config_report.announce(self.settings)
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -357,6 +356,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
         if tag is not None:
             self._check_tag(tag)
+        if self.comm.rank == 0:
+            config_report.write(self.settings, save_dir)
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def _check_tag(self, tag: str) -> None:

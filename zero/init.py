@@ -52,7 +52,7 @@ class Init:
         config_dict_or_path: the ds_config; it decides where shards live, and is checked here, before anything is
             built.
         dtype: of the sharded parameters; None: as they are built. `initialize` rounds to the configuration's 16-bit
-            dtype and keeps what is finer in the fp32 masters.
+            dtype; the fp32 masters begin with the rounded values, as DeepSpeed's do.
         enabled: False makes the context do nothing.
         remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
         pin_memory: whether host memory is page-locked; None: as the configuration says.

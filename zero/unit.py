@@ -158,7 +158,7 @@ class Unit:
 
     @torch.no_grad()
     def _take_values(self) -> torch.Tensor:
-        """A flat buffer with the parameters' values, rank 0's where they are ordinary, and the master if it is finer.
+        """A flat buffer with the parameters' values, rank 0's where they are ordinary.
 
         Each parameter's former memory is let go before the next one is read. Only this rank's slice of the result
         counts unless the unit is persistent.
@@ -185,8 +185,6 @@ class Unit:
                 self.comm.scatter(self._own_slice(full), full, src=0)
         if self.dtype == source:
             return full
-        if self.trainable and source == torch.float32:
-            self.master = self._own_slice(full).clone()
         return full.to(self.dtype)
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,7 @@ def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
 
 
 def test_dtype_is_the_arguments_or_the_one_built():
-    """The configuration's 16-bit dtype comes with initialize, which keeps what is finer in the masters."""
+    """The configuration's 16-bit dtype comes with initialize."""
     expected = [torch.float32, torch.bfloat16, torch.float32, torch.float16]
     assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
 

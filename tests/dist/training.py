@@ -107,9 +107,9 @@ def train_in_slices(
     `scale`; their fp32 sum over the slices, in order, updates fp32 masters, which are rounded back into the model.
     """
     curve = Curve()
-    masters = {name: nn.Parameter(param.detach().float().clone()) for name, param in trainable(model)}
     for param in model.parameters():
         param.data = param.data.to(dtype or param.dtype)
+    masters = {name: nn.Parameter(param.detach().float().clone()) for name, param in trainable(model)}
     optimizer = adamw(grouping(list(masters.items())))
     for batch in batches:
         losses = []

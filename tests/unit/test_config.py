@@ -188,8 +188,8 @@ def test_keys_removed_from_deepspeed_say_so(key):
             "scheduler.params.warmup_type: expected one of 'log' or 'linear', got the string \"cosine\"",
         ),
         (
-            {"gradient_allreduce_op": "sum"},
-            "gradient_allreduce_op: 'sum' is not available: gradients are averaged over the ranks; use 'mean'",
+            {"gradient_allreduce_op": "max"},
+            "gradient_allreduce_op: expected one of 'mean' or 'sum', got the string \"max\"",
         ),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: expected a number of at most 1, got 2"),
     ],

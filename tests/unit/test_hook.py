@@ -73,7 +73,7 @@ def test_every_name_of_the_table_resolves(tmp_path):
         zero.hf.enable()
         for module, names in NAMES.items():
             imported = importlib.import_module(module)
-            for name in names:
+            for name in names.keys() - {"*"}:
                 getattr(imported, name)
                 assert name in dir(imported)
         import deepspeed

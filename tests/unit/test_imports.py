@@ -17,6 +17,7 @@ LAYERS = [
     "zero.config_reading",
     "zero.config_optim",
     "zero.config",
+    "zero.config_report",
     "zero.layout",
     "zero.leaf",
     "zero.schedule",

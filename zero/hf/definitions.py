@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from zero import comm
+from zero.config import ZeroConfig
+from zero.config_reading import rename_deprecated
 from zero.hf.accelerator import get_accelerator
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
@@ -63,6 +65,21 @@ class OffloadDeviceEnum(str, Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class DeepSpeedZeroConfig(ZeroConfig):
+    """`zero_optimization` as a class of its own: takes old names too, and answers to those without `stage3_`."""
+
+    def __init__(self, **settings: Any):
+        data, _, problems = rename_deprecated({"zero_optimization": settings})
+        if problems:
+            raise ValueError(f"{problems[0][0]}: {problems[0][1]}")
+        super().__init__(**data["zero_optimization"])
+
+    def __getattr__(self, name: str) -> Any:
+        if f"stage3_{name}" in type(self).model_fields:
+            return getattr(self, f"stage3_{name}")
+        return super().__getattr__(name)
 
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"

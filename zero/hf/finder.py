@@ -50,7 +50,7 @@ class FacadeModule(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *NAMES[self.__name__]})
+        return sorted({*super().__dir__(), *NAMES[self.__name__]} - {"*"})
 
 
 class FacadeDistribution(importlib.metadata.Distribution):

@@ -88,6 +88,11 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
     "deepspeed.runtime.zero": {},
+    "deepspeed.runtime.zero.config": {
+        "DeepSpeedZeroConfig": "zero.hf.definitions:DeepSpeedZeroConfig",
+        "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
+        "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
+    },
     "deepspeed.runtime.zero.offload_config": _names("zero.hf.definitions", "OffloadDeviceEnum"),
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
