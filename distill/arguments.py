@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from torch import accelerator
@@ -59,7 +61,7 @@ class DataArguments:
     )
     max_train_tokens: int | None = field(default=None, metadata={"help": "Learn from this many tokens only."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many blocks only."})
-    teacher_steps: int = field(default=900, metadata={"help": "Steps of the demonstration's teacher."})
+    teacher_steps: int = field(default=1200, metadata={"help": "Steps of the demonstration's teacher."})
     export_dtype: str = field(
         default="bfloat16", metadata={"help": "Of the exported student.", "choices": ("bfloat16", "float16", "float32")}
     )
@@ -76,7 +78,7 @@ DEMONSTRATION = {
     "do_eval": True,
     "ddp_find_unused_parameters": False,
     "max_length": 64,
-    "max_steps": 400,
+    "max_steps": 300,
     "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 64,
     "learning_rate": 4e-3,
@@ -89,6 +91,16 @@ DEMONSTRATION = {
     "logging_steps": 50,
     "save_strategy": "no",
     "report_to": "none",
+}
+
+
+_IN_DS_CONFIG = {
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping",
+    "learning_rate": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
 }
 
 
@@ -123,10 +135,14 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
     parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
     parser.set_defaults(use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
+    if given.deepspeed:
+        parser.set_defaults(**_settings_in(given.deepspeed))
+        given = parser.parse_args(argv)
     if caching:
         given.output_dir = given.output_dir or given.teacher_cache
     elif is_demonstration(given):
-        parser.set_defaults(**DEMONSTRATION)
+        settings = _settings_in(given.deepspeed) if given.deepspeed else {}
+        parser.set_defaults(**(DEMONSTRATION | settings))
         given = parser.parse_args(argv)
     try:
         check_distillation(given)
@@ -138,6 +154,22 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
         return parser.parse_dict(vars(given))
     except (ValueError, ImportError) as error:
         raise error if isinstance(error, InputError) else InputError(str(error)) from error
+
+
+def _settings_in(path: str) -> dict[str, object]:
+    """The Trainer's arguments that a ds_config sets, which must be equal in both: defaults for the command line."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--deepspeed {path}: {error}") from error
+    settings = {}
+    for argument, keys in _IN_DS_CONFIG.items():
+        value = config
+        for key in keys.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int | float):
+            settings[argument] = value
+    return settings
 
 
 def _check(given: argparse.Namespace) -> None:

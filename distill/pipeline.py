@@ -149,11 +149,12 @@ def _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs: bool) -> 
     if uld and pairs:
         raise InputError("loss_type uld works for causal models only: use a student with the teacher's tokenizer")
     other = teacher_tokenizer if uld else None
+    first, written = args.process_index == 0, bool(args.lmbda or args.seq_kd)
     splits = {}
     for split, enabled in wanted.items():
         if enabled:
             name = getattr(data_args, f"{split}_file")
-            splits[split] = load_examples(name, split, data_args, tokenizer, other, pairs, args.process_index == 0)
+            splits[split] = load_examples(name, split, data_args, tokenizer, other, pairs, first, written)
     if data_args.max_train_tokens and "train" in splits:
         splits["train"] = _first_tokens(splits["train"], data_args.max_train_tokens)
     if data_args.max_eval_samples and "validation" in splits:
@@ -179,10 +180,15 @@ def load_examples(
     teacher_tokenizer: PreTrainedTokenizerBase | None,
     pairs: bool,
     show_progress: bool = True,
+    written: bool = False,
 ) -> Examples:
-    """Token ids of a split: packed blocks, single examples or pairs; with a teacher's tokenizer, by it as well."""
+    """Token ids of a split: packed blocks, single examples or pairs; with a teacher's tokenizer, by it as well.
+
+    `written`: models will continue the examples, so each stays by itself.
+    """
     records = tqdm(data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress)
     length = data_args.max_length
+    packing = data_args.packing and not written
     if pairs:
         columns = data_args.source_column, data_args.target_column
         examples = [data.encode_pair(data.pair_of(r, where, *columns), tokenizer, length) for where, r in records]
@@ -190,7 +196,7 @@ def load_examples(
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
         if teacher_tokenizer is not None:
             examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
-        elif data_args.packing:
+        elif packing:
             examples = data.pack((data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id)
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]

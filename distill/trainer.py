@@ -8,6 +8,7 @@ number. Nothing else divides: `loss_is_scaled_for_ga` says so to the Trainer, wh
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from distill import vocabulary
+from distill import on_policy, vocabulary
 from distill.batch import Batch, target_mask
 from distill.cache import CacheError, TeacherCache, tokenizer_hash
 from distill.config import DistillationConfig
@@ -71,6 +72,8 @@ class DistillationTrainer(Seq2SeqTrainer):
             teacher_model = load_model(args.teacher_model_name_or_path)
         if teacher_model is None and live:
             raise ValueError("there is no teacher: give teacher_model_name_or_path or teacher_cache, or kd_alpha 0")
+        if (args.lmbda or args.seq_kd) and processing_class is None:
+            raise ValueError("lmbda and seq_kd write text: give processing_class, the tokenizer that knows its end")
         self._recipe = self._make_recipe(model, teacher_model, args, processing_class, teacher_processing_class)
         self._prepare_inner_losses(model, teacher_model, args)
         super().__init__(model=model, args=args, processing_class=processing_class, **options)
@@ -253,6 +256,26 @@ class DistillationTrainer(Seq2SeqTrainer):
                 loss = relation_loss(student, teacher, heads, batch.visible())
                 losses["relation"] = losses["relation"] + loss.flatten()[batch.rows].sum() / len(pairs)
         return losses
+
+    # -- batches that the models write
+
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        """The step's micro-batches, those of `lmbda` and `seq_kd` written anew before their tokens are counted."""
+        args: DistillationConfig = self.args
+        if not (args.lmbda or args.seq_kd):
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        samples = []
+        for number, inputs in enumerate(itertools.islice(epoch_iterator, num_batches)):
+            writer = on_policy.writer_of(self.state.global_step, number, args.seed, args.lmbda, args.seq_kd)
+            samples.append(self._written_by(writer, inputs) if writer else inputs)
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _written_by(self, writer: str, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        model = self.model if writer == "student" else self.teacher.model
+        inputs = self._prepare_inputs(inputs)
+        tokenizer = self.processing_class
+        pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+        return on_policy.rewrite(model, inputs, self.args.max_new_tokens, pad, end, sample=writer == "student")
 
     # -- counting
 

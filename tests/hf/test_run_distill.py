@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from tests.launch import REPOSITORY, run
+from tests.launch import REPOSITORY, run, torchrun
 
 COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
@@ -114,17 +115,62 @@ JOBS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+SHIPPED = REPOSITORY / "configs" / "ds_config_distill.json"
+SHARDED: dict[str, list[str]] = {
+    "shipped": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed", str(SHIPPED),
+        "--per_device_train_batch_size", "16", "--learning_rate", "2e-5", "--output_dir", "{}/out_shipped",
+    ],
+    "on_policy": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3", "--lmbda", "0.5",
+        "--seq_kd", "True", "--max_new_tokens", "5", "--loss_type", "jsd", "--train_file", "{}/turns.jsonl",
+        "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir", "{}/out_on_policy",
+    ],
+    "cache": [
+        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
+        "--max_length", "32", "--top_k", "8", "--teacher_cache", "{}/cache_of_two", "--deepspeed", "{}/stage3.json",
+    ],
+}  # fmt: skip
+STAGE_3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+}
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> dict[str, Any]:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run_distill")
     make_models(folder)
     make_data(folder)
-    path = folder / "jobs.json"
-    path.write_text(json.dumps([[word.format(folder) for word in job] for job in JOBS.values()]))
-    process = run([sys.executable, COMMANDS, path], timeout=240)
+    zero = {**STAGE_3["zero_optimization"], "stage3_gather_16bit_weights_on_model_save": True}
+    (folder / "stage3.json").write_text(json.dumps({**STAGE_3, "zero_optimization": zero}))
+    return folder
+
+
+def run_jobs(folder: Path, jobs: dict[str, list[str]], ranks: int) -> dict[str, Any]:
+    path = folder / f"jobs{ranks}.json"
+    path.write_text(json.dumps([[word.format(folder) for word in job] for job in jobs.values()]))
+    if ranks == 1:
+        process = run([sys.executable, COMMANDS, path], timeout=240)
+    else:
+        process = torchrun(COMMANDS, path, nproc=ranks, timeout=240)
     assert process.returncode == 0, process.stdout + process.stderr
-    results = dict(zip(JOBS, json.loads(path.with_suffix(".out").read_text()), strict=True))
+    results = dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
     return {"folder": folder, "results": results, "stdout": process.stdout}
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> dict[str, Any]:
+    return run_jobs(folder, JOBS, ranks=1)
+
+
+@pytest.fixture(scope="module")
+def sharded(folder) -> dict[str, Any]:
+    return run_jobs(folder, SHARDED, ranks=2)
 
 
 def figures(finished, name: str) -> dict[str, float]:
@@ -188,3 +234,20 @@ def test_bad_input_is_one_line_that_says_what_to_do(finished, name, words):
     code, message = finished["results"][name]
     assert code == 2 and message.startswith("run_distill.py: error:"), message
     assert all(word in message for word in words), message
+
+
+def test_the_shipped_configuration_shards_student_and_teacher(sharded):
+    assert figures(sharded, "shipped")["eval_kd_loss"] > 0
+    student = MiniCodformerForCausalLM.from_pretrained(sharded["folder"] / "out_shipped")
+    assert all(parameter.isfinite().all() for parameter in student.parameters())
+
+
+def test_models_write_their_batches_under_sharding(sharded):
+    assert figures(sharded, "on_policy")["eval_kd_loss"] > 0
+
+
+def test_two_ranks_write_the_cache_that_one_writes(finished, sharded):
+    assert sharded["results"]["cache"] == [0, ""]
+    one, two = TeacherCache(sharded["folder"] / "cache"), TeacherCache(sharded["folder"] / "cache_of_two")
+    assert one.description == two.description
+    assert one._where.keys() == two._where.keys() and len(one) > 1

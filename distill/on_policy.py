@@ -1,0 +1,102 @@
+"""Batches that are written by the student (GKD, arXiv 2306.13649) or by the teacher (sequence-level distillation).
+
+Whether a batch is replaced is drawn from the step's number and the seed, so that all ranks decide alike: generation
+under sharding is a collective, and a rank that does not take part would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from distill.batch import IGNORED
+
+
+def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool) -> str | None:
+    """Who writes a batch anew: "student" with probability `lmbda`, else "teacher" if `seq_kd`, else None."""
+    if random.Random(f"{seed} {step} {micro_batch}").random() < lmbda:
+        return "student"
+    return "teacher" if seq_kd else None
+
+
+def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(batch,) tokens before the first label of each example, at least 1; half of it where all of it is learnt.
+
+    The first token of an example has nothing before it and so is always a prompt.
+    """
+    learnt = labels != IGNORED
+    first = learnt.int().argmax(dim=1)
+    lengths = mask.sum(1)
+    return torch.where(first <= 1, lengths // 2, first).clamp_min(1)
+
+
+@torch.no_grad()
+def rewrite(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    max_new_tokens: int,
+    pad_token_id: int,
+    eos_token_id: int | None,
+    sample: bool,
+) -> dict[str, torch.Tensor]:
+    """A batch whose answers `model` has written: prompts of `inputs` (input_ids, attention_mask, labels) go on.
+
+    Causal models continue each example's prompt; encoder-decoder models write what follows the source. Labels are what
+    was written up to the end token.
+    """
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": sample,
+        "pad_token_id": pad_token_id,
+        "eos_token_id": eos_token_id,
+        "synced_gpus": is_deepspeed_zero3_enabled() and torch.distributed.get_world_size() > 1,
+        "use_cache": True,
+    }
+    training = model.training
+    model.eval()
+    if model.config.is_encoder_decoder:
+        written = model.generate(input_ids=ids, attention_mask=mask, **options)[:, 1:]
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": _until_end(written, pad_token_id, eos_token_id)}
+    else:
+        prompts, prompt_mask = _left_padded(ids, prompt_lengths(inputs["labels"], mask), pad_token_id)
+        whole = model.generate(input_ids=prompts, attention_mask=prompt_mask, **options)
+        answers = _until_end(whole[:, prompts.shape[1] :], pad_token_id, eos_token_id)
+        labels = torch.cat([torch.full_like(prompts, IGNORED), answers], dim=1)
+        batch = _right_padded(whole, labels, prompt_mask, answers, pad_token_id)
+    model.train(training)
+    return batch
+
+
+def _left_padded(ids: torch.Tensor, lengths: torch.Tensor, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `lengths` tokens of each row, moved to the right end of a block, and the mask."""
+    width = int(lengths.max())
+    column = torch.arange(width, device=ids.device) - (width - lengths).unsqueeze(1)
+    mask = column >= 0
+    return ids.gather(1, column.clamp_min(0)).masked_fill(~mask, pad), mask.long()
+
+
+def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor:
+    """Labels of what was written: itself up to its first end token, -100 after it."""
+    ended = torch.zeros_like(written) if end is None else (written == end).int()
+    after = (ended.cumsum(1) - ended) > 0
+    return written.masked_fill(after, IGNORED)
+
+
+def _right_padded(
+    whole: torch.Tensor, labels: torch.Tensor, prompt_mask: torch.Tensor, answers: torch.Tensor, pad: int
+) -> dict[str, torch.Tensor]:
+    """The batch with each row's tokens moved to the left end, as training batches have them."""
+    mask = torch.cat([prompt_mask.bool(), answers != IGNORED], dim=1)
+    order = torch.argsort(~mask, dim=1, stable=True)
+    mask = mask.gather(1, order)
+    return {
+        "input_ids": whole.gather(1, order).masked_fill(~mask, pad),
+        "attention_mask": mask.long(),
+        "labels": labels.gather(1, order).masked_fill(~mask, IGNORED),
+    }
