@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
 from tests.dist.pool import run_on
+from tests.dist.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
 from tests.launch import run
 from tests.parity.models import batches, build
@@ -92,6 +94,26 @@ def test_consolidated_in_several_files_and_another_dtype(dtype, checkpoint, tmp_
     state = from_pretrained(tmp_path, dtype)
     for name, value in expected["masters"].items():
         assert torch.equal(state[name], value.to(dtype)), name
+
+
+def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    """A model of 64 MB and its optimizer's state of 128 MB, in 20 MB."""
+    engine, _ = start(Wide(), ds_config())
+    loss = sum(layer(torch.ones(1, 1024)).square().mean() for layer in engine.module.layers)
+    engine.backward(loss)
+    engine.step()
+    engine.save_checkpoint(folder)
+    expected = {name: param.double().sum().item() for name, param in engine.module.named_parameters()}
+    with limited_memory(20 * 2**20):
+        consolidate(folder, Path(folder) / "model")
+    return expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
+def test_consolidate_needs_little_memory(tmp_path):
+    (expected,) = run_on(1, consolidate_in_little_memory, str(tmp_path))
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name: value.double().sum().item() for name, value in found.items()} == expected
 
 
 def test_consolidate_overwrites_no_model(checkpoint, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,22 +87,28 @@ def private_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
+@contextmanager
+def limited_memory(extra: int) -> Iterator[None]:
+    """No more than `extra` bytes of private memory beyond what there is: too little for a whole `Wide`."""
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (private_memory() + extra, former[1]))
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            torch.zeros(16 * 1024**2)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, former)
+
+
 def within_two_units(rank: int, world_size: int, folder: str) -> dict[str, float] | None:
     engine = zero.initialize(model=Wide(), config=ds_config(stage3_param_persistence_threshold=0))[0]
     start(toy(), ds_config())[0].save_16bit_model(folder)  # threads and connections are made now
     unit = 4 * 1024**2
     # Two units and, where the dtype changes, a shard of one; a little for the allocator and messages.
-    limit = private_memory() + 2 * unit + unit // 2 + 6 * 2**20
-    former = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, former[1]))
-    try:
+    with limited_memory(2 * unit + unit // 2 + 6 * 2**20):
         engine.save_16bit_model(folder)
         engine.save_16bit_model(folder + "/bf16", save_dtype="bf16")
         state = engine._zero3_consolidated_16bit_state_dict()
-        with pytest.raises(RuntimeError, match="allocate memory"):
-            torch.zeros(16 * unit // 4)
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, former)
     return None if state is None else {name: value.double().sum().item() for name, value in state.items()}
 
 

@@ -1,0 +1,74 @@
+"""A T5 of 1.0e9 parameters out of its shards: memory and seconds, on the ranks and offline from a checkpoint.
+
+    python -m benchmarks.consolidation
+    python -m benchmarks.consolidation --folder FOLDER_WITH_10_GB
+
+Two ranks build the model in `zero.Init`, and write it as `engine.save_16bit_model` and as `Trainer.save_model` do; the
+table shows the largest anonymous memory of each rank beyond its shards, against two units, the limit. Then the
+checkpoint of its weights (fp32, no optimizer state) is consolidated by `python -m zero consolidate` in a process with
+an address space of 1.5 GiB. Exit code 1 if a limit is passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.launch import REPOSITORY, run_ranks
+
+GIB = 2**30
+LIMIT = 3 * GIB // 2
+
+
+def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
+    """Seconds of the command line in a process with an address space of `LIMIT`."""
+    command = [sys.executable, "-m", "zero", "consolidate", str(checkpoint), str(out), "--dtype", "bf16"]
+    start = time.perf_counter()
+    process = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT)),
+        timeout=600,
+    )
+    if process.returncode:
+        sys.exit(f"error: exit code {process.returncode}: {' '.join(command)}")
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to write; default: where temporary files go")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        ranks = run_ranks(sys.executable, ["-m", "benchmarks.consolidation_worker", folder], 2, timeout=900)
+        offline = consolidate_within_limit(Path(folder) / "checkpoint", Path(folder) / "offline")
+        nbytes = sum(path.stat().st_size for path in (Path(folder) / "offline").glob("*.safetensors"))
+    limit = ranks[0]["two_units"]
+    print(f"\nT5 of {ranks[0]['parameters'] / 1e9:.3f}e9 parameters, fp32; two units are {limit / 1e6:.0f} MB\n")
+    print(f"{'':<34}{'rank':>5}{'seconds':>9}{'extra MB':>10}")
+    for name in ranks[0]["ways"]:
+        for number, rank in enumerate(ranks):
+            way = rank["ways"][name]
+            print(f"{name:<34}{number:>5}{way['seconds']:>9.1f}{way['memory'] / 1e6:>10.0f}")
+    print(
+        f"\npython -m zero consolidate: {nbytes / 1e9:.2f} GB in {offline:.0f} s within an address space of "
+        f"{LIMIT / GIB:.1f} GiB"
+    )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps({"ranks": ranks, "offline_seconds": offline, "limit": LIMIT}, indent=2))
+    print(f"\nwritten: {args.output}")
+    within = all(way["memory"] <= limit for rank in ranks for way in rank["ways"].values())
+    sys.exit(0 if within and nbytes > 2 * ranks[0]["parameters"] else 1)
+
+
+if __name__ == "__main__":
+    main()
