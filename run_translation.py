@@ -27,6 +27,7 @@ from translation.model import load_model_and_tokenizer
 from translation.records import InputError
 from translation.trainer import GlobalTokenMean, TranslationTrainer
 from zero.checkpoint import find_resumable
+from zero.hf.preemption import SaveOnSigterm
 
 
 def main() -> None:
@@ -76,6 +77,7 @@ def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2S
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
         compute_metrics=report.make_compute_metrics(tokenizer) if args.predict_with_generate else None,
+        callbacks=[SaveOnSigterm()],
     )
     return trainer, tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -155,3 +155,23 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         for name, value in model.state_dict(keep_vars=True).items()
         if name in found or not isinstance(value, torch.Tensor)
     }
+
+
+def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights.
+
+    On rank 0, which saves it, it lies in a temporary file as that of stage 3 does; other ranks get the values
+    themselves. What was one tensor under several names stays one.
+    """
+    if rank > 0:
+        return {name: value.detach() for name, value in state.items()}
+    first: dict[tuple, str] = {}
+    same_as = {
+        name: first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,), name)
+        for name, value in state.items()
+    }
+    kept = {name: value for name, value in state.items() if same_as[name] == name}
+    copies = on_disk(
+        ((name, value.detach().cpu()) for name, value in kept.items()), sum(value.nbytes for value in kept.values())
+    )
+    return {name: copies[same_as[name]] for name in state}

@@ -17,6 +17,7 @@ import torch
 from zero import comm
 from zero.config import ZeroConfig
 from zero.config_reading import rename_deprecated
+from zero.export import copied_state_dict
 from zero.hf.accelerator import get_accelerator
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
@@ -157,8 +158,11 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copy every tensor in nested mappings, lists and tuples to `device`; other values are passed on as they are.
 
-    `torch.save` writes the whole storage behind a view; a copy has a storage of its own size.
+    `torch.save` writes the whole storage behind a view; a copy has a storage of its own size. A state dict is copied as
+    `zero.export.copied_state_dict` says.
     """
+    if isinstance(item, Mapping) and item and all(isinstance(value, torch.Tensor) for value in item.values()):
+        return copied_state_dict(item, comm.get_rank())
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
