@@ -22,6 +22,7 @@ from tests.dist.training import ds_config, start, train_zero, weights_of
 from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.export import copied_state_dict
 
 
 def consolidated(rank: int, world_size: int, kind: str, sections: dict) -> dict | None:
@@ -58,6 +59,15 @@ def tied(rank: int, world_size: int) -> tuple[bool, bool] | None:
 
 def test_tied_parameters_are_one_tensor_and_others_have_memory_of_their_own():
     assert run_on(2, tied) == [(True, True), None]
+
+
+def test_a_copy_of_a_state_dict_keeps_ties_and_values():
+    model = toy(tied=True)
+    copies, expected = copied_state_dict(model.state_dict(), rank=0), weights_of(model)
+    with torch.no_grad():
+        model.stem.weight.zero_()
+    assert list(copies) == list(expected) and all(torch.equal(copies[name], expected[name]) for name in expected)
+    assert len({value.untyped_storage().data_ptr() for value in copies.values()}) == len(copies) - 1
 
 
 def unfrozen(rank: int, world_size: int) -> tuple[set, set]:
