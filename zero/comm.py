@@ -9,7 +9,6 @@ benchmarks/LOG.md), and summing received slices here, in rank order and in fp32,
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,21 +17,36 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zero.watchdog import Watchdog
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Pending:
     """An operation in flight. `wait()` may be called more than once; `finish` runs once, after all works are done."""
 
-    def __init__(self, works: Sequence = (), finish: Callable[[], None] | None = None, keep: tuple = ()):
-        self._works, self._finish, self._keep = works, finish, keep
+    def __init__(
+        self,
+        works: Sequence = (),
+        finish: Callable[[], None] | None = None,
+        keep: tuple = (),
+        watchdog: Watchdog | None = None,
+        what: object = "",
+    ):
+        self._works, self._finish, self._keep, self._watchdog, self._what = works, finish, keep, watchdog, what
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._works and self._watchdog is not None:
+            self._watchdog.wait(self._wait_for_works, self._what)
+        else:
+            self._wait_for_works()
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self._keep = (), None, ()
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Communicator:
@@ -46,7 +60,8 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self._tags = {"gather": itertools.count(0, 2), "reduce": itertools.count(1, 2)}
+        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * default_timeout().total_seconds())
+        self._messages: Counter[tuple[str, int]] = Counter()
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._native = device.type == "cuda"
         # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
@@ -63,16 +78,23 @@ class Communicator:
         self.calls[name] += 1
         self.elements[name] += numel
 
-    def _next_tag(self, kind: str = "gather") -> int:
-        # Equal on all ranks, since all ranks make the same calls of one kind in the same order.
-        return next(self._tags[kind]) % (1 << 30)
+    def _next_tag(self, kind: str, key: int) -> int:
+        """Of the next message of `kind` about `key` (a unit's number): 22 bits, 1 bit, and 8 bits that count.
+
+        Messages of ranks that have gone different ways never match, and the watchdog finds them waiting.
+        """
+        self._messages[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
     def _peers(self) -> list[int]:
         """All other ranks, nearest first, so that no rank is everybody's first receiver."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory)."""
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, key: int = 0, what: object = "") -> Pending:
+        """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory).
+
+        `key` is a number that means the same on all ranks, `what` says for people what is gathered; so in all others.
+        """
         self._count("all_gather", full.numel())
         own = full.narrow(0, self.rank * shard.numel(), shard.numel())
         if own.data_ptr() != shard.data_ptr():
@@ -81,14 +103,23 @@ class Communicator:
             return Pending()
         if self._native:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return Pending([gather(full, own, group=self._group, async_op=True)], keep=(full, own))
-        tag, n, works = self._next_tag(), shard.numel(), []
+            work = gather(full, own, group=self._group, async_op=True)
+            return Pending([work], None, (full, own), self.watchdog, what)
+        tag, n, works = self._next_tag("gather", key), shard.numel(), []
         for peer in self._peers():
             works.append(dist.isend(own, peer, group=self._group, tag=tag))
             works.append(dist.irecv(full.narrow(0, peer * n, n), peer, group=self._group, tag=tag))
-        return Pending(works, keep=(full, own))
+        return Pending(works, None, (full, own), self.watchdog, what)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int) -> Pending:
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        accumulate: bool,
+        max_numel: int,
+        key: int = 0,
+        what: object = "",
+    ) -> Pending:
         """Reduce `full` (world_size * n elements) over ranks into `out` (n fp32 elements, this rank's slice).
 
         The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
@@ -96,32 +127,49 @@ class Communicator:
         """
         n, step = out.numel(), max(1, max_numel // self.world_size)
         parts = [
-            self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate) for a in range(0, n, step)
+            self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate, key, what)
+            for a in range(0, n, step)
         ]
         return parts[0] if len(parts) == 1 else Pending(parts)
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int) -> Pending:
+    def reduce(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        accumulate: bool,
+        max_numel: int,
+        key: int = 0,
+        what: object = "",
+    ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result: `out` has as many elements as `full`."""
         own = torch.empty(out.numel() // self.world_size, dtype=out.dtype, device=out.device)
-        scattered = self.reduce_scatter(own, full, False, max_numel)
+        scattered = self.reduce_scatter(own, full, False, max_numel, key, what)
 
         def finish() -> None:
             total = torch.empty_like(out) if accumulate else out
-            self.all_gather(total, own).wait()
+            self.all_gather(total, own, key, what).wait()
             if accumulate:
                 out.add_(total)
 
         return Pending([scattered], finish)
 
     def _reduce_columns(
-        self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        n: int,
+        first: int,
+        width: int,
+        accumulate: bool,
+        key: int,
+        what: object,
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (world_size, n) matrix."""
         self._count("reduce_scatter", width * self.world_size)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.world_size)]
         if self._native:
-            return self._reduce_columns_nccl(out, rows, accumulate)
-        tag, works, terms = self._next_tag("reduce"), [], list(rows)
+            return self._reduce_columns_nccl(out, rows, accumulate, what)
+        tag, works, terms = self._next_tag("reduce", key), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
             terms[peer] = torch.empty_like(rows[peer])
@@ -133,9 +181,11 @@ class Communicator:
             for term in terms[1:]:
                 total.add_(term)
 
-        return Pending(works, finish, keep=(full,))
+        return Pending(works, finish, (full,), self.watchdog, what)
 
-    def _reduce_columns_nccl(self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool) -> Pending:
+    def _reduce_columns_nccl(
+        self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, what: object
+    ) -> Pending:
         whole = rows[0].numel() * len(rows)
         first = rows[0]
         contiguous = all(row.data_ptr() == first.data_ptr() + i * first.nbytes for i, row in enumerate(rows))
@@ -151,7 +201,7 @@ class Communicator:
             part = result.to(out.device, dtype=out.dtype)
             out.add_(part) if accumulate else out.copy_(part)
 
-        return Pending(works, finish, keep=(source,))
+        return Pending(works, finish, (source,), self.watchdog, what)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
         """Give every rank its slice of rank `src`'s `full`; others may pass None. Blocking."""
@@ -167,29 +217,31 @@ class Communicator:
             dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
             shard.copy_(buffer)
             return
-        tag = self._next_tag()
+        tag = self._next_tag("gather", 0)
         if self.rank == src:
             works = [dist.isend(slices[peer], peer, group=self._group, tag=tag) for peer in self._peers()]
-            Pending(works, keep=(full,)).wait()
         else:
-            dist.irecv(shard, src, group=self._group, tag=tag).wait()
+            works = [dist.irecv(shard, src, group=self._group, tag=tag)]
+        Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""
         self._count("broadcast", tensor.numel())
-        if self.world_size > 1:
-            dist.broadcast(tensor, src, group=self._group)
+        self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum, minimum or maximum over ranks, in place. Blocking."""
         self._count("all_reduce", tensor.numel())
-        if self.world_size > 1:
-            dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()), group=self._group)
+        operation = getattr(dist.ReduceOp, op.upper())
+        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
 
     def barrier(self) -> None:
+        self._blocking("a barrier", lambda: dist.barrier(group=self._group))
+
+    def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self._group)
+            self.watchdog.wait(collective, f"{what} after {self.watchdog.position}")
 
 
 _communicators: dict[str, Communicator] = {}

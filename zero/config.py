@@ -198,6 +198,8 @@ class Config(SectionsWithoutEffect):
         None, "the Trainer reports progress; see logging_steps", honoured=math.inf
     )
     wall_clock_breakdown: bool = unused(False, "not measured here; use torch.profiler")
+    # This engine's own key, in seconds; None: 0.8 of the process group's timeout.
+    watchdog_timeout: Annotated[float, Field(gt=0)] | None = None
     communication_data_type: DType = None
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     zero_allow_untested_optimizer: Flag = unused(False, "every element-wise optimizer is allowed", honoured=True)

@@ -63,6 +63,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.settings, self.config = settings.resolve_batch(self.comm.world_size), settings.raw
         zero = settings.zero_optimization
         self._report_settings()
+        if settings.watchdog_timeout is not None:
+            self.comm.watchdog.timeout = settings.watchdog_timeout
         self.module = model
         self._take_over(model)
         self.global_steps = self.micro_steps = self.skipped_steps = 0

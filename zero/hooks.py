@@ -127,6 +127,8 @@ class ModuleHooks:
         self.last_micro_step, self.backward_begins = last_micro_step, backward_begins
         self._held: Counter[Unit] = Counter()
         self._held_to_end: set[Unit] = set()
+        # In the order of first reading. No call of a module tells when backward needs these: it has them all along.
+        self._read_elsewhere: dict[Unit, None] = {}
         self._in_backward: set[Unit] = set()
         self._in_forward = False
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}
@@ -241,6 +243,8 @@ class ModuleHooks:
         return UnreadParameter(param, gathered) if self._in_forward else param
 
     def _hold_to_end(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():
+            self._read_elsewhere[unit] = None
         if unit not in self._held_to_end:
             self._held_to_end.add(unit)
             self._acquire(unit)
@@ -273,6 +277,8 @@ class ModuleHooks:
         if not self._backward_is_open:
             self.backward_begins()
             self._backward_is_open = True
+            for unit in self._read_elsewhere:
+                self._hold_to_end(unit)
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def _pre_backward(self, units: list[Unit], grads: tuple) -> None:
@@ -349,8 +355,8 @@ class ModuleHooks:
     def _acquire(self, unit: Unit) -> None:
         if unit.persistent:
             return
-        me = self.index[unit]
-        self.schedule.visit(me)
+        self.comm.watchdog.position = unit
+        self.schedule.visit(self.index[unit])
         if unit.state is State.SHARDED:
             self._make_room(unit.layout.numel)
             unit.fetch()

@@ -246,7 +246,7 @@ class Unit:
         self._allocate()
         self.residency.add(self.layout.numel)
         with torch.no_grad():
-            self._pending = self.comm.all_gather(self.full, self.shard)
+            self._pending = self.comm.all_gather(self.full, self.shard, self.serial, self)
         self.state = State.FETCHING
 
     def arrive(self) -> None:
@@ -299,7 +299,7 @@ class Unit:
         """Gather a persistent unit's values again, in place."""
         if self.layout.shard_numel < self.layout.padded or self.shard.device != self.full.device:
             with torch.no_grad():
-                self.comm.all_gather(self.full, self.shard).wait()
+                self.comm.all_gather(self.full, self.shard, self.serial, self).wait()
 
     def exposed(self) -> _Exposed:
         """Context in which the parameters show their values, gathered if need be and left as they were found."""
@@ -329,6 +329,10 @@ class Unit:
             if unit_of(param) is self:
                 param.data = tensor
                 param.ds_status = status
+
+    def __str__(self) -> str:
+        names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
+        return f"unit {self.name!r} (parameters {names})"
 
     def describe(self) -> str:
         return f"unit {self.name!r} ({self.layout.numel} elements) is {self.state.name} with {self.users} users"

@@ -1,0 +1,258 @@
+"""Own training loops: `loss.backward()`, several forwards, parameters read elsewhere, `safe_*`, leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import ds_config, relative
+from tests.launch import torchrun
+from zero import fragments
+from zero.leaf import set_z3_leaf_modules
+from zero.unit import ZeroParamStatus
+
+WIDTH, ROWS, LR = 8, 4, 1e-2
+SMALL = {"stage3_param_persistence_threshold": 0}
+
+
+class Tied(nn.Module):
+    """Reads the embedding's weight outside of the embedding's call, and returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = Scale()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.layer(self.embed(x))).to(self.embed.weight.dtype) * self.scale(x)
+        return nn.functional.cross_entropy(hidden @ self.embed.weight.t(), y)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.full((WIDTH,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.value
+
+
+class Experts(nn.Module):
+    """Each call uses one expert; `experts` has no forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.out(torch.tanh(self.experts[which](x))).square().mean()
+
+
+def engine_of(model: nn.Module, stage: int = 3, **top: object) -> zero.ZeroEngine:
+    config = ds_config(**SMALL) | top
+    config["zero_optimization"]["stage"] = stage
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return kind()
+
+
+def tokens(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return torch.randint(0, 16, (ROWS,), generator=generator), torch.randint(0, 16, (ROWS,), generator=generator)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: fragments.safe_get_full_grad(param) for name, param in model.named_parameters()}
+
+
+def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
+    """The engine's gradients are those of `reference`, whose losses were summed over ranks."""
+    for name, grad in gradients(engine.module).items():
+        expected = dict(reference.named_parameters())[name].grad
+        torch.testing.assert_close(grad, expected / world_size, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def user_backward(rank: int, world_size: int, stage: int) -> int:
+    """`loss.backward()` with accumulation; the reference sees every rank's batches."""
+    engine, reference = engine_of(build(Tied), stage, gradient_accumulation_steps=2), build(Tied)
+    for step in range(3):
+        for micro in range(2):
+            engine(*tokens(step, 2 * rank + micro)).backward()
+            for part in range(world_size):
+                (reference(*tokens(step, 2 * part + micro)) / 2).backward()
+            if engine.is_gradient_accumulation_boundary():
+                follows(engine, reference, world_size)
+            engine.step()
+        with torch.no_grad():
+            for param in reference.parameters():
+                param -= LR * param.grad / world_size
+                param.grad = None
+    return engine.residency.live
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_loss_backward_of_the_script(stage):
+    assert run_on(2, user_backward, stage) == [0, 0]
+
+
+def several(rank: int, world_size: int) -> None:
+    """Two forwards before one backward; two backwards of one graph; zero_grad between two losses."""
+    engine, reference = engine_of(build(Tied)), build(Tied)
+    engine.backward(engine(*tokens(0, rank)) + engine(*tokens(1, rank)))
+    for part in range(world_size):
+        (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
+    follows(engine, reference, world_size)
+    engine.zero_grad()
+    loss = engine(*tokens(2, rank))
+    engine.backward(loss, retain_graph=True)
+    engine.zero_grad()
+    engine.backward(3 * loss)
+    reference.zero_grad()
+    for part in range(world_size):
+        (3 * reference(*tokens(2, part))).backward()
+    follows(engine, reference, world_size)
+
+
+def test_several_forwards_and_backwards():
+    run_on(2, several)
+
+
+def two_engines(rank: int, world_size: int) -> None:
+    """One loss of two engines: each gets its own gradient, whichever of them runs backward."""
+    engines = [engine_of(build(Tied), gradient_accumulation_steps=2) for _ in range(2)]
+    references = [build(Tied) for _ in range(2)]
+    engines[0].backward(engines[0](*tokens(0, rank)) + 5 * engines[1](*tokens(1, rank)))
+    for part in range(world_size):
+        ((references[0](*tokens(0, part)) + 5 * references[1](*tokens(1, part))) / 2).backward()
+    for engine, reference in zip(engines, references, strict=True):
+        follows(engine, reference, world_size)
+
+
+def test_two_engines_under_one_loss():
+    run_on(2, two_engines)
+
+
+def no_sync(rank: int, world_size: int, stage: int) -> str:
+    engine, reference = engine_of(build(Tied), stage), build(Tied)
+    try:
+        with engine.no_sync():
+            engine.backward(engine(*tokens(0, rank)))
+            with pytest.raises(ValueError, match="no_sync"):
+                engine.step()
+    except AssertionError as error:
+        return str(error)
+    assert engine.comm.calls["reduce_scatter"] == 0
+    engine.backward(engine(*tokens(1, rank)))
+    for part in range(world_size):
+        (reference(*tokens(0, part)) + reference(*tokens(1, part))).backward()
+    follows(engine, reference, world_size)
+    return ""
+
+
+def test_no_sync_where_ranks_keep_whole_gradients():
+    assert [run_on(2, no_sync, stage)[0] for stage in (0, 1)] == ["", ""]
+    assert "incompatible with zero_optimization.stage 3" in run_on(2, no_sync, 3)[0]
+
+
+def fragments_of(rank: int, world_size: int, stage: int) -> None:
+    """What is written is read back, fits the local parts, and is what the optimizer uses."""
+    model = build(Experts)
+    engine = engine_of(model, stage)
+    engine.optimizer.optimizer.param_groups[0]["momentum"] = 0.9
+    full = {name: fragments.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    plain = dict(build(Experts).named_parameters())
+    assert all(torch.equal(full[name], plain[name]) for name in full)
+    weight = model.out.weight
+    assert fragments.safe_get_full_grad(weight) is None
+    engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
+    value = torch.arange(WIDTH, dtype=torch.float32).view(1, WIDTH)
+    fragments.safe_set_full_grad(weight, value)
+    assert torch.equal(fragments.safe_get_full_grad(weight), value)
+    local = fragments.safe_get_local_grad(weight)
+    assert local.shape == weight.ds_tensor.shape
+    fragments.safe_set_local_grad(weight, local + 1)
+    engine.step()
+    expected = full["out.weight"] - LR * (value + 1)
+    assert torch.equal(fragments.safe_get_full_fp32_param(weight), expected)
+    assert torch.equal(fragments.safe_get_full_optimizer_state(weight, "momentum_buffer"), value + 1)
+    fragments.safe_set_full_fp32_param(weight, 2 * value)
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight, 2 * value)
+    with pytest.raises(ValueError, match="shape"):
+        fragments.safe_set_full_fp32_param(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_fragments_are_read_and_written(stage):
+    run_on(2, fragments_of, stage)
+
+
+def chosen_by_rank(rank: int, world_size: int, stage: int) -> list[float]:
+    """Ranks use experts of their own, one expert is never used, and one rank's batch is shorter."""
+    model, reference = build(Experts), build(Experts)
+    set_z3_leaf_modules(model, [nn.ModuleList])
+    engine = engine_of(model, stage)
+    errors = []
+    for step in range(4):
+        batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
+        engine.backward(engine(batches[rank], rank if step else 0))
+        for part in range(world_size):
+            reference(batches[part], part if step else 0).backward()
+        for name, param in reference.named_parameters():
+            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
+            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
+            errors.append(relative(found.flatten().tolist(), expected.flatten().tolist()))
+        engine.step()
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param -= LR * param.grad / world_size
+                param.grad = None
+    assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3 for param in model.parameters())
+    return errors
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0)])
+def test_ranks_that_choose_differently(world_size, stage):
+    assert max(map(max, run_on(world_size, chosen_by_rank, stage))) < 1e-5
+
+
+DIVERGING = """
+import torch, zero
+from tests.dist.test_own_loops import Experts, engine_of, build
+zero.comm.init_distributed()
+engine = engine_of(build(Experts), watchdog_timeout=2)
+engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
+"""
+
+
+def test_ranks_that_part_are_named(tmp_path):
+    script = tmp_path / "diverging.py"
+    script.write_text(DIVERGING)
+    done = torchrun(script, nproc=2, timeout=60)
+    assert done.returncode == 1
+    for rank, expert in ((0, 1), (1, 2)):
+        assert f"rank {rank} has waited" in done.stderr
+        assert f"experts.{expert}.weight" in done.stderr
+    assert "set_z3_leaf_modules" in done.stderr
+
+
+def unused(rank: int, world_size: int) -> str:
+    engine = engine_of(build(Experts), 2)
+    engine.hooks.ignore_unused = False
+    with pytest.raises(ValueError, match="ignore_unused_parameters is false") as raised:
+        engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
+    return str(raised.value)
+
+
+def test_unused_parameters_are_refused_on_request():
+    assert "experts.2.weight" in run_on(1, unused)[0] or "experts.1" in run_on(1, unused)[0]

@@ -1,0 +1,94 @@
+"""Ends a job whose ranks wait for one another in vain, and says where each of them is.
+
+Ranks that take different paths through a model wait for messages which never come, until the timeout of the process
+group (30 minutes) ends them with a message about sockets. A thread in each rank notices much sooner. The first one
+raises an alarm through the job's key-value store; every rank's thread answers with what its main thread is doing; the
+first one prints all answers; all processes end with exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+# Seconds that the other ranks have to answer an alarm.
+GRACE = 10.0
+_ALARM = "zero_watchdog/alarm"
+
+
+class Watchdog:
+    """Watches the waits of one rank; `timeout` in seconds.
+
+    `position` is where the main thread was last: set it to anything with a useful `str()`.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: float):
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.position: object = "before the first module"
+        self._waiting: tuple[float, object] | None = None
+        self._main = threading.main_thread().ident
+        if world_size > 1:
+            # A connection of its own: the main thread may be waiting on the other one.
+            self._store = dist.distributed_c10d._get_default_store().clone()
+            threading.Thread(target=self._watch, name="zero-watchdog", daemon=True).start()
+
+    def wait(self, wait: Callable[[], object], what: object) -> None:
+        """Call `wait()`, which blocks until other ranks have done their part in `what`."""
+        self._waiting = (time.monotonic(), what)
+        try:
+            wait()
+        finally:
+            self._waiting = None
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                time.sleep(min(1.0, self.timeout / 10))
+                waiting = self._waiting
+                if waiting is not None and time.monotonic() - waiting[0] > self.timeout:
+                    self._answer(first=self._store.add(_ALARM, 1) == 1)
+                elif self._store.check([_ALARM]):
+                    self._answer(first=False)
+        except dist.DistError:
+            return  # The store is gone: the job is at its end.
+
+    def _status(self) -> str:
+        waiting = self._waiting
+        if waiting is not None:
+            return f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {waiting[1]}"
+        frames = traceback.extract_stack(sys._current_frames()[self._main])
+        here = frames[-1]
+        return f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}"
+
+    def _answer(self, first: bool) -> None:
+        self._store.set(self._key(self.rank), self._status())
+        if first:
+            deadline = time.monotonic() + GRACE
+            while time.monotonic() < deadline and not self._store.check([self._key(r) for r in range(self.world_size)]):
+                time.sleep(0.1)
+            answers = [
+                self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else "does not answer"
+                for rank in range(self.world_size)
+            ]
+            print(
+                f"zero: the ranks have gone different ways: nothing moved for {self.timeout:g} s "
+                "(`watchdog_timeout` in the configuration).\n"
+                + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
+                + "\nIf ranks choose between modules, have these gathered together: call "
+                "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize.",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            time.sleep(2 * GRACE)
+        os._exit(1)
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"zero_watchdog/rank{rank}"
