@@ -118,6 +118,7 @@ def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], de
     """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
     try:
         description["files"] = write(slices, folder, ranks, what)
+        ranks.on_first(what, lambda: folders.leave_signposts(folder, description["stage"], description["world_size"]))
         ranks.on_first(what, lambda: folders.commit(folder, description["tag"], description, latest=latest))
     except Exception:
         if ranks.rank == 0:

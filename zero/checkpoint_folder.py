@@ -43,6 +43,11 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+_SIGNPOST = """The values are in the .distcp files of this folder, in slices that any number of ranks can load.
+Show them with `python -m zero inspect`, make a model of them with `python -m zero consolidate`.
+"""
+
+
 def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     """Clean up after dead saves, check that `nbytes` fit, and make the folder to write to.
 
@@ -61,6 +66,16 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     folder = save_dir / (_SAVING + tag)
     folder.mkdir()
     return folder
+
+
+def leave_signposts(folder: Path, stage: int, world_size: int) -> None:
+    """Under the names by which scripts know a DeepSpeed checkpoint: what this one is, and how to read it."""
+    parts = "zero_pp_rank_{}_mp_rank_00" if stage == 3 else "mp_rank_00"
+    names = {f"{parts.format(rank)}_model_states.pt" for rank in range(world_size)}
+    if stage > 0:
+        names |= {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)}
+    for name in names:
+        (folder / name).write_text(_SIGNPOST, encoding="utf-8")
 
 
 def remove_leftovers(save_dir: Path) -> None:

@@ -135,7 +135,8 @@ class ZeroConfig(Section):
 
     @property
     def offloads_params(self) -> bool:
-        return self.offload_param is not None and self.offload_param.device != "none"
+        """At stage 3 alone: below it every rank computes with parameters that it holds whole."""
+        return self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none"
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -362,5 +363,6 @@ def _offload_contradictions(zero: ZeroConfig, stage_known: bool) -> Iterator[tup
         key = f"zero_optimization.{name}.device"
         if offload.device == "nvme":
             yield key, "nvme is not available yet; use cpu"
-        if stage_known and zero.stage < minimum:
+        # `offload_param` is left aside below stage 3: accelerate's plugin writes it whatever the stage.
+        if stage_known and zero.stage < minimum and name == "offload_optimizer":
             yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

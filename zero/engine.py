@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero import checkpoint, comm, config_report
 from zero.config import Config, load_config
 from zero.engine_settings import EngineSettings
-from zero.errors import UsageError
+from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
@@ -125,6 +125,14 @@ class ZeroEngine(EngineSettings, nn.Module):
     def _report_settings(self) -> None:
         if self.comm.rank == 0:
             config_report.announce(self.settings)
+            logger.info(
+                "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE
+            )
+            zero = self.settings.zero_optimization
+            if zero.offload_param is not None and zero.offload_param.device != "none" and not zero.offloads_params:
+                logger.warning(
+                    "zero_optimization.offload_param has no effect: it acts at stage 3, this is %d", zero.stage
+                )
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -137,7 +145,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
         zero = self.settings.zero_optimization
-        offload = zero.offload_param
+        offload = zero.offload_param if zero.offloads_params else None
         tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
         if zero.leaf_module is not None:

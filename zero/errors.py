@@ -1,4 +1,7 @@
-"""The exception for a user's mistake."""
+"""The exception for a user's mistake, and the release of DeepSpeed that decides what is one."""
+
+# Its configuration keys and call signatures are followed.
+FOLLOWED_RELEASE = "0.19.8"
 
 
 class UsageError(ValueError, AssertionError):

@@ -51,8 +51,7 @@ class Init:
         module: an already built model to shard at once (then the object need not be used as a context).
         config_dict_or_path: the ds_config; it decides where shards live, and is checked here, before anything is
             built.
-        dtype: of the sharded parameters; None: as they are built. `initialize` rounds to the configuration's 16-bit
-            dtype; the fp32 masters begin with the rounded values, as DeepSpeed's do.
+        dtype: of the sharded parameters; None: the 16-bit dtype of the configuration, else the one they are built in.
         enabled: False makes the context do nothing.
         remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
         pin_memory: whether host memory is page-locked; None: as the configuration says.
@@ -86,6 +85,8 @@ class Init:
         offload, pinned = "none", True
         if source is not None:
             settings = load_config(source, allow_auto=True)
+            if dtype is None and settings.compute_dtype != torch.float32:
+                self.dtype = settings.compute_dtype
             if settings.zero_optimization.offloads_params:
                 offload = settings.zero_optimization.offload_param.device
                 pinned = settings.zero_optimization.offload_param.pin_memory

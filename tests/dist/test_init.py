@@ -122,9 +122,8 @@ def dtypes(rank: int, world_size: int) -> list[set[torch.dtype]]:
     return found
 
 
-def test_dtype_is_the_arguments_or_the_one_built():
-    """The configuration's 16-bit dtype comes with initialize."""
-    expected = [torch.float32, torch.bfloat16, torch.float32, torch.float16]
+def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
+    expected = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
     assert run_on(2, dtypes)[0] == [{dtype} for dtype in expected]
 
 

@@ -216,8 +216,8 @@ def test_all_errors_are_reported_together():
     ("config", "line"),
     [
         (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param.device: needs zero_optimization.stage of at least 3, got 2",
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device: needs zero_optimization.stage of at least 1, got 0",
         ),
         (
             zero3(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),

@@ -7,9 +7,11 @@ message than a stub which does nothing.
 
 from __future__ import annotations
 
+from zero.errors import FOLLOWED_RELEASE
+
 # transformers and accelerate compare the version with 0.9.3 up to 0.18.2 before they use a feature. This is the release
 # whose configuration keys and call signatures zero follows; zero's own version is `zero.__version__`.
-REPORTED_VERSION = "0.19.8"
+REPORTED_VERSION = FOLLOWED_RELEASE
 
 
 def _names(module: str, *names: str) -> dict[str, str]:
