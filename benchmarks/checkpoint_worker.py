@@ -95,7 +95,8 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adamw(model)
-    in_flight = []
+    # Its thread must not share the group of the training steps.
+    group, in_flight = dist.new_group(backend="gloo"), []
 
     def step(batch: dict[str, torch.Tensor]) -> None:
         model(**batch).loss.backward()
@@ -108,7 +109,7 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
 
     def save(folder: Path) -> None:
         if asynchronous:
-            in_flight.append(checkpoint.async_save(state(), checkpoint_id=folder))
+            in_flight.append(checkpoint.async_save(state(), checkpoint_id=folder, process_group=group))
         else:
             checkpoint.save(state(), checkpoint_id=folder)
 
