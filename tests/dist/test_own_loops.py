@@ -8,7 +8,7 @@ from torch import nn
 
 import zero
 from tests.dist.pool import run_on
-from tests.dist.training import ds_config, relative
+from tests.dist.training import ds_config
 from tests.launch import torchrun
 from zero import fragments
 from zero.leaf import set_z3_leaf_modules
@@ -182,7 +182,7 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
     fragments.safe_set_local_grad(weight, local + 1)
     engine.step()
     expected = full["out.weight"] - LR * (value + 1)
-    assert torch.equal(fragments.safe_get_full_fp32_param(weight), expected)
+    torch.testing.assert_close(fragments.safe_get_full_fp32_param(weight), expected)
     assert torch.equal(fragments.safe_get_full_optimizer_state(weight, "momentum_buffer"), value + 1)
     fragments.safe_set_full_fp32_param(weight, 2 * value)
     with zero.GatheredParameters(weight):
@@ -196,12 +196,11 @@ def test_fragments_are_read_and_written(stage):
     run_on(2, fragments_of, stage)
 
 
-def chosen_by_rank(rank: int, world_size: int, stage: int) -> list[float]:
+def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use experts of their own, one expert is never used, and one rank's batch is shorter."""
     model, reference = build(Experts), build(Experts)
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
-    errors = []
     for step in range(4):
         batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
         engine.backward(engine(batches[rank], rank if step else 0))
@@ -210,7 +209,7 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> list[float]:
         for name, param in reference.named_parameters():
             found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
             expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            errors.append(relative(found.flatten().tolist(), expected.flatten().tolist()))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=f"{name} in step {step}")
         engine.step()
         with torch.no_grad():
             for param in reference.parameters():
@@ -218,12 +217,11 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> list[float]:
                     param -= LR * param.grad / world_size
                 param.grad = None
     assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3 for param in model.parameters())
-    return errors
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0)])
 def test_ranks_that_choose_differently(world_size, stage):
-    assert max(map(max, run_on(world_size, chosen_by_rank, stage))) < 1e-5
+    run_on(world_size, chosen_by_rank, stage)
 
 
 DIVERGING = """

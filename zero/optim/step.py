@@ -168,6 +168,8 @@ class ZeroOptimizer:
             logger.warning(self._explain_non_finite())
         if self.scaler is not None:
             self.scaler.update(self.overflow)
+            if self.overflow:
+                self.grad_norm = math.inf  # also where inf - inf has made it NaN
         if not self.overflow:
             self._update(to_mean * self._clip_coefficient())
         self.zero_grad()
