@@ -21,11 +21,12 @@ def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase,
         at_byte = [0]
         for character in segment.text:
             at_byte.append(at_byte[-1] + len(character.encode()))
-        ends += [before + at_byte[end] for _, end in offsets]
+        for (_, end), following in zip(offsets, [*offsets[1:], None], strict=True):
+            # The next token begins with the rest of a character.
+            within = following is not None and following[0] < end
+            ends.append(-1 if within else before + at_byte[end])
         before += at_byte[-1]
-    # Several tokens of one character end with it: only after the last of them the text is a whole one.
-    whole = [end if following != end else -1 for end, following in zip(ends, [*ends[1:], None], strict=True)]
-    return (whole + [-1] * length)[:length]
+    return (ends + [-1] * length)[:length]
 
 
 def encode_twice(

@@ -44,7 +44,7 @@ class DistillationConfig(Seq2SeqTrainingArguments):
         None, "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings); default: evenly spread."
     )
     attn_relation_weight: float = _field(0.0, "Weight of MiniLM's relations of queries, keys and values.")
-    chunk_size: int = _field(0, "Tokens whose logits exist at a time; 0: as many as fit into 32 MiB.")
+    chunk_size: int = _field(0, "Tokens whose logits exist at a time; 0: chosen by the vocabulary.")
     vocab_policy: str = _field("common", "Vocabularies that differ in size.", choices=VOCAB_POLICIES)
     lmbda: float = _field(0.0, "Fraction of batches that the student writes itself (GKD, arXiv 2306.13649).")
     seq_kd: bool = _field(False, "Let the teacher write the other batches (sequence-level distillation).")

@@ -115,11 +115,10 @@ def _prepare(
         encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
         blocks.append(data.pack(encoded, data_args.max_length, tokenizer.pad_token_id))
     train, held_out = blocks
-    # Spread over all held-out files, and over all files where only a part is learnt from.
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(TEACHER_SEED)).tolist()
+    # Spread over all held-out files.
     step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
     held_out = held_out[::step][: data_args.max_eval_samples]
-    return tokenizer, [train[i] for i in order], held_out
+    return tokenizer, train, held_out
 
 
 def _config(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, int]) -> LlamaConfig:

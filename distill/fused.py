@@ -23,8 +23,10 @@ from torch.nn.functional import linear
 
 from distill.losses import LOG_ZERO, Divergence, TopK, log_probabilities, top_k_with_tail, value_and_gradient
 
-# fp32 elements of one (chunk, V) tensor where `chunk_size` is not given: 32 MiB, and some six of them live at a time.
-CHUNK_ELEMENTS = 2**23
+# Elements of one (chunk, V) tensor where `chunk_size` is not given; some eight of them live at a time. In fp32 that is
+# 8 MiB on a CPU, which its caches like, and 256 MiB elsewhere, where small products are slow.
+CHUNK_ELEMENTS = {"cpu": 2**21}
+CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
 
 class Teacher(Protocol):
@@ -57,7 +59,7 @@ class Recipe:
         divergence, temperature, top_k: see `distill.losses`; top_k 0 means dense.
         shared: None where both vocabularies are one; else the divergence is over the shared tokens, renormalised.
         teacher_labels: (student vocabulary,) teacher id of each student token, -1 where it has none; None: the same id.
-        chunk_size: tokens at a time; 0: as many as make `CHUNK_ELEMENTS` of logits.
+        chunk_size: tokens at a time; 0: as many as make `CHUNK_ELEMENTS` logits.
         with_agreement: also tell `top1_agreement` and `teacher_ce`, which cost two more passes over the logits.
     """
 
@@ -70,8 +72,10 @@ class Recipe:
     chunk_size: int = 0
     with_agreement: bool = False
 
-    def chunks(self, tokens: int, vocabulary: int) -> Iterator[slice]:
-        size = self.chunk_size or max(1, CHUNK_ELEMENTS // vocabulary)
+    def chunks(self, tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+        """Slices of at most `chunk_size` tokens."""
+        elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS_ELSEWHERE)
+        size = self.chunk_size or max(1, elements // vocabulary)
         for start in range(0, tokens, size):
             yield slice(start, min(start + size, tokens))
 
@@ -122,6 +126,8 @@ def chunk_loss(
     losses = TokenLosses(ce, kd, teacher_ce, agreement)
     if not with_gradient:
         return losses, None
+    if recipe.kd_alpha == 1 and targets.has_teacher is None and recipe.shared is None:
+        return losses, kd_gradient
     gradient = _cross_entropy_gradient(log_q, labels, (1 - alpha).unsqueeze(-1))
     kd_gradient.mul_(alpha.unsqueeze(-1))
     if recipe.shared is None:
@@ -178,7 +184,7 @@ class _FusedHead(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if with_gradient else None
         d_bias = torch.zeros_like(bias, dtype=_at_least_fp32(bias)) if with_gradient and bias is not None else None
-        for rows in recipe.chunks(len(hidden), len(weight)):
+        for rows in recipe.chunks(len(hidden), len(weight), hidden.device):
             part = hidden[rows]
             logits = linear(part, weight, bias)
             logits = logits.to(_at_least_fp32(logits))
@@ -216,7 +222,7 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx, logits, targets, recipe, with_gradient):
         statistics = []
         d_logits = torch.empty_like(logits) if with_gradient else None
-        for rows in recipe.chunks(*logits.shape):
+        for rows in recipe.chunks(*logits.shape, logits.device):
             part = logits[rows]
             losses, gradient = chunk_loss(part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient)
             statistics.append(torch.stack(losses))

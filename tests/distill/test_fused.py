@@ -74,6 +74,11 @@ def test_the_size_of_the_chunks_changes_nothing(chunk_size):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_without_cross_entropy():
+    recipe = Recipe(1.0, Divergence("forward_kl"), 2.0, chunk_size=5)
+    assert_same(fused(*case(), recipe), plain(*case(), recipe))
+
+
 def test_padded_rows_of_the_vocabulary_are_left_out():
     """61 rows against 70, of which 55 are tokens: distilled over these 55, renormalised; cross-entropy over all 61."""
     ids = slice(0, 55)

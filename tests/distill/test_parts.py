@@ -1,0 +1,316 @@
+"""Data, packing, vocabularies, hidden losses, the teacher cache and batches that models write, each by itself."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from distill import cache, data, on_policy
+from distill.alignment import encode_twice
+from distill.batch import IGNORED, Batch
+from distill.cache import CacheError, Description, TeacherCache, write_cache
+from distill.config import DistillationConfig, check
+from distill.corpus import train_tokenizer
+from distill.data import Collator, Segment, encode, pack, pair_of, segments_of
+from distill.hidden import Attention, HiddenMatch, hidden_loss, parse_layer_mapping, relation_heads, relation_loss
+from distill.student import parse_layers
+from distill.vocabulary import VocabularyError, align, align_rows
+from tests.distill import models
+from translation.records import InputError
+
+TEXT = ["def add(a, b):\n    return a + b\n", "class Naïve:\n    pass  # größer\n"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXT, 280)
+
+
+# -- data
+
+
+def test_packed_documents_keep_their_tokens_labels_and_positions():
+    examples = [
+        {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
+        {"input_ids": [8, 9, 10, 11], "labels": [-100, 9, 10, 11]},
+    ]
+    first, second = pack(examples, 5, pad=0)
+    assert first == {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, -100, 9], "position_ids": [0, 1, 2, 0, 1]}
+    assert second["input_ids"] == [10, 11, 0, 0, 0]
+    assert second["labels"] == [-100, 11, -100, -100, -100]
+    assert second["position_ids"] == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("make", [models.llama, models.gpt2])
+def test_a_packed_document_reads_as_it_does_alone(make):
+    model = make(16, 2, seed=0).eval()
+    a, b = [5, 6, 7, 8], [9, 10, 11]
+    (block,) = pack([{"input_ids": x, "labels": x} for x in (a, b)], 7, pad=0)
+    with torch.no_grad():
+        packed = model(**{k: torch.tensor([block[k]]) for k in ("input_ids", "position_ids")}, use_cache=False).logits[
+            0
+        ]
+        alone = torch.cat([model(torch.tensor([x])).logits[0] for x in (a, b)])
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "record, learnt",
+    [
+        ({"text": "all of it"}, ["all of it"]),
+        ({"prompt": "question", "response": "answer"}, ["assistant: answer\n"]),
+        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, ["assistant: a\n"]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, ["assistant: a\n"]),
+        (["q", "a", "q2", "a2"], ["assistant: a\n", "assistant: a2\n"]),
+        ([{"user": "q", "assistant": "a"}], ["assistant: a\n"]),
+    ],
+)
+def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
+    segments = segments_of(record, "here", tokenizer)
+    assert [segment.text for segment in segments if segment.learnt] == learnt
+    example = encode(segments, tokenizer)
+    kept = [token for token in example["labels"] if token != IGNORED]
+    assert tokenizer.decode(kept) == "".join(learnt) + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("record", [{"title": "x"}, 5, [], {"messages": [{"role": "user", "content": "q"}]}, [["q"]]])
+def test_records_of_no_known_kind_are_named(record, tokenizer):
+    with pytest.raises(InputError, match="^here"):
+        segments_of(record, "here", tokenizer)
+
+
+def test_columns_of_pairs_may_be_nested():
+    record = {"translation": {"en": "a", "de": "b"}}
+    assert pair_of(record, "here", "translation.en", "translation.de") == ("a", "b")
+    with pytest.raises(InputError, match="no column 'translation.fr'"):
+        pair_of(record, "here", "translation.en", "translation.fr")
+
+
+def test_targets_of_a_shifted_batch():
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "labels": torch.tensor([[5, 6, 7], [8, 9, -100]])}
+    batch = Batch.of(inputs, shifted=True)
+    assert (
+        batch.rows.tolist() == [0, 1, 3] and batch.labels.tolist() == [6, 7, 9] and batch.examples.tolist() == [0, 0, 1]
+    )
+    assert Batch.of(inputs, shifted=False).rows.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_two_tokenizers_are_aligned_where_the_text_before_is_the_same(tokenizer):
+    other = train_tokenizer(["return größer"] * 5, 262)
+    example = encode_twice([Segment(TEXT[0], False), Segment(TEXT[1], True)], tokenizer, other, 100)
+    theirs = example["teacher_input_ids"]
+    aligned = [(i, j) for i, j in enumerate(example["teacher_positions"]) if j >= 0]
+    assert len(aligned) > 10
+    for i, j in aligned:
+        assert tokenizer.decode(example["input_ids"][:i]) == other.decode(theirs[:j])
+    assert aligned[-1] == (len(example["input_ids"]) - 1, len(theirs) - 1)  # both end the text
+
+
+# -- vocabularies
+
+
+def test_padded_rows_are_no_tokens():
+    tokens = {f"t{i}": i for i in range(10)}
+    assert align(tokens, tokens, 12, 12) == (None, None, None)
+    found = align(tokens, tokens, 12, 16)
+    assert found.shared == (slice(0, 10), slice(0, 10)) and found.replacement is None
+    assert found.teacher_labels.tolist() == [*range(10), -1, -1]
+    with pytest.raises(VocabularyError, match="vocab_policy common"):
+        align(tokens, tokens, 12, 16, policy="strict")
+
+
+def test_tokens_that_only_the_student_knows_are_replaced_for_the_teacher():
+    tokens = {f"t{i}": i for i in range(10)}
+    found = align(tokens, {name: i for name, i in tokens.items() if i != 4}, 10, 10, replacement=9)
+    assert found.shared.student.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert found.replacement == 9 and found.teacher_labels[4] == -1
+
+
+def test_different_tokenizers_are_refused_with_advice():
+    with pytest.raises(VocabularyError, match="id 1 is 'b' and 'c'.*uld"):
+        align({"a": 0, "b": 1}, {"a": 0, "c": 1}, 2, 2)
+
+
+def test_rows_alone_are_compared_where_no_tokenizer_is_known():
+    assert align_rows(5, 5) == (None, None, None)
+    assert align_rows(5, 3).shared.student == slice(0, 3)
+
+
+# -- inside of the models
+
+
+def test_hidden_losses_are_those_of_the_formulas():
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(hidden_loss(a, b, "mse"), ((a - b) ** 2).sum() / 8)
+    cosine = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+    torch.testing.assert_close(hidden_loss(a, b, "cosine"), (1 - cosine).sum())
+
+
+def test_equal_widths_start_from_the_identity():
+    match = HiddenMatch(parse_layer_mapping("1:2", 1, 2), 8, 8)
+    states = [torch.randn(2, 3, 8) for _ in range(3)]
+    rows = torch.tensor([0, 4])
+    assert match([states[0], states[2]], states, rows, rows) == 0
+
+
+def test_layers_are_mapped_evenly_or_as_told():
+    assert parse_layer_mapping(None, 2, 6) == [(1, 3), (2, 6)]
+    assert parse_layer_mapping("0:0, 2:5", 2, 6) == [(0, 0), (2, 5)]
+    with pytest.raises(ValueError, match="'3:1' names a layer that is not there"):
+        parse_layer_mapping("3:1", 2, 6)
+    with pytest.raises(InputError, match="'7' is no layer"):
+        parse_layers("0,7", 6)
+
+
+def test_relations_see_no_hidden_token_and_are_kl():
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = (Attention(*torch.randn(3, 2, 5, width, generator=generator).double()) for width in (8, 16))
+    visible = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, -1, -1)
+    ours = relation_loss(student, teacher, relation_heads([8, 16], 4), visible)
+    expected = torch.zeros(2, 5, dtype=torch.float64)
+    for x, y in zip(student, teacher, strict=True):
+        for head in range(4):
+            a, b = x[..., head * 2 : head * 2 + 2], y[..., head * 4 : head * 4 + 4]
+            for row in range(5):
+                q = torch.softmax((a[:, row : row + 1] @ a[:, : row + 1].mT)[:, 0] / math.sqrt(2), -1)
+                p = torch.softmax((b[:, row : row + 1] @ b[:, : row + 1].mT)[:, 0] / math.sqrt(4), -1)
+                expected[:, row] += (p * (p / q).log()).sum(-1) / 12
+    torch.testing.assert_close(ours, expected)
+
+
+# -- the cache
+
+COLLATE = Collator(0)
+DESCRIPTION = Description("teacher", "1", "tokenizer", 2.0, 4, models.VOCABULARY)
+
+
+def say(inputs):
+    """A teacher whose logits are a function of the label and its place."""
+    batch = Batch.of(inputs, shifted=True)
+    table = torch.randn(models.VOCABULARY, models.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    logits = table[batch.labels] + (batch.rows % inputs["labels"].shape[1]).unsqueeze(1) / 9 * table[0]
+    return batch, lambda rows: logits[rows]
+
+
+def test_shuffled_and_padded_examples_find_their_own_targets(tmp_path):
+    examples = models.sequences(9)
+    assert write_cache(tmp_path, DESCRIPTION, examples, COLLATE, say, 2, show_progress=False) == 9
+    stored = TeacherCache(tmp_path)
+    inputs = COLLATE([examples[i] for i in (7, 2, 5)])
+    batch, logits_of = say(inputs)
+    bins = cache.top_k_with_tail(cache.log_probabilities(logits_of(slice(None)), 2.0), 4)
+    found = stored.targets(inputs, batch)
+    assert torch.equal(found.indices.long(), bins.indices)
+    torch.testing.assert_close(found.log_p, bins.log_p)
+    assert found.log_p.exp().sum(-1).sub(1).abs().max() < 1e-5
+
+
+def test_an_interrupted_cache_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "PART_EXAMPLES", 2)
+    examples, asked = models.sequences(9), []
+
+    def interrupted(inputs):
+        asked.append(len(inputs["labels"]))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return say(inputs)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_cache(tmp_path, DESCRIPTION, examples, COLLATE, interrupted, 2, show_progress=False)
+    assert len(TeacherCache(tmp_path)) == 6
+    assert write_cache(tmp_path, DESCRIPTION, examples, COLLATE, say, 2, show_progress=False) == 3
+    assert len(TeacherCache(tmp_path)) == 9
+
+
+def test_what_a_cache_cannot_give_is_an_error(tmp_path):
+    examples = models.sequences(4)
+    write_cache(tmp_path, DESCRIPTION, examples[:3], COLLATE, say, 2, show_progress=False)
+    stored = TeacherCache(tmp_path)
+    with pytest.raises(CacheError, match="does not hold an example"):
+        stored.targets(inputs := COLLATE(examples), Batch.of(inputs, shifted=True))
+    with pytest.raises(CacheError, match="another temperature: 2.0, and not 1.0"):
+        stored.check(temperature=1.0)
+    with pytest.raises(CacheError, match="another tokenizer"):
+        stored.check(tokenizer="other")
+    with pytest.raises(CacheError, match="no cache.json"):
+        TeacherCache(tmp_path / "nowhere")
+
+
+def test_a_truncated_part_is_named(tmp_path):
+    write_cache(tmp_path, DESCRIPTION, models.sequences(3), COLLATE, say, 2, show_progress=False)
+    (part,) = tmp_path.glob("part-*.safetensors")
+    part.write_bytes(part.read_bytes()[:-7])
+    with pytest.raises(CacheError, match=f"{part.name}: damaged.*delete this file"):
+        TeacherCache(tmp_path)
+
+
+# -- batches that models write
+
+
+def test_all_ranks_draw_the_same_writer():
+    drawn = [on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)]
+    assert drawn == [on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)]
+    assert 110 < drawn.count("student") < 190 and drawn.count(None) == 500 - drawn.count("student")
+    assert on_policy.writer_of(1, 0, 3, lmbda=0.0, seq_kd=True) == "teacher"
+
+
+def test_a_written_batch_keeps_prompts_and_learns_answers():
+    model = models.llama(16, 2, seed=0)
+    inputs = COLLATE(
+        [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [9, 3], "labels": [9, 3]}]
+    )
+    batch = on_policy.rewrite(model, inputs, 3, pad_token_id=0, eos_token_id=None, sample=False)
+    assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, :1].tolist() == [9]
+    assert batch["attention_mask"].sum(1).tolist() == [5, 4]
+    learnt = batch["labels"] != IGNORED
+    assert learnt.sum(1).tolist() == [3, 3]
+    assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
+    alone = model.generate(torch.tensor([[9]]), attention_mask=torch.ones(1, 1), max_new_tokens=3, do_sample=False,
+                           eos_token_id=None, pad_token_id=0)  # fmt: skip
+    assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"kd_alpha": 1.5}, "kd_alpha"),
+        ({"loss_type": "kl"}, "loss_type"),
+        ({"loss_type": "uld", "top_k": 5}, "top_k"),
+        ({"teacher_cache": "x", "lmbda": 0.5}, "lmbda needs a live teacher"),
+        ({"vocab_policy": "any"}, "vocab_policy"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        check(DistillationConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments))
+
+
+def test_the_temperature_follows_its_schedule(tmp_path):
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "temperature": 4.0}
+    linear = DistillationConfig(**options, temperature_schedule="linear", final_temperature=2.0)
+    assert [linear.temperature_at(x) for x in (0, 0.5, 1)] == [4, 3, 2]
+    cosine = DistillationConfig(**options, temperature_schedule="cosine", final_temperature=2.0)
+    assert cosine.temperature_at(0.5) == pytest.approx(3) and cosine.temperature_at(0.1) > linear.temperature_at(0.1)
+
+
+def test_files_of_every_kind_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    (tmp_path / "b.json").write_text(json.dumps([{"text": "three"}]))
+    (tmp_path / "c.txt").write_text("four")
+    found = [
+        record["text"]
+        for name in ("a.jsonl", "b.json", "c.txt")
+        for _, record in data.read_records(tmp_path / name, "train")
+    ]
+    assert found == ["one", "two", "three", "four"]
+    (tmp_path / "d.csv").write_text("x")
+    with pytest.raises(InputError, match="unknown kind of file"):
+        list(data.read_records(tmp_path / "d.csv", "train"))
