@@ -9,6 +9,7 @@ benchmarks/LOG.md), and summing received slices here, in rank order and in fp32,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * default_timeout().total_seconds())
+        # Numbers of units, equal on all ranks: they are made in the same order. Key 0 is for what is not about a unit.
+        self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._native = device.type == "cuda"

@@ -167,6 +167,20 @@ class BF16Config(Section):
     bf16_optimizer_states: bool = unused(False, "masters and moments are always fp32")
 
 
+_NO_MODEL_PARALLEL = "acts on model-parallel ranks, of which there are none: every rank's activations are its own"
+
+
+class ActivationCheckpointingConfig(Section):
+    """``activation_checkpointing``; see :mod:`zero.activations`."""
+
+    cpu_checkpointing: bool = False
+    partition_activations: bool = unused(False, _NO_MODEL_PARALLEL)
+    number_checkpoints: Count | None = unused(None, "only sizes the buffers of contiguous_memory_optimization")
+    contiguous_memory_optimization: bool = unused(False, "torch's caching allocator reuses the blocks of activations")
+    synchronize_checkpoint_boundary: bool = unused(False, "transfers are in order with the computation")
+    profile: bool = unused(False, "not measured here; use torch.profiler")
+
+
 class DataTypesConfig(Section):
     """``data_types``."""
 
@@ -210,6 +224,7 @@ class Config(SectionsWithoutEffect):
     scheduler: SchedulerConfig | None = None
     fp16: FP16Config = Field(default_factory=FP16Config)
     bf16: BF16Config = Field(default_factory=BF16Config)
+    activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

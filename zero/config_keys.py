@@ -161,11 +161,6 @@ class SectionsWithoutEffect(Section):
     torch_autocast: inert(
         "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
     ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
-    activation_checkpointing: inert(
-        "ActivationCheckpointing", partition_activations=bool, number_checkpoints=Int,
-        contiguous_memory_optimization=bool, synchronize_checkpoint_boundary=bool, profile=bool,
-        cpu_checkpointing=bool,
-    ) = unused(None, "only models that call deepspeed.checkpointing read it; use gradient_checkpointing")
     aio: inert(
         "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, single_submit=bool, overlap_events=bool,
         use_gds=bool,

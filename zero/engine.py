@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import checkpoint, comm, config_report
+from zero.activations import HostActivations
 from zero.config import Config, load_config
 from zero.engine_settings import EngineSettings
 from zero.errors import FOLLOWED_RELEASE, UsageError
@@ -47,7 +48,8 @@ class ZeroEngine(EngineSettings, nn.Module):
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
         was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps:
-        counters. residency: gathered elements, now and at their peak.
+        counters. residency: gathered elements, now and at their peak. activations: `HostActivations` if
+        `cpu_checkpointing` moves them, or None.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class ZeroEngine(EngineSettings, nn.Module):
             backward_begins=self._backward_begins,
             ignore_unused=zero.ignore_unused_parameters,
         )
+        offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
+        self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if inner is not None:
@@ -204,7 +208,10 @@ class ZeroEngine(EngineSettings, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        return self.module(*args, **kwargs)
+        if self.activations is None or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        with self.activations.context():
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward for one micro-batch and reduce the gradients.

@@ -74,7 +74,6 @@ def unit_of(param: torch.Tensor) -> Unit | None:
     return getattr(param, "_zero_unit", None)
 
 
-_serials = itertools.count()
 _param_ids = itertools.count()
 _trimmer = HostTrimmer()
 
@@ -103,7 +102,7 @@ class Unit:
         shared: bool = False,
         replicated: bool = False,
     ):
-        self.serial = next(_serials)
+        self.serial = next(comm.serials)
         self.name, self.params, self.param_names = name, list(params), list(param_names)
         self.modules, self.shared = list(modules), shared
         self.comm, self.residency = comm, residency

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.dist.pool import run_on
 from tests.dist.training import ds_config
 from tests.launch import torchrun
 from zero import fragments
+from zero.activations import MIN_BYTES, HostActivations
 from zero.leaf import set_z3_leaf_modules
 from zero.unit import ZeroParamStatus
 
@@ -254,3 +258,39 @@ def unused(rank: int, world_size: int) -> str:
 
 def test_unused_parameters_are_refused_on_request():
     assert "experts.2.weight" in run_on(1, unused)[0] or "experts.1" in run_on(1, unused)[0]
+
+
+class Wide(nn.Module):
+    """Large activations, kept for backward only as inputs of checkpointed layers; `seen` tells which are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.seen: list[weakref.ref] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
+            self.seen.append(weakref.ref(x))
+        return x.square().mean()
+
+
+def activations_on_the_host(rank: int, world_size: int) -> None:
+    """The same gradients, and the checkpoints' inputs are free between forward and backward."""
+    batch = torch.randn(2 * MIN_BYTES // WIDTH // 4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    found, alive = [], []
+    for moved in (False, True):
+        engine = engine_of(build(Wide))
+        # As on a GPU; where the device is the CPU the engine has no reason to.
+        engine.activations = HostActivations(engine.device, engine.units) if moved else None
+        loss = engine(batch)
+        alive.append(sum(reference() is not None for reference in engine.module.seen))
+        engine.backward(loss)
+        found.append(gradients(engine.module))
+    assert engine.activations.moved_bytes >= 3 * batch.nbytes
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert alive == [3, 0]
+
+
+def test_activations_in_host_memory_give_the_same_gradients():
+    run_on(2, activations_on_the_host)

@@ -25,6 +25,7 @@ LAYERS = [
     "zero.comm",
     "zero.tiers",
     "zero.unit",
+    "zero.activations",
     "zero.gradients",
     "zero.hooks",
     "zero.optim",
@@ -41,7 +42,7 @@ LAYERS = [
 ]
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
-    "zero.checkpoint": ["folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
+    "zero.checkpoint": ["files", "folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
     "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "step"],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }

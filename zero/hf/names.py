@@ -50,6 +50,11 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.accelerator": {"get_accelerator": "zero.hf.accelerator:get_accelerator"},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": "zero.hf.definitions:clone_tensors_for_torch_save"},
+    "deepspeed.checkpointing": _names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _names(
+        "zero.activations", "checkpoint", "configure", "is_configured", "reset"
+    ),
     "deepspeed.comm": {
         "init_distributed": "zero.hf.definitions:init_distributed",
         "is_initialized": "zero.hf.definitions:is_initialized",

@@ -1,0 +1,84 @@
+"""Activations in host memory between forward and backward: the `activation_checkpointing` section.
+
+`cpu_checkpointing` acts by itself: whatever autograd saves during the engine's forward (with gradient checkpointing,
+the inputs of the checkpointed blocks and little else) is copied to host memory, pinned where there is a GPU, and back
+when backward needs it. Values, and so gradients, stay the same bits. What is a view of a gathered parameter is left
+alone: a unit's memory is the schedule's to give and take. The other keys of the section cut or pack activations over
+model-parallel ranks, of which there are none here.
+
+Models that call `deepspeed.checkpointing.checkpoint(function, *args)` get torch's non-reentrant checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zero.unit import Unit
+
+# Smaller tensors (scalars, statistics of norms) are not worth a transfer.
+MIN_BYTES = 1 << 14
+
+
+class HostActivations:
+    """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
+
+    Args: units: whose gathered buffers are left alone.
+    """
+
+    def __init__(self, device: torch.device, units: Sequence[Unit]):
+        self.device, self.units = device, units
+        self.moved_bytes = 0
+
+    def context(self) -> contextlib.AbstractContextManager:
+        """For one forward; backward may come after it."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
+        if tensor.device != self.device or tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
+            return tensor
+        pinned = tensor.device.type == "cuda"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+        self.moved_bytes += tensor.nbytes
+        return tensor.device, host.copy_(tensor)
+
+    @staticmethod
+    def _unpack(packed: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=True, copy=True)
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return isinstance(tensor, torch.nn.Parameter) or any(
+            unit.full.untyped_storage().data_ptr() == storage for unit in self.units
+        )
+
+
+_configured = False
+
+
+def configure(*args: object, **settings: object) -> None:
+    """For models that ask whether it was called; the engine reads its own configuration."""
+    global _configured
+    _configured = True
+
+
+def is_configured() -> bool:
+    return _configured
+
+
+def reset() -> None:
+    """Undo `configure`."""
+    global _configured
+    _configured = False
+
+
+def checkpoint(function: Callable, *args: object) -> object:
+    """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
