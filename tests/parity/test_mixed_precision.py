@@ -2,7 +2,8 @@
 
 The tolerance is zero for losses and weights: gradients of each rank's slice have the 16-bit dtype in both, their sum
 over ranks is made in fp32 and in the same order, and one AdamW step in fp32 follows. The norm alone is summed in
-another order where a parameter lies on several ranks, and may be off by rounding in fp32.
+another order where a parameter lies on several ranks, and may be off by rounding in fp32. `test_stages` has the other
+stages, and clipping on several ranks.
 """
 
 import pytest
@@ -51,7 +52,7 @@ def test_world_of_one_is_bit_for_bit(name, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (3, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(3, 1), (1, 4), (2, 2)])
 def test_ranks_and_accumulation_are_bit_for_bit(dtype, world_size, accumulation):
     expected = curve_on(1, reference, "t5", dtype, world_size * accumulation)
     found = curve_on(world_size, sharded, "t5", dtype, 0.0, accumulation)
@@ -65,16 +66,3 @@ def test_clipping_at_a_world_of_one_is_bit_for_bit(dtype):
     expected = curve_on(1, reference, "t5", dtype, 1, 1.0)
     assert max(expected.norms) > 1.0, "clipping must be at work"
     assert_equal(curve_on(1, sharded, "t5", dtype, 1.0, 1), expected)
-
-
-@DTYPES
-def test_clipping_at_a_world_of_two(dtype):
-    """The clipping factor follows the norm, whose last bit depends on the world size.
-
-    A difference of 1e-7 in the masters flips the rounding to 16 bits of one weight in some thousands, by 2^-8 (bf16) or
-    2^-11 (fp16) of that weight: losses agree to 1e-3, relative, and norms to 1e-2.
-    """
-    found, expected = curve_on(2, sharded, "t5", dtype, 1.0, 1), curve_on(1, reference, "t5", dtype, 2, 1.0)
-    assert found.losses[0] == expected.losses[0]
-    assert relative(found.mean_losses(), expected.mean_losses()) <= 1e-3
-    assert relative(found.norms, expected.norms) <= 1e-2
