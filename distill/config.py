@@ -90,6 +90,17 @@ def check(given: object) -> None:
             raise ValueError(f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}")
     if given.loss_type == "uld" and given.top_k:
         raise ValueError("top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0")
+    aligned = {
+        "lmbda": given.lmbda > 0,
+        "seq_kd": given.seq_kd,
+        "hidden_loss_weight": given.hidden_loss_weight > 0,
+        "attn_relation_weight": given.attn_relation_weight > 0,
+    }
+    if given.loss_type == "uld" and any(aligned.values()):
+        names = ", ".join(name for name, value in aligned.items() if value)
+        raise ValueError(
+            f"{names} needs one tokenizer for both models and does not go with loss_type uld: leave it out"
+        )
     if given.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
     _check_cache(given)

@@ -47,7 +47,12 @@ def rewrite(
 
     Causal models continue each example's prompt; encoder-decoder models write what follows the source. Labels are what
     was written up to the end token.
+
+    Raises:
+        ValueError: the batch is packed, so that it has no prompts to go on from.
     """
+    if "position_ids" in inputs:
+        raise ValueError("lmbda and seq_kd write on from each example: give examples that are not packed")
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     options = {

@@ -328,7 +328,9 @@ class DistillationTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         batch = self._batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            recipe = replace(self._recipe, with_agreement=self.teacher is not None)
+            # Different tokenizers have no labels and no first choices in common.
+            comparable = self.teacher is not None and self.args.loss_type != "uld"
+            recipe = replace(self._recipe, with_agreement=comparable)
             _, losses, _ = self._distil(model, batch, recipe)
         ones = torch.ones_like(losses.ce)
         columns = [losses.ce, losses.kd, losses.teacher_ce, losses.agreement, ones, losses.agreement.isfinite().float()]
@@ -395,10 +397,8 @@ def _held_out_metrics(sums: np.ndarray) -> dict[str, float]:
         "ppl": math.exp(min(ce / tokens, 700)),
         "tokens": int(tokens),
     }
+    if kd:
+        metrics["kd_loss"] = kd / tokens
     if compared:
-        metrics |= {
-            "kd_loss": kd / tokens,
-            "teacher_ce": teacher_ce / compared,
-            "top1_agreement": agreement / compared,
-        }
+        metrics |= {"teacher_ce": teacher_ce / compared, "top1_agreement": agreement / compared}
     return metrics

@@ -284,6 +284,7 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
         ({"kd_alpha": 1.5}, "kd_alpha"),
         ({"loss_type": "kl"}, "loss_type"),
         ({"loss_type": "uld", "top_k": 5}, "top_k"),
+        ({"loss_type": "uld", "lmbda": 0.5}, "lmbda needs one tokenizer"),
         ({"teacher_cache": "x", "lmbda": 0.5}, "lmbda needs a live teacher"),
         ({"vocab_policy": "any"}, "vocab_policy"),
     ],
