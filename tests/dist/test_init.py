@@ -224,7 +224,7 @@ def test_weights_drawn_after_sharding_are_rank_0s():
 
 def refused(rank: int, world_size: int) -> list[str]:
     messages = []
-    for options in ({"config_dict_or_path": {"zero_optimisation": {}}}, {"mem_efficient_linear": True}):
+    for options in ({"config_dict_or_path": {"zero_optimisation": {}}}, {"mpu": "a group"}):
         try:
             zero.Init(**options)
         except ValueError as error:
@@ -235,4 +235,4 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_bad_configurations_and_unknown_arguments_are_refused_before_anything_is_built():
     configuration, argument = run_on(1, refused)[0]
     assert "zero_optimisation" in configuration and "zero_optimization" in configuration
-    assert "mem_efficient_linear" in argument
+    assert "mpu" in argument
