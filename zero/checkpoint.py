@@ -31,6 +31,7 @@ from zero.checkpoint_state import (
     OptimizerTarget,
     classes_of,
     group_settings,
+    is_empty,
     optimizer_slices,
     plain_tensors,
     random_states,
@@ -191,6 +192,8 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
             for name, value in plain_tensors(engine.module).items()
         },
+        # DCP has no place for them, and their shape is all there is to know.
+        "empty": {name: list(value.shape) for name, value in engine.module.state_dict().items() if is_empty(value)},
         "optimizer": None
         if optimizer is None
         else {"classes": classes_of(optimizer.optimizer), "groups": group_settings(engine), "state": {}},

@@ -65,6 +65,11 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def is_empty(value: object) -> bool:
+    """Whether it is a tensor without elements."""
+    return isinstance(value, torch.Tensor) and value.numel() == 0
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """{another name: the name} of parameters that the model has under several names."""
     first: dict[nn.Parameter, str] = {}

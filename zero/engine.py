@@ -305,7 +305,7 @@ class ZeroEngine(EngineSettings, nn.Module):
                 "gradients there; use stage 1, or leave the context out"
             )
         if self._inside_no_sync:
-            raise UsageError("no_sync is not reentrant")
+            raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")
         self._inside_no_sync = True
         try:
             yield
