@@ -62,7 +62,7 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * default_timeout().total_seconds())
-        # Numbers of units, equal on all ranks: they are made in the same order. Key 0 is for what is not about a unit.
+        # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -81,11 +81,12 @@ class Communicator:
         self.calls[name] += 1
         self.elements[name] += numel
 
-    def _next_tag(self, kind: str, key: int) -> int:
-        """Of the next message of `kind` about `key` (a unit's number): 22 bits, 1 bit, and 8 bits that count.
+    def _next_tag(self, kind: str, unit: object) -> int:
+        """Of the next message of `kind` about `unit`: 22 bits for its number, 1 bit, and 8 bits that count.
 
         Messages of ranks that have gone different ways never match, and the watchdog finds them waiting.
         """
+        key = getattr(unit, "serial", 0)
         self._messages[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
@@ -93,10 +94,10 @@ class Communicator:
         """All other ranks, nearest first, so that no rank is everybody's first receiver."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, key: int = 0, what: object = "") -> Pending:
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
         """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory).
 
-        `key` is a number that means the same on all ranks, `what` says for people what is gathered; so in all others.
+        `unit`, here and below: what this is about; its `serial` is in the messages' tags and its text in reports.
         """
         self._count("all_gather", full.numel())
         own = full.narrow(0, self.rank * shard.numel(), shard.numel())
@@ -107,21 +108,15 @@ class Communicator:
         if self._native:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = gather(full, own, group=self._group, async_op=True)
-            return Pending([work], None, (full, own), self.watchdog, what)
-        tag, n, works = self._next_tag("gather", key), shard.numel(), []
+            return Pending([work], None, (full, own), self.watchdog, unit)
+        tag, n, works = self._next_tag("gather", unit), shard.numel(), []
         for peer in self._peers():
             works.append(dist.isend(own, peer, group=self._group, tag=tag))
             works.append(dist.irecv(full.narrow(0, peer * n, n), peer, group=self._group, tag=tag))
-        return Pending(works, None, (full, own), self.watchdog, what)
+        return Pending(works, None, (full, own), self.watchdog, unit)
 
     def reduce_scatter(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        accumulate: bool,
-        max_numel: int,
-        key: int = 0,
-        what: object = "",
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
         """Reduce `full` (world_size * n elements) over ranks into `out` (n fp32 elements, this rank's slice).
 
@@ -130,27 +125,21 @@ class Communicator:
         """
         n, step = out.numel(), max(1, max_numel // self.world_size)
         parts = [
-            self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate, key, what)
+            self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate, unit)
             for a in range(0, n, step)
         ]
         return parts[0] if len(parts) == 1 else Pending(parts)
 
     def reduce(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        accumulate: bool,
-        max_numel: int,
-        key: int = 0,
-        what: object = "",
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result: `out` has as many elements as `full`."""
         own = torch.empty(out.numel() // self.world_size, dtype=out.dtype, device=out.device)
-        scattered = self.reduce_scatter(own, full, False, max_numel, key, what)
+        scattered = self.reduce_scatter(own, full, False, max_numel, unit)
 
         def finish() -> None:
             total = torch.empty_like(out) if accumulate else out
-            self.all_gather(total, own, key, what).wait()
+            self.all_gather(total, own, unit).wait()
             if accumulate:
                 out.add_(total)
 
@@ -164,15 +153,14 @@ class Communicator:
         first: int,
         width: int,
         accumulate: bool,
-        key: int,
-        what: object,
+        unit: object,
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (world_size, n) matrix."""
         self._count("reduce_scatter", width * self.world_size)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.world_size)]
         if self._native:
-            return self._reduce_columns_nccl(out, rows, accumulate, what)
-        tag, works, terms = self._next_tag("reduce", key), [], list(rows)
+            return self._reduce_columns_nccl(out, rows, accumulate, unit)
+        tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
             terms[peer] = torch.empty_like(rows[peer])
@@ -184,10 +172,10 @@ class Communicator:
             for term in terms[1:]:
                 total.add_(term)
 
-        return Pending(works, finish, (full,), self.watchdog, what)
+        return Pending(works, finish, (full,), self.watchdog, unit)
 
     def _reduce_columns_nccl(
-        self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, what: object
+        self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, unit: object
     ) -> Pending:
         whole = rows[0].numel() * len(rows)
         first = rows[0]
@@ -204,7 +192,7 @@ class Communicator:
             part = result.to(out.device, dtype=out.dtype)
             out.add_(part) if accumulate else out.copy_(part)
 
-        return Pending(works, finish, (source,), self.watchdog, what)
+        return Pending(works, finish, (source,), self.watchdog, unit)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
         """Give every rank its slice of rank `src`'s `full`; others may pass None. Blocking."""
@@ -220,7 +208,7 @@ class Communicator:
             dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
             shard.copy_(buffer)
             return
-        tag = self._next_tag("gather", 0)
+        tag = self._next_tag("gather", None)
         if self.rank == src:
             works = [dist.isend(slices[peer], peer, group=self._group, tag=tag) for peer in self._peers()]
         else:

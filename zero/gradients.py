@@ -110,7 +110,7 @@ class GradientReducer:
         while self._in_flight and sum(numel for numel, _ in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
-        pending = exchange(unit.grad, flat, accumulate, self.bucket_size, unit.serial, unit)
+        pending = exchange(unit.grad, flat, accumulate, self.bucket_size, unit)
         self._in_flight.append((flat.numel(), pending))
         if not self.overlap:
             self._wait_oldest()

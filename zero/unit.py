@@ -245,7 +245,7 @@ class Unit:
         self._allocate()
         self.residency.add(self.layout.numel)
         with torch.no_grad():
-            self._pending = self.comm.all_gather(self.full, self.shard, self.serial, self)
+            self._pending = self.comm.all_gather(self.full, self.shard, self)
         self.state = State.FETCHING
 
     def arrive(self) -> None:
@@ -298,7 +298,7 @@ class Unit:
         """Gather a persistent unit's values again, in place."""
         if self.layout.shard_numel < self.layout.padded or self.shard.device != self.full.device:
             with torch.no_grad():
-                self.comm.all_gather(self.full, self.shard, self.serial, self).wait()
+                self.comm.all_gather(self.full, self.shard, self).wait()
 
     def exposed(self) -> _Exposed:
         """Context in which the parameters show their values, gathered if need be and left as they were found."""
