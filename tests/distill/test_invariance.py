@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 
 from tests.launch import run, torchrun
 
+# On top of the limits of the processes themselves, of which a fixture starts two.
+pytestmark = pytest.mark.timeout(600)
+
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
 TIMEOUT = 240.0
 

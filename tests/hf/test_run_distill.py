@@ -17,6 +17,9 @@ from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
 from tests.launch import REPOSITORY, run, torchrun
 
+# On top of the limits of the processes themselves, of which the fixtures start two.
+pytestmark = pytest.mark.timeout(600)
+
 COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 COMMON = [
