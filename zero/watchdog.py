@@ -61,7 +61,8 @@ class Watchdog:
     def _status(self) -> str:
         waiting = self._waiting
         if waiting is not None:
-            return f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {waiting[1] or 'an exchange between units'}"
+            place = waiting[1] or "an exchange between units"
+            return f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {place}"
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         here = frames[-1]
         return f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}"
