@@ -21,12 +21,13 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from zero.checkpoint_files import checksum
+
 DESCRIPTION = "checkpoint.json"
 LATEST = "latest"
 FORMAT = "zero-checkpoint"
 FORMAT_VERSION = 1
 _SAVING, _REPLACED = ".saving-", ".replaced-"
-_READ_BYTES = 4 << 20
 
 
 class DamagedCheckpointError(ValueError):
@@ -190,17 +191,8 @@ def verify(folder: Path, files: Iterable[tuple[str, dict]]) -> None:
             raise DamagedCheckpointError(f"{path} is missing") from None
         if size != entry["bytes"]:
             raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry['bytes']} were written")
-        if _checksum(path) != entry["crc32"]:
+        if checksum(path) != entry["crc32"]:
             raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
-
-
-def _checksum(path: Path) -> str:
-    crc = 0
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return f"{crc:08x}"
 
 
 # -- finding

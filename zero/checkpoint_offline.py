@@ -79,7 +79,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for name, first in description["tied"].items():
         if first in state:
             state[name] = state[first]
-    return state
+    return state | {name: torch.empty(shape) for name, shape in description.get("empty", {}).items()}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -123,17 +123,18 @@ def consolidate(
         raise ValueError(f"{target} already holds a model ({existing[0]}); choose another folder or remove it")
     _verify(folder, description)
     tensors, reader = list(_model_tensors(description, dtype)), SliceReader(folder)
+    parts = [(key, tensor, *chunk) for key, tensor in tensors for chunk in reader.chunks(key)]
+    memory = torch.empty(max(numel * reader.dtype(key).itemsize for key, _, _, numel in parts), dtype=torch.uint8)
     with (
         ModelWriter(target, [tensor for _, tensor in tensors], max_file_bytes=max_file_bytes) as writer,
         tqdm(total=writer.nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar,
     ):
-        for key, tensor in tensors:
-            for start, numel in reader.chunks(key):
-                part = torch.empty(numel, dtype=reader.dtype(key))
-                reader.read({key: Slices(tensor.shape.numel(), {start: part})})
-                part = part.to(tensor.dtype)
-                writer.write(part)
-                bar.update(part.nbytes)
+        for key, tensor, start, numel in parts:
+            part = memory[: numel * reader.dtype(key).itemsize].view(reader.dtype(key))
+            reader.read({key: Slices(tensor.shape.numel(), {start: part})})
+            part = part.to(tensor.dtype)
+            writer.write(part)
+            bar.update(part.nbytes)
     written = writer.written
     if description["model_config"] is not None:
         trained_in = next(iter(description["parameters"].values()))["dtype"]

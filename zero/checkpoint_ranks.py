@@ -23,6 +23,7 @@ class Ranks:
 
     def __init__(self, comm: Communicator):
         self.rank, self.world_size = comm.rank, comm.world_size
+        self.in_background = 0  # how many `StoreRanks` were made of these
         # A group of its own: on the host whatever the device is, and apart from the messages of training.
         self._group = dist.new_group(backend="gloo", timeout=default_timeout())
 
@@ -73,15 +74,13 @@ class StoreRanks(Ranks):
     Values go through the store by which the ranks found each other. `close` after the last use.
     """
 
-    _made = 0
-
     def __init__(self, ranks: Ranks):
         self.rank, self.world_size, self._rounds = ranks.rank, ranks.world_size, 0
         if self.world_size > 1:
-            StoreRanks._made += 1  # at the same time on all ranks
+            ranks.in_background += 1  # at the same time on all ranks
             # A connection of its own: one that waits blocks everybody else who uses it.
             store = dist.distributed_c10d._get_default_store().clone()
-            self._store = dist.PrefixStore(f"zero/checkpoint/{StoreRanks._made}", store)
+            self._store = dist.PrefixStore(f"zero/checkpoint/{ranks.in_background}", store)
             self._store.set_timeout(default_timeout())
 
     def gather(self, value: T) -> list[T]:

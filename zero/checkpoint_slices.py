@@ -10,15 +10,11 @@ That metadata is a pickle: read only checkpoints that you trust.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import io
 import itertools
-import mmap
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,12 +38,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization
 
+from zero.checkpoint_files import ChecksummedFile, FileReader
 from zero.checkpoint_ranks import Ranks
 
 # Elements in one record of a file, which a reader reads at a time. Small enough for malloc to use its memory again.
 MAX_SLICE = 1 << 22
-# What is handed to the disk at a time, and what it wants positions and sizes to be multiples of.
-_BLOCK, _ALIGNMENT = 8 << 20, 4096
 # The end of a record that surely has the directory of the archive in it.
 _DIRECTORY = 4096
 
@@ -116,68 +111,6 @@ class SliceSavePlanner(DefaultSavePlanner):
         return part.new_empty(0).set_(part.untyped_storage()[begin : begin + part.nbytes])
 
 
-class _ChecksummedFile(io.RawIOBase):
-    """A file that computes the CRC-32 of what is written, from its beginning to its end; `close` makes it durable.
-
-    It goes past the page cache where the file system allows that, which takes a fraction of the time.
-    """
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.crc, self.bytes = 0, 0
-        self._buffer, self._filled = memoryview(mmap.mmap(-1, _BLOCK)), 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        try:
-            self._file = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._file = os.open(path, flags, 0o666)
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.bytes
-
-    def write(self, data: bytes | memoryview) -> int:
-        data = memoryview(data).cast("B")
-        self.crc = zlib.crc32(data, self.crc)
-        position = 0
-        while position < len(data):
-            count = min(len(data) - position, _BLOCK - self._filled)
-            self._buffer[self._filled : self._filled + count] = data[position : position + count]
-            self._filled, position = self._filled + count, position + count
-            if self._filled == _BLOCK:
-                self._hand_over()
-        self.bytes += len(data)
-        return len(data)
-
-    def _hand_over(self) -> None:
-        position, end = 0, -(-self._filled // _ALIGNMENT) * _ALIGNMENT
-        while position < end:
-            try:
-                position += os.write(self._file, self._buffer[position:end])
-            except OSError as error:
-                # Not aligned enough for this disk, or only a part fits: the page cache takes it, or says why not.
-                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-                if error.errno != errno.EINVAL or not flags & getattr(os, "O_DIRECT", 0):
-                    raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._filled = 0
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        try:
-            self._hand_over()
-            os.ftruncate(self._file, self.bytes)
-            os.fsync(self._file)
-        finally:
-            os.close(self._file)
-
-
 class _ChecksummingFileSystem(FileSystem):
     """Notes size and checksum of every file written; `files` maps a name to them."""
 
@@ -188,7 +121,7 @@ class _ChecksummingFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
         if mode != "wb":
             raise ValueError(f"{path}: opened with mode {mode!r} while writing a checkpoint")
-        with _ChecksummedFile(Path(path)) as stream:
+        with ChecksummedFile(Path(path)) as stream:
             yield stream
         self.files[Path(path).name] = {"bytes": stream.bytes, "crc32": f"{stream.crc:08x}"}
 
@@ -261,7 +194,7 @@ class SliceReader:
         reads = [read for key, entry in slices.items() for read in self._reads(key, entry)]
         reads.sort(key=lambda read: (read.record.relative_path, read.record.offset, read.skipped))
         for name, group in itertools.groupby(reads, key=lambda read: read.record.relative_path):
-            with open(self._folder / name, "rb", buffering=0) as file:
+            with FileReader(self._folder / name) as file:
                 for read in group:
                     read.into_target(file)
 
@@ -289,27 +222,20 @@ class _Read:
     skipped: int
     target: torch.Tensor
 
-    def into_target(self, file: io.FileIO) -> None:
+    def into_target(self, file: FileReader) -> None:
         direct = self.target.device.type == "cpu" and self.target.dtype == self.dtype
         values = self.target if direct else torch.empty(self.target.shape, dtype=self.dtype)
-        file.seek(self._data_start(file) + self.skipped * self.dtype.itemsize)
-        left = memoryview(values.view(torch.uint8).numpy())
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise EOFError(f"{file.name} ends within a record")
-            left = left[count:]
+        start = self._data_start(file) + self.skipped * self.dtype.itemsize
+        file.read_into(start, memoryview(values.view(torch.uint8).numpy()))
         if not direct:
             self.target.copy_(values)
 
-    def _data_start(self, file: io.FileIO) -> int:
+    def _data_start(self, file: FileReader) -> int:
         """Where the values are in the file: a record is a zip archive, as `torch.save` writes it, uncompressed."""
         length = min(self.record.length, _DIRECTORY)
-        end = self.record.offset + self.record.length
-        file.seek(end - length)
-        directory = zipfile.ZipFile(io.BytesIO(file.read(length)))
+        begin = self.record.offset + self.record.length - length
+        directory = zipfile.ZipFile(io.BytesIO(file.read(begin, length)))
         (entry,) = (info for info in directory.infolist() if info.filename.endswith("/data/0"))
-        header = entry.header_offset + end - length  # the archive was given without its beginning
-        file.seek(header + 26)
-        name, extra = struct.unpack("<HH", file.read(4))
+        header = begin + entry.header_offset  # the archive was given without its beginning
+        name, extra = struct.unpack("<HH", file.read(header + 26, 4))
         return header + 30 + name + extra
