@@ -143,6 +143,10 @@ class GradientReducer:
     def clear(self) -> None:
         """Forget all gradients; their buffers are written anew in the next cycle."""
         self.drain()
+        if self.deferred:
+            # Until the last micro-batch the sum of this rank's gradients takes their place.
+            for unit in self._fresh:
+                unit.grad = None
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
