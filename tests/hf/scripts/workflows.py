@@ -1,0 +1,361 @@
+"""What people do with a Trainer besides training it once. An ordinary transformers script: no word of zero.
+
+`python workflows.py FOLDER` runs them one after another, and rank 0 writes what they saw to FOLDER/report.json.
+
+Each workflow is a function of a folder of its own, a path that is the same on all ranks. It does first what needs no
+sharding, such as the reference: plain torch on the whole batch. It returns a function that does the rest, called when
+all references are there, since training arguments make transformers build every model sharded from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jobs import Tokens, collate, make_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+LR, STEPS, SAMPLES, RANKS = 1e-2, 3, 8, 2
+CLASSES = {"t5": T5ForConditionalGeneration, "llama": LlamaForCausalLM}
+ZERO3 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+
+Batch = dict[str, torch.Tensor]
+Sharded = Callable[[], Any]
+
+
+def data(name: str) -> Tokens:
+    return Tokens(SAMPLES, seq2seq=name == "t5")
+
+
+def whole_batch(name: str) -> Batch:
+    return collate([data(name)[index] for index in range(SAMPLES)])
+
+
+def plain_losses(model: torch.nn.Module, batch: Batch, steps: int = STEPS) -> list[float]:
+    """The losses of plain AdamW steps on one batch, and the loss after them."""
+    model.train()
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, model(**batch).loss.item()]
+
+
+def arguments(folder: Path, **others: Any) -> Seq2SeqTrainingArguments:
+    """Every step takes all samples, so that their order makes no difference."""
+    settings = {
+        "output_dir": str(folder), "deepspeed": ZERO3, "max_steps": STEPS, "logging_steps": 1, "learning_rate": LR,
+        "lr_scheduler_type": "constant", "per_device_train_batch_size": SAMPLES // RANKS, "save_strategy": "no",
+        "per_device_eval_batch_size": SAMPLES // RANKS, "report_to": [], "disable_tqdm": True,
+        "dataloader_pin_memory": False, "average_tokens_across_devices": False,
+    }  # fmt: skip
+    return Seq2SeqTrainingArguments(**settings | others)
+
+
+def trainer_for(name: str, model: torch.nn.Module | None, args: Seq2SeqTrainingArguments, **others: Any) -> Any:
+    return Seq2SeqTrainer(
+        model=model, args=args, train_dataset=data(name), eval_dataset=data(name), data_collator=collate, **others
+    )
+
+
+def log(trainer: Any, key: str = "loss") -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def trained(trainer: Any) -> list[float]:
+    """The losses of the steps, and the loss after them."""
+    trainer.train()
+    return [*log(trainer), trainer.evaluate()["eval_loss"]]
+
+
+def full(param: torch.nn.Parameter) -> torch.Tensor:
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters([param]):
+        return param.detach().clone()
+
+
+def differing(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters of `model` whose values are not exactly the expected ones."""
+    values = {name: full(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    missing = sorted(expected.keys() ^ values.keys())
+    return missing + [name for name in values if name in expected and not torch.equal(values[name], expected[name])]
+
+
+def held(params: Any) -> float:
+    """The part of the parameters' elements that lies in this rank's memory."""
+    params = list(params)
+    return sum(param.ds_tensor.numel() for param in params) / sum(param.numel() for param in params)
+
+
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def private(folder: Path) -> Path:
+    """A folder of this rank's own, so that no rank waits for another's files."""
+    return folder / f"rank{os.environ['RANK']}"
+
+
+# -- the workflows
+
+
+def evaluation_only(folder: Path) -> Sharded:
+    model, batch = make_model("t5"), whole_batch("t5")
+    with torch.no_grad():
+        expected = model(**batch).loss.item()
+    tokens = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=6)
+
+    def sharded() -> Any:
+        trainer = trainer_for("t5", make_model("t5"), arguments(folder, predict_with_generate=True))
+        evaluated = trainer.evaluate(max_new_tokens=6)["eval_loss"]
+        predicted = trainer.predict(trainer.eval_dataset, max_new_tokens=6)
+        same = torch.equal(torch.from_numpy(predicted.predictions)[:, : tokens.shape[1]], tokens)
+        return {
+            "expected": expected, "evaluated": evaluated, "predicted": predicted.metrics["test_loss"],
+            "same_tokens": same, "held": held(trainer.model.parameters()),
+            "optimizer": getattr(trainer.model_wrapped, "optimizer", None) is not None,
+        }  # fmt: skip
+
+    return sharded
+
+
+def best_model(folder: Path) -> Sharded:
+    def sharded() -> Any:
+        # The greatest loss is the first one.
+        args = arguments(
+            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=2,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        )  # fmt: skip
+        trainer = trainer_for("t5", make_model("t5"), args)
+        trainer.train()
+        return {"evaluations": log(trainer, "eval_loss"), "after": trainer.evaluate()["eval_loss"]}
+
+    return sharded
+
+
+def batch_size_is_found(folder: Path) -> Sharded:
+    """At stage 2: transformers itself refuses `auto_find_batch_size` at stage 3."""
+
+    def too_large(module: torch.nn.Module, args: tuple) -> None:
+        if args[0].shape[0] > 2:
+            raise RuntimeError("CUDA out of memory. Tried to allocate too much")
+
+    def sharded() -> Any:
+        model = make_model("llama")
+        model.model.layers[1].register_forward_pre_hook(too_large)
+        config = ZERO3 | {"zero_optimization": {"stage": 2}}
+        args = arguments(folder, deepspeed=config, auto_find_batch_size=True, per_device_eval_batch_size=2)
+        trainer = trainer_for("llama", model, args)
+        losses = trained(trainer)
+        return {"batch_size": trainer.state.train_batch_size, "losses": losses}
+
+    return sharded
+
+
+def two_runs(folder: Path) -> Sharded:
+    expected = plain_losses(make_model("t5"), whole_batch("t5"))
+
+    def sharded() -> Any:
+        trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
+        first, second = trained(trainer), trained(trainer)
+        other = trainer_for("t5", None, arguments(folder, learning_rate=LR / 10), model_init=lambda: make_model("t5"))
+        return {"expected": expected, "first": first, "second": second, "other": trained(other)}
+
+    return sharded
+
+
+def hyperparameter_trials(folder: Path) -> Sharded:
+    def sharded() -> Any:
+        trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
+        trainer.hp_search_backend = "wandb"  # its trials are plain dicts
+        losses = []
+        for learning_rate in (LR / 10, LR):
+            # What `train(trial=...)` does first; the rest of it needs one of the search packages.
+            trainer._hp_search_setup({"learning_rate": learning_rate})
+            losses.append(trained(trainer))
+        return losses
+
+    return sharded
+
+
+class CompareAtStart(TrainerCallback):
+    """Notes which parameters of the prepared model are not the expected ones."""
+
+    def __init__(self, expected: dict[str, torch.Tensor]):
+        self.expected, self.differing = expected, ["not called"]
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.differing = differing(model, self.expected)
+
+
+def resized(name: str, folder: Path) -> Sharded:
+    """T5 with a tied head, Llama with one of its own; grown by 7 rows, then cut by 2."""
+    config = make_model(name).config
+    config.tie_word_embeddings = name == "t5"
+    path = private(folder)
+    CLASSES[name](config).save_pretrained(path)
+
+    def build() -> torch.nn.Module:
+        model = CLASSES[name].from_pretrained(path)
+        set_seed(2)
+        model.resize_token_embeddings(71)
+        model.resize_token_embeddings(69)
+        return model
+
+    plain = build()
+    values = values_of(plain)
+    expected = plain_losses(plain, whole_batch(name))
+
+    def sharded() -> Any:
+        args = arguments(folder)
+        model, compare = build(), CompareAtStart(values)
+        losses = trained(trainer_for(name, model, args, callbacks=[compare]))
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        return {
+            "differing": compare.differing, "expected": expected, "losses": losses, "tied": head is embedding,
+            "shapes": [list(head.shape), list(embedding.shape)], "held": held([head]),
+        }  # fmt: skip
+
+    return sharded
+
+
+def sharded_checkpoint(folder: Path) -> Sharded:
+    path = private(folder)
+    plain = make_model("t5")
+    plain.save_pretrained(path, max_shard_size="20KB")
+    values = values_of(plain)
+
+    def sharded() -> Any:
+        args = arguments(folder)  # must live while the model is loaded
+        model = T5ForConditionalGeneration.from_pretrained(path)
+        report = {"differing": differing(model, values), "held": held(model.parameters())}
+        return report | {"files": len(list(path.glob("*.safetensors"))), "zero3": args.hf_deepspeed_config.is_zero3()}
+
+    return sharded
+
+
+def checkpointed(name: str, folder: Path) -> Sharded:
+    expected = plain_losses(make_model(name), whole_batch(name))
+
+    def sharded() -> Any:
+        losses = []
+        for reentrant in (False, True):
+            model = make_model(name)
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            losses.append(trained(trainer_for(name, model, arguments(folder))))
+        return {"expected": expected, "losses": losses}
+
+    return sharded
+
+
+def frozen(folder: Path) -> Sharded:
+    def build() -> torch.nn.Module:
+        model = make_model("t5")
+        model.encoder.block.requires_grad_(False)
+        return model
+
+    plain = build()
+    before = {name: value for name, value in values_of(plain).items() if name.startswith("encoder.block")}
+    expected = plain_losses(plain, whole_batch("t5"))
+
+    def sharded() -> Any:
+        model = build()
+        losses = trained(trainer_for("t5", model, arguments(folder)))
+        changed = [name for name in differing(model, values_of(plain) | before) if name in before]
+        return {"expected": expected, "losses": losses, "changed": changed, "frozen": len(before)}
+
+    return sharded
+
+
+def lora(name: str, folder: Path) -> Sharded:
+    path = private(folder)
+    make_model(name).save_pretrained(path)
+
+    def build() -> torch.nn.Module:
+        base = CLASSES[name].from_pretrained(path)
+        set_seed(3)
+        return get_peft_model(
+            base, LoraConfig(r=4, target_modules=["q", "v"] if name == "t5" else ["q_proj", "v_proj"])
+        )
+
+    expected = plain_losses(build(), whole_batch(name))
+
+    def sharded() -> Any:
+        args = arguments(folder)
+        model = build()
+        trainer = trainer_for(name, model, args)
+        losses = trained(trainer)
+        trainer.save_model()
+        base = [param for param in model.parameters() if not param.requires_grad]
+        return {"expected": expected, "losses": losses, "held": held(base)}
+
+    return sharded
+
+
+def reloaded_adapter(name: str, folder: Path) -> Any:
+    """The loss of the base model with the adapter that was saved, without any sharding, and what the adapter has."""
+    model = PeftModel.from_pretrained(CLASSES[name].from_pretrained(private(folder)), folder)
+    with torch.no_grad():
+        loss = model(**whole_batch(name)).loss.item()
+    return {"loss": loss, "keys": sorted(load_file(folder / "adapter_model.safetensors"))}
+
+
+WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
+    "evaluation_only": evaluation_only,
+    "best_model": best_model,
+    "batch_size_is_found": batch_size_is_found,
+    "two_runs": two_runs,
+    "hyperparameter_trials": hyperparameter_trials,
+    "sharded_checkpoint": sharded_checkpoint,
+    "frozen": frozen,
+    **{f"{kind.__name__}_{name}": partial(kind, name) for kind in (resized, checkpointed, lora) for name in CLASSES},
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    prepared = {name: prepare(folder / name) for name, prepare in WORKFLOWS.items()}
+    report = {name: sharded() for name, sharded in prepared.items()}
+    unset_hf_deepspeed_config()  # models are built whole again
+    for name in CLASSES:
+        report[f"lora_{name}"]["saved"] = reloaded_adapter(name, folder / f"lora_{name}")
+    if os.environ["RANK"] == "0":
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What people do with a Trainer besides training once: each workflow on two ranks at stage 3, against plain torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.hf.trainer_runs import SCRIPTS
+from tests.launch import torchrun
+
+MODELS = ["t5", "llama"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, Any]:
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("workflows")
+    process = torchrun("-m", "zero", "run", SCRIPTS / "workflows.py", folder, nproc=2, timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def close(values: list[float]) -> Any:
+    return pytest.approx(values, rel=1e-4)
+
+
+def test_evaluation_and_prediction_without_training(reports):
+    report = reports["evaluation_only"]
+    assert [report["evaluated"], report["predicted"]] == close([report["expected"]] * 2)
+    assert report["same_tokens"] and not report["optimizer"]
+    assert report["held"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_best_model_is_loaded_at_the_end(reports):
+    report = reports["best_model"]
+    first, *others = report["evaluations"]
+    assert report["after"] == pytest.approx(first, rel=1e-6)
+    assert max(others) < 0.95 * first
+
+
+def test_a_batch_size_that_fits_is_found(reports):
+    report = reports["batch_size_is_found"]
+    assert report["batch_size"] == 2
+    assert report["losses"][0] > report["losses"][-1]
+
+
+def test_each_run_begins_with_a_new_model(reports):
+    report = reports["two_runs"]
+    assert report["first"] == report["second"] == close(report["expected"])
+    assert report["other"][0] == report["first"][0]
+    assert reports["hyperparameter_trials"] == [report["other"], report["first"]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_embeddings_and_heads_are_resized(reports, name):
+    report = reports[f"resized_{name}"]
+    assert report["differing"] == []
+    assert report["shapes"] == [[69, 32], [69, 32]]
+    assert report["tied"] == (name == "t5")
+    assert report["held"] == pytest.approx(0.5, abs=0.01)
+    assert report["losses"] == close(report["expected"])
+
+
+def test_a_sharded_checkpoint_is_loaded_into_shards(reports):
+    report = reports["sharded_checkpoint"]
+    assert report["zero3"] and report["files"] > 5
+    assert report["differing"] == []
+    assert report["held"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_checkpointing_of_both_kinds(reports, name):
+    report = reports[f"checkpointed_{name}"]
+    assert report["losses"] == [close(report["expected"])] * 2
+
+
+def test_frozen_layers(reports):
+    report = reports["frozen"]
+    assert report["frozen"] > 0 and report["changed"] == []
+    assert report["losses"] == close(report["expected"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lora(reports, name):
+    """The frozen base is sharded, and what is saved are the adapter's weights and no others."""
+    report = reports[f"lora_{name}"]
+    assert report["losses"] == close(report["expected"])
+    assert report["held"] == pytest.approx(0.5, abs=0.01)
+    assert report["saved"]["loss"] == pytest.approx(report["losses"][-1], rel=1e-4)
+    attentions = {"t5": 6, "llama": 2}[name]
+    assert len(report["saved"]["keys"]) == attentions * 2 * 2
+    assert all("lora_" in key for key in report["saved"]["keys"])
