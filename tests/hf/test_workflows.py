@@ -1,8 +1,9 @@
-"""What people do with a Trainer besides training once: each workflow on two ranks at stage 3, against plain torch."""
+"""What people do with a Trainer besides training once, and with accelerate: two ranks, stage 3, beside plain torch."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from tests.launch import torchrun
 MODELS = ["t5", "llama"]
 
 
+def report_of(script: str, folder: Path) -> dict[str, Any]:
+    process = torchrun("-m", "zero", "run", SCRIPTS / script, folder, nproc=2, timeout=280)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, Any]:
     pytest.importorskip("peft")
-    folder = tmp_path_factory.mktemp("workflows")
-    process = torchrun("-m", "zero", "run", SCRIPTS / "workflows.py", folder, nproc=2, timeout=280)
-    assert process.returncode == 0, process.stdout + process.stderr
-    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return report_of("workflows.py", tmp_path_factory.mktemp("workflows"))
 
 
 def close(values: list[float]) -> Any:
@@ -92,3 +96,14 @@ def test_lora(reports, name):
     attentions = {"t5": 6, "llama": 2}[name]
     assert len(report["saved"]["keys"]) == attentions * 2 * 2
     assert all("lora_" in key for key in report["saved"]["keys"])
+
+
+def test_accelerate_plugins_in_turn_and_dummies(tmp_path):
+    """A student with a configured optimizer and schedule, two micro-batches a step, beside a frozen teacher."""
+    pytest.importorskip("peft")  # what the script shares with the Trainer's
+    report = report_of("accelerate_workflows.py", tmp_path)
+    assert report["losses"] == close(report["expected"])
+    assert report["rates"] == [0.0] + [1e-2] * 4
+    assert report["steps"] == 5
+    assert report["teacher_changed"] == [] and not report["teacher_optimizer"]
+    assert report["held"] == pytest.approx([0.5, 0.5], abs=0.01)

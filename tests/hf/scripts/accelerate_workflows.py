@@ -1,0 +1,127 @@
+"""What people do with accelerate's DeepSpeed plugin in loops of their own. No word of zero.
+
+`python accelerate_workflows.py FOLDER`: rank 0 writes what was seen to FOLDER/report.json; see `workflows.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from jobs import make_model
+from torch.nn.functional import kl_div, log_softmax, softmax
+from workflows import (
+    LR,
+    RANKS,
+    SAMPLES,
+    STEPS,
+    ZERO3,
+    T5ForConditionalGeneration,
+    differing,
+    held,
+    values_of,
+    whole_batch,
+)
+
+AUTOMATIC = ZERO3 | {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "gradient_clipping": 1.0,
+}
+WARMUP = [0.0, 0.0]  # WarmupLR warms up for at least two steps
+
+
+def loss_of(student: torch.nn.Module, teacher: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        target = softmax(teacher(**batch).logits, dim=-1)
+    output = student(**batch)
+    return output.loss + kl_div(log_softmax(output.logits, dim=-1), target, reduction="none").sum(-1).mean()
+
+
+def plain(student: torch.nn.Module, teacher: torch.nn.Module) -> list[float]:
+    params = list(student.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
+    losses = []
+    for factor in [*WARMUP, *[1.0] * STEPS]:
+        optimizer.param_groups[0]["lr"] = factor * LR
+        loss = loss_of(student, teacher, whole_batch("t5"))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def distilled(folder: Path) -> dict[str, Any]:
+    """A student under one plugin, whose steps accumulate two micro-batches, and a frozen teacher under another."""
+    path = folder / f"teacher{os.environ['RANK']}"
+    teacher = make_model("t5")
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(3)
+    teacher.save_pretrained(path)
+    teacher.eval()
+    values, expected = values_of(teacher), plain(make_model("t5"), teacher)
+
+    plugins = {
+        "student": DeepSpeedPlugin(hf_ds_config=AUTOMATIC),
+        "teacher": DeepSpeedPlugin(
+            hf_ds_config=ZERO3 | {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+        ),
+    }
+    accelerator = Accelerator(deepspeed_plugins=plugins, gradient_accumulation_steps=2)
+    samples = list(zip(*whole_batch("t5").values(), strict=True))
+    loader = torch.utils.data.DataLoader(
+        samples,
+        batch_size=SAMPLES // RANKS // 2,
+        collate_fn=lambda rows: [torch.stack(column) for column in zip(*rows, strict=True)],
+    )
+    student = make_model("t5")
+    optimizer = DummyOptim(student.parameters(), lr=LR, weight_decay=0.0)
+    scheduler = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
+    student, optimizer, loader, scheduler = accelerator.prepare(student, optimizer, loader, scheduler)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    teacher = accelerator.prepare(T5ForConditionalGeneration.from_pretrained(path))
+    teacher.eval()
+    accelerator.state.select_deepspeed_plugin("student")
+
+    losses, rates = [], []
+    for _ in expected:
+        total = torch.zeros(())
+        for columns in loader:
+            batch = dict(zip(whole_batch("t5"), columns, strict=True))
+            with accelerator.accumulate(student):
+                loss = loss_of(student, teacher, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            total += accelerator.reduce(loss.detach(), "mean") / 2
+        losses.append(total.item())
+        rates.append(scheduler.get_last_lr()[0])
+    return {
+        "expected": expected, "losses": losses, "rates": rates, "steps": student.global_steps,
+        "teacher_changed": differing(accelerator.unwrap_model(teacher), values),
+        "held": [held(student.parameters()), held(teacher.parameters())],
+        "teacher_optimizer": teacher.optimizer is not None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    report = distilled(folder)
+    if os.environ["RANK"] == "0":
+        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
