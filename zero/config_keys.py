@@ -145,6 +145,7 @@ class SectionsWithoutEffect(Section):
     dump_state: bool = unused(False, "the engine keeps no such dump; log the model instead")
     disable_python_gc: bool = unused(False, "call gc.disable() in the script")
     vocabulary_size: Count | None = unused(None, "DeepSpeed only warns about its alignment")
+    use_dynamic_tiling: bool = unused(False, "in published configurations, and read nowhere in DeepSpeed")
     memory_breakdown: bool = unused(False, _TORCH_PROFILER)
     dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
     log_level: str | None = unused(None, "set the level of the logger 'zero'")
@@ -162,8 +163,8 @@ class SectionsWithoutEffect(Section):
         "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
     ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
     aio: inert(
-        "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, single_submit=bool, overlap_events=bool,
-        use_gds=bool,
+        "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, thread_count=Int, single_submit=bool,
+        overlap_events=bool, use_gds=bool,
     ) = unused(None, "offload to files is not available yet")
     flops_profiler: inert(
         "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
