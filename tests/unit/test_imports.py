@@ -42,7 +42,18 @@ LAYERS = [
 ]
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
-    "zero.checkpoint": ["files", "folder", "model", "ranks", "values", "slices", "state", "background", "offline", "__init__"],
+    "zero.checkpoint": [
+        "files",
+        "folder",
+        "model",
+        "ranks",
+        "values",
+        "slices",
+        "state",
+        "background",
+        "offline",
+        "__init__",
+    ],  # fmt: skip
     "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "step"],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }
