@@ -440,6 +440,15 @@ class ZeroEngine(EngineSettings, nn.Module):
                 )
         return self
 
+    def compile(self, backend: str | Callable = "inductor", compile_kwargs: dict | None = None) -> None:
+        """Compile the model by `torch.compile`. Raises ValueError where a backend cannot follow gathered parameters."""
+        if backend != "eager" and any(not unit.persistent for unit in self.units):
+            raise UsageError(
+                f"torch.compile with the backend {backend!r}: a compiled backward does not follow parameters that are "
+                "released and gathered again at stage 3; use stage 2 or below, the backend 'eager', or no compilation"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
         self.hooks.remove()
