@@ -61,7 +61,7 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * default_timeout().total_seconds())
+        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds())
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
@@ -69,8 +69,8 @@ class Communicator:
         self._native = device.type == "cuda"
         # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
         # operations by their order, and where graphs differ ranks start a reduction between different gathers.
-        self._group = dist.new_group(backend=backend, timeout=default_timeout())
-        self._reductions = dist.new_group(backend=backend, timeout=default_timeout()) if self._native else self._group
+        self._group = dist.new_group(backend=backend, timeout=group_timeout())
+        self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
 
     @property
     def mean_factor(self) -> float:
@@ -261,6 +261,11 @@ def default_timeout() -> timedelta:
     """How long a collective may wait for other ranks: `DEEPSPEED_TIMEOUT` minutes, else 30."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     return timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT
+
+
+def group_timeout() -> timedelta:
+    """The timeout of the default process group, whoever made it."""
+    return dist.group.WORLD._get_backend(compute_device()).options._timeout
 
 
 def init_distributed(

@@ -13,7 +13,7 @@ import torch
 
 from zero.config import Config
 from zero.config_keys import Section
-from zero.config_reading import walk
+from zero.config_reading import read, walk
 
 # The argument of transformers' TrainingArguments that replaces "auto" for a key, where it has another name.
 _TRAINER_ARGUMENTS = {
@@ -46,10 +46,20 @@ def option(*names: str) -> str | None:
     return None
 
 
-def _file_of_the_command_line() -> dict:
-    """The configuration file that the command line names, as it was before anybody filled in "auto"."""
-    path = option("--deepspeed", "--deepspeed_config")
-    return json.loads(Path(path).read_text(encoding="utf-8")) if path and Path(path).is_file() else {}
+def _original(config: Config) -> dict:
+    """The configuration as the command line names it, before anybody filled in "auto", if it is this one."""
+    source = option("--deepspeed", "--deepspeed_config")
+    try:
+        original = read(source)[1] if source else {}
+    except (ValueError, OSError):
+        return config.raw
+    return original if original and _same_but_for_auto(original, config.raw) else config.raw
+
+
+def _same_but_for_auto(original: Any, filled: Any) -> bool:
+    if isinstance(original, dict) and isinstance(filled, dict):
+        return all(key in filled and _same_but_for_auto(value, filled[key]) for key, value in original.items())
+    return original in ("auto", filled)
 
 
 def _show(value: Any) -> str:
@@ -82,7 +92,7 @@ def _rows(section: Section, prefix: str, original: dict, inherited: str | None =
 def report(config: Config, everything: bool = True) -> str:
     """A table for people with a line for each key of `config`; without `everything`, not for those that neither were
     given nor do anything."""
-    rows = list(_rows(config, "", _file_of_the_command_line() or config.raw))
+    rows = list(_rows(config, "", _original(config)))
     # Settings that the chosen optimizer or schedule does not have.
     rows = [row for row in rows if not (".params." in row[0] and row[2] == "-" and row[3] == "default")]
     if not everything:

@@ -103,7 +103,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             self.comm,
             self.residency,
             last_micro_step=self.is_gradient_accumulation_boundary,
-            backward_begins=self._backward_begins,
+            gradients_begin=self._gradients_begin,
             ignore_unused=zero.ignore_unused_parameters,
         )
         offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
@@ -157,6 +157,9 @@ class ZeroEngine(EngineSettings, nn.Module):
             set_z3_leaf_modules(self.module, leaves.classes, raise_if_not_found=False)
             set_z3_leaf_modules_by_name(self.module, leaves.names)
             set_z3_leaf_modules_by_suffix(self.module, leaves.name_suffixes)
+        doubles = [n for n, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float64]
+        if doubles and not sixteen_bit:
+            raise UsageError(f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first")
         # Below stage 3 nothing is gathered for use; units are what is reduced together.
         threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
         plans = plan_units(self.module, threshold, zero.stage3_model_persistence_threshold, group_of)
@@ -228,6 +231,9 @@ class ZeroEngine(EngineSettings, nn.Module):
         _engine_backwards += 1
         try:
             self.scale(loss).backward(retain_graph=retain_graph)
+        except BaseException:
+            self.hooks.forget_broken_pass()
+            raise
         finally:
             _engine_backwards -= 1
             self._loss_was_scaled = False
@@ -247,8 +253,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         # In fp32: the product overflows fp16 long before the gradients do.
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
-    def _backward_begins(self) -> None:
-        """The first gradient of a backward has arrived: its factor depends on who runs it."""
+    def _gradients_begin(self) -> None:
+        """The first parameter of a backward has its gradient: the factor depends on who runs it."""
         if self.scaler is not None and not self._loss_was_scaled:
             raise RuntimeError(
                 "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
@@ -454,6 +460,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.hooks.remove()
         self.reducer.clear()
         for unit in self.units:
+            unit.optimizer = unit.grad = unit.master = None
             if not unit.persistent and unit.state.name != "SHARDED":
                 unit.free()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
+from zero.errors import UsageError
 from zero.layout import Piece
 from zero.unit import Unit, unit_of
 
@@ -89,6 +90,8 @@ class _Fragment:
     @torch.no_grad()
     def write_local(self, value: torch.Tensor) -> None:
         """Store this rank's part; `publish` must follow on every rank."""
+        if self.kind == _GRADIENT and self.unit.optimizer.reducer.carried(self.unit) is not None:
+            raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         for start, place in self._places(self.piece):

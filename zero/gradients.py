@@ -61,6 +61,8 @@ class GradientReducer:
         """Take over the gradient that autograd left on the unit's parameter number `index`."""
         param = unit.params[index]
         grad, param.grad = param.grad, None
+        if grad.is_sparse:
+            grad = grad.to_dense()
         entry = self._collected.setdefault(unit, _Collected())
         if not self.contiguous:
             earlier = entry.parts.get(index)
@@ -127,9 +129,11 @@ class GradientReducer:
         """This rank's sum over micro-batches, as long as `unit.full`, that waits for the last one (stages 0, 1)."""
         return self._carried.get(unit)
 
-    def ensure(self, unit: Unit) -> None:
-        """Make `unit.grad` zero if no backward has given it a gradient in this cycle."""
-        if unit not in self._fresh:
+    def settle(self, unit: Unit) -> None:
+        """Before a step: reduce what still waited for a last micro-batch; zero where no backward gave a gradient."""
+        if unit in self._carried:
+            self._start(unit, self._carried.pop(unit))
+        elif unit not in self._fresh:
             if unit.grad is None:
                 unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
             unit.grad.zero_()

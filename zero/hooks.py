@@ -27,8 +27,10 @@ the order in which its units completed (as DistributedDataParallel rebuilds its 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 
 import torch
@@ -41,6 +43,8 @@ from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.schedule import Schedule
 from zero.unit import Residency, State, Unit, unit_of
+
+logger = logging.getLogger("zero")
 
 
 def in_backward() -> bool:
@@ -57,6 +61,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+    elif is_dataclass(value):
+        yield from tensors_in(vars(value))
 
 
 def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
@@ -105,7 +111,7 @@ class ModuleHooks:
 
     Args: model: the root module; units: all of its units; schedule: the policy, by position in `units`;
     reducer: takes the gradients; comm: to agree on their order; residency: counts what is gathered.
-    `last_micro_step` tells whether the parameters change before the next forward; `backward_begins` is called with
+    `last_micro_step` tells whether the parameters change before the next forward; `gradients_begin` is called with
     the first gradient of each backward. Unless `ignore_unused`, a trainable parameter without a gradient is an error.
     """
 
@@ -118,19 +124,20 @@ class ModuleHooks:
         comm: Communicator,
         residency: Residency,
         last_micro_step: Callable[[], bool],
-        backward_begins: Callable[[], None],
+        gradients_begin: Callable[[], None],
         ignore_unused: bool = True,
     ):
         self.units, self.schedule, self.reducer, self.residency = list(units), schedule, reducer, residency
         self.comm, self.ignore_unused = comm, ignore_unused
         self.index = {unit: i for i, unit in enumerate(self.units)}
-        self.last_micro_step, self.backward_begins = last_micro_step, backward_begins
+        self.last_micro_step, self.gradients_begin = last_micro_step, gradients_begin
         self._held: Counter[Unit] = Counter()
         self._held_to_end: set[Unit] = set()
         # In the order of first reading. No call of a module tells when backward needs these: it has them all along.
         self._read_elsewhere: dict[Unit, None] = {}
         self._in_backward: set[Unit] = set()
         self._in_forward = False
+        self._thawed: set[Unit] = set()
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}
         # Units that complete last in every model: spread over all of it, or used at both of its ends.
         late = [unit for unit in self.units if unit.persistent or unit.shared]
@@ -139,7 +146,7 @@ class ModuleHooks:
         self._complete: dict[Unit, None] = {}
         self._started = 0
         self._backwards = 0
-        self._backward_is_open = False
+        self._backward_is_open = self._has_gradients = False
         self.handles: list = []
         self._install(model)
 
@@ -185,11 +192,22 @@ class ModuleHooks:
     def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
         if in_backward():
             return
-        self._forget_broken_pass()
+        self.forget_broken_pass()
         self._in_forward = True
         training = torch.is_grad_enabled()
+        if training:
+            self._warn_of_thawed()
         kind = ("train", module.training) if training else ("infer", module.training)
         self.schedule.begin(kind, wraps=not training or not self.last_micro_step())
+
+    def _warn_of_thawed(self) -> None:
+        for unit in self.units:
+            if not unit.trainable and unit not in self._thawed and any(param.requires_grad for param in unit.params):
+                self._thawed.add(unit)
+                logger.warning(
+                    "%s was frozen when the engine was made, and stays as it is: set requires_grad before initialize()",
+                    unit,
+                )
 
     def _root_post_forward(self, module: nn.Module, args: tuple, output: object) -> None:
         if in_backward():
@@ -201,7 +219,7 @@ class ModuleHooks:
         if not outputs:
             self._end_pass()
 
-    def _forget_broken_pass(self) -> None:
+    def forget_broken_pass(self) -> None:
         """A forward or backward that ended in an exception left its units in use."""
         for unit in self.units:
             while self._held[unit]:
@@ -273,15 +291,17 @@ class ModuleHooks:
 
     # -- backward
 
-    def _backward_begins(self, grad: torch.Tensor) -> None:
+    def _backward_begins(self, *_: object) -> None:
+        """The first sign of a backward: of an output of the root, of a module, or a parameter's gradient."""
         if not self._backward_is_open:
-            self.backward_begins()
             self._backward_is_open = True
+            self._has_gradients = False
             for unit in self._read_elsewhere:
                 self._hold_to_end(unit)
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def _pre_backward(self, units: list[Unit], grads: tuple) -> None:
+        self._backward_begins()
         for unit in units:
             complete = not unit.shared and len(self._arrived[unit]) == len(unit.params)
             if not complete and unit not in self._in_backward:
@@ -292,6 +312,10 @@ class ModuleHooks:
         self._leave_backward(unit)
 
     def _gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
+        self._backward_begins()
+        if not self._has_gradients:
+            self._has_gradients = True
+            self.gradients_begin()
         self.reducer.collect(unit, index)
         arrived = self._arrived[unit]
         arrived.add(index)

@@ -10,6 +10,7 @@ occupies one element, so that a stray read is visible and never touches freed me
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -57,6 +58,8 @@ class Residency:
     def remove(self, numel: int) -> None:
         self.live -= numel
 
+
+logger = logging.getLogger("zero")
 
 _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -166,8 +169,11 @@ class Unit:
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
         sharded_before = True
         for param, slot in zip(self.params, self.layout.slots, strict=True):
+            param.grad = None
             former, target = unit_of(param), full.narrow(0, slot.offset, slot.numel)
             sharded_before &= former is not None
+            if former is not None and former.optimizer is not None:
+                logger.warning("%s goes to a new engine: the one that trained it so far must not be used again", former)
             if former is not None:
                 with former.exposed():
                     target.copy_(param.data.reshape(-1))
@@ -283,8 +289,9 @@ class Unit:
             self.conceal()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
-        self.full = torch.empty_like(self.full)
-        self._views = self._make_views()
+        with torch.inference_mode(False):
+            self.full = torch.empty_like(self.full)
+            self._views = self._make_views()
         self.full.untyped_storage().resize_(0)
 
     def invalidate(self) -> None:

@@ -141,6 +141,50 @@ def two_engines(rank: int, world_size: int) -> None:
         follows(engine, reference, world_size)
 
 
+def unusual(rank: int, world_size: int, stage: int) -> None:
+    """A loss past the root's forward; a step after no_sync alone; a backward that fails, and the next one."""
+    batch = torch.ones(ROWS, WIDTH)
+    engine, reference = engine_of(build(Experts), stage), build(Experts)
+
+    def loss_of_parts(model: nn.Module) -> torch.Tensor:
+        return model.out(torch.tanh(model.experts[0](batch))).square().mean()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("in the middle of backward")
+
+    failing = loss_of_parts(engine.module)
+    failing.register_hook(fail)
+    with pytest.raises(KeyError):
+        engine.backward(failing)
+    engine.zero_grad()
+    for _ in range(2):
+        engine.backward(loss_of_parts(engine.module))
+        engine.step()
+        loss_of_parts(reference).backward()
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param -= LR * param.grad
+                    param.grad = None
+    if stage < 2:
+        with engine.no_sync():
+            engine.backward(engine(batch, 1))
+        engine.step()
+        reference(batch, 1).backward()
+        with torch.no_grad():
+            for param in reference.parameters():
+                if param.grad is not None:
+                    param -= LR * param.grad
+    for name, param in engine.module.named_parameters():
+        expected = dict(reference.named_parameters())[name]
+        torch.testing.assert_close(fragments.safe_get_full_fp32_param(param), expected.detach(), msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unusual_backwards(stage):
+    run_on(2, unusual, stage)
+
+
 def test_two_engines_under_one_loss():
     run_on(2, two_engines)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zero.comm import Communicator
+from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.optim.loss_scaler import LossScaler
 from zero.tiers import Tier
@@ -75,6 +76,12 @@ class ZeroOptimizer:
         self.overflow = False
         self.grad_norm: float | None = None
         group_of = param_group_of(optimizer)
+        known = {param for unit in units for param in unit.params}
+        if strangers := [param for param in group_of if param not in known and param.numel()]:
+            raise UsageError(
+                f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
+                f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+            )
         self._replicated = any(unit.layout.replicated for unit in self.units)
         for unit in self.units:
             unit.make_master(tier)
@@ -158,7 +165,8 @@ class ZeroOptimizer:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
         self.reducer.drain()
         for unit in self.units:
-            self.reducer.ensure(unit)
+            self.reducer.settle(unit)
+        self.reducer.drain()
         to_mean = self.gradient_factor
         self.grad_norm = self._global_norm() * to_mean
         self.overflow = not math.isfinite(self.grad_norm)
@@ -209,6 +217,10 @@ class ZeroOptimizer:
             numel += tile.master.numel()
         if batch:
             yield batch
+
+    def state_dict(self) -> dict:
+        """Refused: every rank holds a part of the state; checkpoints put the parts together."""
+        raise UsageError("the optimizer's state is sharded: use engine.save_checkpoint and engine.load_checkpoint")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
