@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +33,8 @@ _TRAINER_ARGUMENTS = {
     "zero_optimization.stage3_prefetch_bucket_size": "the model's hidden size",
     "zero_optimization.stage3_param_persistence_threshold": "the model's hidden size",
 }
+logger = logging.getLogger("zero")
+
 FILE = "zero_config.txt"
 _HEADER = ("key", "given", "effective", "from", "effect")
 
@@ -115,9 +117,8 @@ def announce(config: Config) -> None:
     _reported.add(text)
     print(report(config, everything=False), file=sys.stderr)
     if folder := option("--output_dir"):
-        write(config, folder)
-
-
-def write(config: Config, folder: str | os.PathLike) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / FILE).write_text(report(config) + "\n", encoding="utf-8")
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / FILE).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            logger.warning("the table of the configuration was not written: %s", error)

@@ -379,8 +379,6 @@ class ZeroEngine(EngineSettings, nn.Module):
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
         if tag is not None:
             self._check_tag(tag)
-        if self.comm.rank == 0:
-            config_report.write(self.settings, save_dir)
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def _check_tag(self, tag: str) -> None:
