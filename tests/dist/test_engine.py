@@ -221,10 +221,10 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = toy()
-    some = [param for name, param in trainable(model) if name != "blocks.1.up.weight"]
+    others = [*model.parameters(), torch.nn.Parameter(torch.ones(3))]
     found = {
-        "missing parameter": error_of(
-            lambda: zero.initialize(model=model, optimizer=adamw([{"params": some}]), config=CONFIG)
+        "foreign parameter": error_of(
+            lambda: zero.initialize(model=model, optimizer=adamw([{"params": others}]), config=CONFIG)
         )
     }
     for kind, options in ((torch.optim.LBFGS, {}), (torch.optim.Adafactor, {})):
@@ -251,7 +251,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_is_refused_says_what_to_do():
     expected = {
-        "missing parameter": "'blocks.1.up.weight'",
+        "foreign parameter": "not the model's",
         "LBFGS": "LBFGS",
         "Adafactor": "AdamW",
         "model": "model is missing",
