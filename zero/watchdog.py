@@ -8,6 +8,7 @@ first one prints all answers; all processes end with exit code 1.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -32,11 +33,20 @@ class Watchdog:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.position: object = "before the first module"
         self._waiting: tuple[float, object] | None = None
+        self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         if world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
             self._store = dist.distributed_c10d._get_default_store().clone()
-            threading.Thread(target=self._watch, name="zero-watchdog", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
+            self._thread.start()
+            # A thread that is inside of the store's C++ code when the interpreter ends would abort the process.
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join()
 
     def wait(self, wait: Callable[[], object], what: object) -> None:
         """Call `wait()`, which blocks until other ranks have done their part in `what`."""
@@ -48,8 +58,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         try:
-            while True:
-                time.sleep(min(1.0, self.timeout / 10))
+            while not self._stopped.wait(min(1.0, self.timeout / 10)):
                 waiting = self._waiting
                 if waiting is not None and time.monotonic() - waiting[0] > self.timeout:
                     self._answer(first=self._store.add(_ALARM, 1) == 1)
