@@ -131,8 +131,8 @@ def test_nearest_key(config, line):
 def test_a_key_that_deepspeed_never_had_is_an_error_and_the_settings_around_it_are_not():
     minicodformer = zero3(memory_efficient_linear=True, round_robin_gradients=True, offload_optimizer={"device": "cpu"})
     load_config(minicodformer)
-    minicodformer["zero_optimization"]["use_dynamic_tiling"] = True
-    assert errors(minicodformer)[0].startswith("zero_optimization.use_dynamic_tiling: not a key of DeepSpeed 0.19; ")
+    minicodformer["zero_optimization"]["use_static_tiling"] = True
+    assert errors(minicodformer)[0].startswith("zero_optimization.use_static_tiling: not a key of DeepSpeed 0.19; ")
 
 
 @pytest.mark.parametrize("key", ["amp", "elasticity", "zero_optimization.mics_shard_size"])

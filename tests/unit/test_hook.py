@@ -94,8 +94,8 @@ def test_missing_name_is_an_error_that_says_so(tmp_path):
         import deepspeed, deepspeed.ops.adam
         with pytest.raises(AttributeError, match="'deepspeed.PipelineModule' is not provided by zero"):
             deepspeed.PipelineModule
-        with pytest.raises(AttributeError, match="'deepspeed.ops.adam.FusedAdam' is not provided by zero"):
-            deepspeed.ops.adam.FusedAdam
+        with pytest.raises(AttributeError, match="'deepspeed.ops.adam.OneBitAdam' is not provided by zero"):
+            deepspeed.ops.adam.OneBitAdam
         with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe' is not provided by zero"):
             import deepspeed.moe.layer
         """,
