@@ -132,7 +132,9 @@ def test_a_key_that_deepspeed_never_had_is_an_error_and_the_settings_around_it_a
     minicodformer = zero3(memory_efficient_linear=True, round_robin_gradients=True, offload_optimizer={"device": "cpu"})
     load_config(minicodformer)
     minicodformer["zero_optimization"]["use_static_tiling"] = True
-    assert errors(minicodformer)[0].startswith("zero_optimization.use_static_tiling: not a key of DeepSpeed 0.19; ")
+    assert errors(minicodformer) == [
+        "zero_optimization.use_static_tiling: unknown key; did you mean use_dynamic_tiling?"
+    ]
 
 
 @pytest.mark.parametrize("key", ["amp", "elasticity", "zero_optimization.mics_shard_size"])
