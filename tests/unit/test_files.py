@@ -1,0 +1,460 @@
+"""zero.files: tensors in a file are the same through their mapping and by direct I/O, and go when they should."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import gc
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from zero import files, files_memory
+from zero.errors import UsageError
+from zero.files import AioSettings, ScratchFile
+from zero.files_memory import PAGE, HostMemory
+
+# Requests of two pages, so that small tensors take several.
+SMALL = AioSettings(block_size=PAGE, queue_depth=4, thread_count=2)
+
+
+@pytest.fixture(params=["direct", "bounced", "refused at open", "refused at transfer"])
+def way(request, monkeypatch):
+    """Each way that bytes may take; returns a function that makes a host tensor for it."""
+    if request.param == "refused at open":
+        monkeypatch.setattr(os, "open", without_direct(os.open))
+    if request.param == "refused at transfer":
+        monkeypatch.setattr(os, "preadv", refusing_direct(os.preadv))
+        monkeypatch.setattr(os, "pwritev", refusing_direct(os.pwritev))
+    memory = HostMemory(limit=1 << 30)
+
+    def host(like: torch.Tensor) -> torch.Tensor:
+        if request.param != "bounced":
+            return memory.like(like)
+        phase = (like.data_ptr() + 64) % PAGE
+        return memory.take(like.nbytes, phase).view(like.dtype)
+
+    return host
+
+
+def without_direct(real):
+    def open_without(path, flags, *args, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *args, **options)
+
+    return open_without
+
+
+def refusing_direct(real):
+    def call(file, *args):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, *args)
+
+    return call
+
+
+def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8).random_(0, 256)
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_written_either_way_is_read_either_way(tmp_path, way, dtype):
+    file = ScratchFile(tmp_path, SMALL)
+    for numel in (1, 31, 2048, 2049, 10_007):
+        tensor = file.empty(numel, dtype)
+        host = way(tensor)
+        random_bytes(host)
+        file.write(tensor, host).wait()
+        assert equal(tensor, host)
+        random_bytes(tensor)
+        file.read(tensor, host).wait()
+        assert equal(tensor, host)
+    file.close()
+
+
+def test_slices_of_any_phase_leave_their_neighbours_alone(tmp_path, way):
+    file = ScratchFile(tmp_path, SMALL)
+    tensor = file.zeros(5 * PAGE, torch.uint8)
+    expected = torch.zeros(5 * PAGE, dtype=torch.uint8)
+    for phase in range(0, 4096, 128):
+        for nbytes in (128, 4096 - phase, 4096, 2 * 4096 + 131, 3 * 4096):
+            part = tensor[phase : phase + nbytes]
+            host = way(part)
+            expected[phase : phase + nbytes] = random_bytes(host)
+            file.write(part, host).wait()
+            assert torch.equal(tensor, expected), (phase, nbytes)
+            host.zero_()
+            file.read(part, host).wait()
+            assert torch.equal(host, part), (phase, nbytes)
+
+
+def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
+    file = ScratchFile(tmp_path, AioSettings(block_size=PAGE, queue_depth=8, thread_count=8))
+    tensor = file.zeros(300_000, torch.uint8)
+    order = random.Random(1)
+    for _ in range(30):
+        cuts = sorted({0, tensor.numel(), *(128 * order.randrange(2343) for _ in range(40))})
+        expected = torch.empty(300_000, dtype=torch.uint8).random_(0, 256)
+        parts = list(zip(cuts, cuts[1:], strict=False))
+        transfers = [file.write(tensor[start:end], expected[start:end].clone()) for start, end in parts]
+        for transfer in transfers:
+            transfer.wait()
+        found = torch.empty_like(expected)
+        file.read(tensor, found).wait()
+        assert torch.equal(found, expected)
+        assert torch.equal(tensor, expected)
+
+
+def test_mapping_and_transfers_stay_coherent_while_other_regions_are_transferred(tmp_path):
+    file = ScratchFile(tmp_path, AioSettings(block_size=PAGE, queue_depth=16, thread_count=4))
+    stop = threading.Event()
+
+    def disturb(seed: int) -> int:
+        tensor, host = file.empty(50_001, torch.bfloat16), torch.empty(50_001, dtype=torch.bfloat16)
+        rounds = 0
+        while not stop.is_set():
+            file.write(tensor, host.fill_(seed + rounds % 100)).wait()
+            file.read(tensor, host.zero_()).wait()
+            assert (host == seed + rounds % 100).all()
+            tensor.fill_(-1)
+            rounds += 1
+        return rounds
+
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(disturb, seed) for seed in range(3)]
+        try:
+            tensor, host = file.empty(70_003, torch.float32), torch.empty(70_003)
+            for number in range(200):
+                tensor.fill_(number)
+                file.read(tensor, host).wait()
+                assert (host == number).all()
+                file.write(tensor, host.fill_(number + 0.5)).wait()
+                assert (tensor == number + 0.5).all()
+        finally:
+            stop.set()
+        assert all(other.result() > 0 for other in others)
+
+
+def test_tensors_start_as_zeros_and_their_places_are_used_again(tmp_path):
+    file = ScratchFile(tmp_path)
+    first = [file.zeros(1000, torch.float32) for _ in range(3)]
+    assert not any(tensor.any() for tensor in first)
+    addresses = [tensor.data_ptr() for tensor in first]
+    for tensor in first:
+        tensor.fill_(7)
+    last = first.pop()
+    view = first[0][10:20]
+    del first, tensor
+    gc.collect()
+    again = file.empty(1000, torch.float32)
+    assert again.data_ptr() == addresses[1], "the first is alive, as a view of it is"
+    assert (again == 7).all()
+    del view, again
+    # Both neighbours together are one region, and a new tensor of zeros is cleaned.
+    joined = file.zeros((4 << 20) // 4, torch.float32)
+    assert joined.data_ptr() == addresses[0] and not joined.any()
+    assert (last == 7).all()
+
+
+def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("zero.files_regions._SEGMENT", 4 << 20)
+    file = ScratchFile(tmp_path, SMALL)
+    tensors = [file.zeros(numel, torch.uint8) for numel in (100, 6 << 20, 3 << 20, 100, 100)]
+    hosts = [torch.empty_like(tensor) for tensor in tensors]
+    transfers = [file.write(t, h.fill_(i + 1)) for i, (t, h) in enumerate(zip(tensors, hosts, strict=True))]
+    for number, (tensor, transfer) in enumerate(zip(tensors, transfers, strict=True)):
+        transfer.wait()
+        assert (tensor == number + 1).all()
+
+
+def test_an_empty_tensor_takes_no_place(tmp_path):
+    file = ScratchFile(tmp_path)
+    tensor = file.empty(0, torch.float32)
+    assert tensor.shape == (0,)
+    file.read(tensor, torch.empty(0)).wait()
+
+
+def test_arguments_that_cannot_be_right(tmp_path):
+    file, other = ScratchFile(tmp_path), ScratchFile(tmp_path)
+    tensor = file.empty(10, torch.float32)
+    with pytest.raises(ValueError, match="not a tensor of this file"):
+        other.read(tensor, torch.empty(10))
+    with pytest.raises(ValueError, match="40 bytes in the file, 44 in memory"):
+        file.read(tensor, torch.empty(11))
+    with pytest.raises(ValueError, match="contiguous"):
+        file.read(tensor[::2], torch.empty(5))
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match="is closed"):
+        file.read(tensor, torch.empty(10))
+    assert tensor.fill_(3).sum() == 30
+
+
+def test_folders_are_made_or_refused(tmp_path):
+    folder = tmp_path / "a" / "b"
+    ScratchFile(folder)
+    assert list(folder.iterdir()) == []
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UsageError, match=r"offload_\*.nvme_path: no file can be made in .*/file"):
+            ScratchFile(wrong)
+
+
+def test_a_folder_without_direct_io_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(os, "open", without_direct(os.open))
+    file = ScratchFile(tmp_path)
+    tensor = file.empty(10_000, torch.float32)
+    file.write(tensor, torch.ones(10_000)).wait()
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path} does not allow direct I/O: transfers there go through the page cache, more slowly"
+    ]
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no file system in memory here")
+def test_a_file_system_in_memory():
+    file = ScratchFile("/dev/shm")
+    tensor = file.empty(10_001, torch.float32)
+    host = torch.rand(10_001)
+    file.write(tensor, host).wait()
+    assert torch.equal(tensor, host)
+
+
+def test_no_space_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):
+    file = ScratchFile(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=f"no 4000 bytes in {tmp_path}: No space left on device; make room") as caught:
+            file.empty(1000, torch.float32)
+    assert caught.value.errno == errno.ENOSPC
+    del caught
+    assert file.zeros(1000, torch.float32).sum() == 0
+
+
+def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_limit_of_the_size_of_files_is_an_error_too(tmp_path):
+    program = """
+        import errno, resource, sys, torch
+        from zero.files import ScratchFile
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            ScratchFile(sys.argv[1]).empty(1 << 20, torch.float32)
+        except OSError as error:
+            assert error.errno == errno.EFBIG and "make room" in str(error)
+            print("refused")
+    """
+    assert run(program, tmp_path).stdout == "refused\n"
+
+
+def test_a_file_that_is_too_short(tmp_path, way):
+    file = ScratchFile(tmp_path, SMALL)
+    tensor = file.empty(10 * PAGE, torch.uint8)
+    host = way(tensor)
+    os.ftruncate(file._file, 3 * PAGE)
+    with pytest.raises(OSError, match=f"reading from {tmp_path}, .*: the file ends .* in order") as caught:
+        file.read(tensor, host).wait()
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = ScratchFile(tmp_path)
+    tensor, host = file.empty(10_000, torch.float32), torch.ones(10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        transfer = file.read(tensor, host) if call == "preadv" else file.write(tensor, host)
+        with pytest.raises(OSError, match=f"{tmp_path}.*Input/output error") as caught:
+            transfer.wait()
+    assert caught.value.errno == errno.EIO
+    file.write(tensor, host).wait()
+    assert torch.equal(tensor, host), "the threads go on"
+
+
+def test_nothing_is_left_when_the_process_is_killed(tmp_path):
+    program = """
+        import os, signal, sys, torch
+        from zero.files import ScratchFile
+        file = ScratchFile(sys.argv[1])
+        tensor = file.empty(1 << 20, torch.float32)
+        transfers = [file.write(tensor, torch.ones(1 << 20)) for _ in range(10)]
+        print("running", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = run(program, tmp_path)
+    assert ended.stdout == "running\n" and ended.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_process(tmp_path):
+    """Transfers under way do not hold it up, atexit handlers may make some, and so may a thread that is still there."""
+    program = """
+        import atexit, sys, threading, torch
+        from zero.files import ScratchFile
+        file = ScratchFile(sys.argv[1])
+        tensor = file.empty(1 << 20, torch.float32)
+        def last(name):
+            threading.main_thread().join() if name == "thread" else None
+            host = torch.empty(1 << 20)
+            file.write(tensor, torch.ones(1 << 20)).wait()
+            file.read(tensor, host).wait()
+            print(name, host.sum().item(), flush=True)
+        atexit.register(last, "atexit")
+        threading.Thread(target=last, args=("thread",)).start()
+        for _ in range(20):
+            file.write(file.empty(1 << 20, torch.float32), torch.ones(1 << 20))
+    """
+    ended = run(program, tmp_path)
+    assert ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"] and ended.returncode == 0
+    assert ended.stderr == ""
+
+
+def test_a_forked_process_is_refused_and_ends(tmp_path):
+    program = """
+        import gc, os, sys, torch
+        from zero.files import ScratchFile
+        file = ScratchFile(sys.argv[1])
+        tensor = file.empty(1000, torch.float32)
+        child = os.fork()
+        if child == 0:
+            try:
+                file.read(tensor, torch.empty(1000))
+            except ValueError:
+                del tensor, file
+                gc.collect()
+                sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        file.write(tensor, torch.ones(1000)).wait()
+        print(tensor.sum().item())
+    """
+    assert run(program, tmp_path).stdout == "1000.0\n"
+
+
+def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path):
+    before = set(threading.enumerate())
+    descriptors = len(os.listdir("/proc/self/fd"))
+    file = ScratchFile(tmp_path)
+    tensor = file.empty(1000, torch.float32)
+    file.write(tensor, torch.ones(1000)).wait()
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == file.settings.thread_count
+    del file
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert tensor.sum() == 1000
+    del tensor
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_tensor_lives_as_long_as_its_transfers(tmp_path):
+    file = ScratchFile(tmp_path)
+    transfers = [file.write(file.empty(1 << 18, torch.float32), torch.ones(1 << 18)) for _ in range(20)]
+    for transfer in transfers:
+        transfer.wait()
+
+
+def test_host_memory_has_the_phase_that_is_asked_for_and_is_used_again():
+    memory = HostMemory(limit=1 << 20)
+    buffer = memory.take(5000, phase=384)
+    assert buffer.shape == (5000,) and buffer.data_ptr() % PAGE == 384
+    address = buffer.data_ptr() - 384
+    memory.release(buffer)
+    again = memory.take(5000)
+    assert again.data_ptr() == address
+    with pytest.raises(KeyError):
+        memory.release(torch.empty(3))
+
+
+def test_host_memory_waits_at_its_limit_unless_nothing_is_out():
+    memory = HostMemory(limit=10 * PAGE)
+    first = memory.take(100 * PAGE)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(memory.take, PAGE)
+        assert not second.done()
+        memory.release(first)
+        assert second.result(timeout=30).numel() == PAGE
+    # What is larger than the limit was not kept, and blocks that fit no request go for those that do.
+    assert sum(block.numel() for block in memory._free) == 0
+    taken = [memory.take(3 * PAGE) for _ in range(3)]
+    for buffer in taken:
+        memory.release(buffer)
+    memory.take(8 * PAGE)
+    assert sum(block.numel() for block in memory._free) == 0
+
+
+class Runtime:
+    """In place of CUDA's: answers with a code, and keeps what is registered."""
+
+    def __init__(self, code: int):
+        self.code, self.registered = code, set()
+
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+        assert ctypes.string_at(address, size) == bytes(size)
+        self.registered |= {address} if self.code == 0 else set()
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        ctypes.string_at(address, 1)
+        self.registered.remove(address)
+
+
+def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
+    runtime = Runtime(code)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(files_memory, "_clear_cuda_error", lambda: None)
+    return runtime, HostMemory(limit=1 << 20, pin=True)
+
+
+def test_pinned_memory_is_registered_as_long_as_it_lives(monkeypatch):
+    runtime, memory = pinned_memory(monkeypatch, code=0)
+    buffer = memory.take(100, phase=128)
+    assert runtime.registered == {buffer.data_ptr() - 128}
+    memory.release(buffer)
+    del memory, buffer
+    gc.collect()
+    assert runtime.registered == set()
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_and_told_once(monkeypatch, caplog):
+    runtime, memory = pinned_memory(monkeypatch, code=2)
+    with caplog.at_level(logging.WARNING):
+        assert memory.take(100).numel() == memory.take(100).numel() == 100
+    assert runtime.registered == set()
+    (record,) = caplog.records
+    assert "cannot pin 4096 bytes" in record.message and "CUDA error 2" in record.message
+    assert "(ulimit -l)" in record.message
+
+
+def test_settings_give_the_bytes_of_a_request():
+    assert AioSettings(block_size=1 << 20, queue_depth=32, thread_count=4).request == 8 << 20
+    assert AioSettings(block_size=5000, queue_depth=1, thread_count=8).request == 2 * PAGE
+    assert list(files._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]
