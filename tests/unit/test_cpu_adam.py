@@ -1,0 +1,375 @@
+"""Adam on host memory: the bits of torch's default path, whatever the cut, with a compiler and without one."""
+
+import contextlib
+import logging
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zero.optim import cpu_adam
+from zero.optim.torch_optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
+
+SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+DECAYS = [(0.0, True), (0.1, True), (0.1, False)]
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+EVERY_16_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("c++") and cpu_adam._ninja()), reason="needs c++ and ninja")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def extensions(tmp_path_factory):
+    """One build for all tests, in a folder where a killed process has left the loader's lock."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("extensions")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+        (folder / cpu_adam._name()).mkdir()
+        (folder / cpu_adam._name() / "lock").touch()
+        cpu_adam._kernel_once.cache_clear()
+        yield
+        cpu_adam._kernel_once.cache_clear()
+
+
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "fallback"])
+def path(request, monkeypatch):
+    if request.param == "fallback":
+        monkeypatch.setattr(cpu_adam, "_kernel", lambda: None)
+    else:
+        assert cpu_adam._kernel() is not None
+
+
+@pytest.fixture
+def exact_sqrt(monkeypatch):
+    """torch's square root rounded exactly: on x86 it is MKL's, which is not."""
+    sqrt = torch.Tensor.sqrt
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda tensor: sqrt(tensor.double()).float())
+
+
+def state(numel, seed=0):
+    """A master and its two moments before the first step."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)]
+
+
+def gradient(numel, dtype, step):
+    """Gradients of all magnitudes, zeros and subnormals among them; some infinite or NaN from step 40 on."""
+    generator = torch.Generator().manual_seed(step)
+    grad = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(4).exp()
+    grad[step % 3 :: 5] = 0.0
+    grad[step % 4 :: 7] = 1e-7 if dtype is torch.float16 else 1e-40
+    if step >= 40:
+        grad[step % 11 :: 11] = float("inf")
+        grad[step % 13 :: 13] = float("nan")
+    return grad.to(dtype)
+
+
+def bits(tensor):
+    """The bits, all NaN alike."""
+    integers = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+    return integers.masked_fill(tensor.isnan(), 0x7FC0)
+
+
+def assert_same_bits(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(bits(a), bits(b))
+
+
+class Reference:
+    """torch's own optimizer, by default the single-tensor one, on a copy of `tensors`."""
+
+    def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["beta1"], **choice):
+        self.param, *self.moments = [tensor.clone() for tensor in tensors]
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        betas = (beta1, SETTINGS["beta2"])
+        self.optimizer = kind([self.param], 1e-2, betas, SETTINGS["eps"], decay, **choice)
+
+    def step(self, grad, factor, number):
+        exp_avg, exp_avg_sq = self.moments
+        self.param.grad = grad.float() * factor
+        self.optimizer.state[self.param] = {
+            "step": torch.tensor(number - 1.0),
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
+        }
+        self.optimizer.step()
+        return [self.param, exp_avg, exp_avg_sq]
+
+
+def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0, **settings):
+    master, exp_avg, exp_avg_sq = tensors
+    settings = {**SETTINGS, **settings, "weight_decay": decay, "decoupled": decoupled, "factor": factor}
+    cpu_adam.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, **settings)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "beta1"), [(torch.float32, 0.9), (torch.bfloat16, 0.3), (torch.float16, 0.9)])
+@pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
+def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1, exact_sqrt):
+    for numel in (1, 7, 8, 15, 1003):
+        ours = state(numel)
+        reference = Reference(ours, decay, decoupled, beta1)
+        for step in range(1, 51):
+            grad, factor = gradient(numel, dtype, step), (1.0, 0.37, 2.0**-16)[step % 3]
+            adam(ours, grad, step=step, decay=decay, decoupled=decoupled, factor=factor, beta1=beta1)
+            assert_same_bits(ours, reference.step(grad, factor, step))
+
+
+@needs_compiler
+def test_many_pieces_on_several_threads_have_the_bits_of_torch(exact_sqrt, monkeypatch):
+    monkeypatch.setattr(cpu_adam, "thread_count", lambda: 3)
+    ours, out = state(1_000_003), torch.empty(1_000_003, dtype=torch.bfloat16)
+    reference = Reference(ours, 0.1, True)
+    for step in (1, 2):
+        grad = gradient(1_000_003, torch.bfloat16, step)
+        adam(ours, grad, out, step, 0.1, factor=0.37)
+        assert_same_bits(ours, reference.step(grad, 0.37, step))
+    assert torch.equal(out, ours[0].bfloat16())
+
+
+@needs_compiler
+@pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
+def test_torchs_inexact_square_root_is_the_only_difference(decay, decoupled):
+    ours = state(10_003)
+    for step in range(1, 20):
+        grad, before = gradient(10_003, torch.float32, step), ours[0].clone()
+        expected = Reference(ours, decay, decoupled).step(grad, 0.37, step)
+        adam(ours, grad, step=step, decay=decay, decoupled=decoupled, factor=0.37)
+        assert_same_bits(ours[1:], expected[1:])
+        update = (ours[0] - before).abs() + SETTINGS["lr"] * decay * before.abs()
+        assert ((ours[0] - expected[0]).abs() <= update * 2**-21 + before.abs() * 2**-23).all()
+
+
+@pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
+def test_the_fallback_is_close_to_torchs_default(decay, decoupled, monkeypatch):
+    monkeypatch.setattr(cpu_adam, "_kernel", lambda: None)
+    monkeypatch.setattr(cpu_adam, "CHUNK", 256)
+    ours, out = state(1003), torch.empty(1003, dtype=torch.float16)
+    for step in range(1, 20):
+        grad, before = gradient(1003, torch.bfloat16, step), ours[0].clone()
+        expected = Reference(ours, decay, decoupled).step(grad, 0.37, step)
+        adam(ours, grad, out, step, decay, decoupled, factor=0.37)
+        assert_same_bits(ours[1:2], expected[1:2])
+        assert ((bits(ours[2]) - bits(expected[2])).abs() <= 2).all()
+        update = (ours[0] - before).abs() + SETTINGS["lr"] * decay * before.abs()
+        assert ((ours[0] - expected[0]).abs() <= update * 2**-21 + before.abs() * 2**-23).all()
+        assert torch.equal(out, ours[0].half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS])
+def test_a_cut_anywhere_changes_no_bit(path, dtype):
+    whole = state(1003)
+    pieces = [tensor.clone() for tensor in whole]
+    out, out_pieces = torch.empty(2, 1003, dtype=torch.bfloat16)
+    for step in range(1, 12):
+        grad = gradient(1003, dtype, step)
+        adam(whole, grad, out, step, 0.1, factor=0.37)
+        cuts = [0, 1, step, 64 + step, 500 - 7 * step, 640, 1003]
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            part = [tensor[start:end] for tensor in pieces]
+            adam(part, grad[start:end], out_pieces[start:end], step, 0.1, factor=0.37)
+        assert_same_bits([*whole, out], [*pieces, out_pieces])
+
+
+def test_calls_from_several_threads_at_once(path, monkeypatch):
+    monkeypatch.setattr(cpu_adam, "PIECE", 100)
+    monkeypatch.setattr(cpu_adam, "thread_count", lambda: 2)
+    results = {seed: state(10_007, seed) for seed in range(4)}
+    grad = gradient(10_007, torch.bfloat16, 1)
+    callers = [threading.Thread(target=adam, args=(tensors, grad)) for tensors in results.values()]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for seed, tensors in results.items():
+        expected = state(10_007, seed)
+        adam(expected, grad)
+        assert_same_bits(tensors, expected)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_every_16_bit_gradient_is_read_as_torch_reads_it(path, dtype):
+    grad = EVERY_16_BITS.view(dtype)
+    ours = [torch.zeros(len(grad)) for _ in range(3)]
+    expected = Reference(ours, 0.0, True).step(grad, 1.0, 1)
+    adam(ours, grad)
+    assert_same_bits(ours[1:2], expected[1:2])
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_the_copy_is_rounded_as_torch_rounds(path, dtype):
+    """Every value of the 16-bit type, the ties between two of them, and their neighbours in fp32."""
+    exact = EVERY_16_BITS.view(dtype).float().view(torch.int32)
+    tie = 1 << (15 if dtype is torch.bfloat16 else 12)
+    subnormal = (torch.rand(10_000) * 2.0**-13).view(torch.int32)
+    master = torch.cat([*(exact + offset for offset in (0, 1, tie - 1, tie, tie + 1)), subnormal]).view(torch.float32)
+    out = torch.empty(len(master), dtype=dtype)
+    adam([master, torch.zeros_like(master), torch.zeros_like(master)], torch.zeros_like(master), out, lr=0.0)
+    assert_same_bits([out], [master.to(dtype)])
+
+
+def test_the_gradient_stays(path):
+    for dtype in (torch.float32, *SIXTEEN_BITS):
+        grad = gradient(100, dtype, 1)
+        before = grad.clone()
+        adam(state(100), grad, decay=0.1, decoupled=False, factor=0.5)
+        assert torch.equal(grad, before)
+
+
+def test_nothing_to_do(path):
+    adam(state(0), torch.empty(0), torch.empty(0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("grad", lambda tensor: tensor[:-1], r"grad must be .* shape \(4,\) .* not of shape \(3,\)"),
+        ("grad", lambda tensor: tensor.double(), "grad must be .* torch.float32 or torch.bfloat16 or torch.float16"),
+        ("master", lambda tensor: tensor.view(2, 2), "master must be"),
+        ("exp_avg", lambda tensor: tensor.bfloat16(), "exp_avg must be"),
+        ("exp_avg_sq", lambda tensor: torch.zeros(8)[::2], "exp_avg_sq must be contiguous"),
+        ("out", lambda tensor: tensor.float(), "out must be"),
+        ("grad", lambda tensor: tensor.to("meta"), "on meta"),
+    ],
+)
+def test_other_tensors_are_refused(name, change, message):
+    tensors = {key: torch.zeros(4) for key in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    tensors["out"] = torch.zeros(4, dtype=torch.bfloat16)
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=message):
+        cpu_adam.adam(*tensors.values(), step=1, **SETTINGS, weight_decay=0.0, decoupled=True, factor=1.0)
+
+
+# -- building
+
+
+@pytest.fixture
+def afresh(monkeypatch):
+    """As in a process that has not built yet; the kernel that the other tests share comes back afterwards."""
+    monkeypatch.setattr(cpu_adam, "_kernel_once", cpu_adam._kernel_once.__wrapped__)
+
+
+@needs_compiler
+def test_ranks_that_build_at_once_all_get_the_kernel(afresh, tmp_path, monkeypatch):
+    """Threads stand for the ranks: nothing but the lock on the folder keeps them apart."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_adam, "_building", contextlib.nullcontext())
+    with ThreadPoolExecutor(3) as ranks:
+        kernels = [built.result() for built in [ranks.submit(cpu_adam._kernel) for _ in range(3)]]
+    assert None not in kernels
+    assert len(list(tmp_path.glob("*/*.so"))) == 1
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
+    source = tmp_path / "cpu_adam.cpp"
+    source.write_text("this is not C++")
+    monkeypatch.setattr(cpu_adam, "SOURCE", source)
+    assert cpu_adam._kernel() is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "falls back on torch's fused kernel" in caplog.text and "Error building extension" in caplog.text
+
+
+@needs_compiler
+def test_a_kernel_with_other_numbers_is_not_used(afresh, monkeypatch, caplog):
+    monkeypatch.setattr(cpu_adam, "_build", lambda: lambda *arguments: None)
+    assert cpu_adam._kernel() is None
+    assert "its numbers are not torch's" in caplog.text
+
+
+def test_no_compiler_is_no_warning(afresh, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with caplog.at_level(logging.INFO, logger="zero"):
+        assert cpu_adam._kernel() is None
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert "found no no-such-compiler" in caplog.text
+
+
+def test_libraries_of_other_cpus_have_other_names(monkeypatch):
+    name = cpu_adam._name()
+    monkeypatch.setattr(cpu_adam, "_cpu", lambda: "another one")
+    assert cpu_adam._name() != name
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "omp", "expected"),
+    [
+        (8, None, None, 8),
+        (8, None, "3", 3),
+        (8, None, "1", 1),
+        (8, "4", None, 2),
+        (8, "4", "1", 2),
+        (8, "4", "3", 3),
+        (2, "4", "1", 1),
+        (2, None, "64", 2),
+        (4, "1", "0", 4),
+        (4, "1", "2,1", 4),
+    ],
+)
+def test_threads(cores, ranks, omp, expected, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    for name, value in (("LOCAL_WORLD_SIZE", ranks), ("OMP_NUM_THREADS", omp)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert cpu_adam.thread_count() == expected
+
+
+# -- which optimizers
+
+
+class Derived(torch.optim.AdamW):
+    """One that may do more."""
+
+
+def made(kind=torch.optim.AdamW, **settings):
+    return kind([torch.nn.Parameter(torch.ones(2))], **settings)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam])
+def test_plain_adam_is_served_also_under_a_scheduler(kind):
+    optimizer = made(kind, lr=0.1)
+    assert cpu_adam.serves(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert cpu_adam.serves(optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        made(Derived),
+        made(Lion),
+        made(torch.optim.NAdam),
+        made(amsgrad=True),
+        made(maximize=True),
+        made(capturable=True),
+        made(differentiable=True),
+        made(lr=torch.tensor(0.1)),
+        made(betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=False),
+    ],
+)
+def test_others_are_not(optimizer):
+    assert not cpu_adam.serves(optimizer)
+
+
+def test_a_group_of_its_own_kind_is_not_served():
+    optimizer = made()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "maximize": True})
+    assert not cpu_adam.serves(optimizer)
+
+
+def test_steps_that_somebody_listens_to_are_not_served():
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = made()
+        handle = getattr(optimizer, register)(lambda *args: None)
+        assert not cpu_adam.serves(optimizer)
+        handle.remove()
+        assert cpu_adam.serves(optimizer)
+    handle = register_optimizer_step_post_hook(lambda *args: None)
+    assert not cpu_adam.serves(optimizer)
+    handle.remove()
+    optimizer.step = lambda closure=None: None
+    assert not cpu_adam.serves(optimizer)
