@@ -22,7 +22,7 @@ from torch import nn
 from zero.checkpoint_slices import Slices, add, whole
 from zero.checkpoint_values import decode, dtype_name, dtype_of, encode
 from zero.layout import Piece
-from zero.optim.step import Tile
+from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ _NUMBERS = {"bool": bool, "int": int, "float": float}
 
 def values_of(unit: Unit) -> torch.Tensor:
     """This rank's slice of the unit in the most precise form there is."""
+    unit.wait_for_update()
     return unit.shard if unit.master is None else unit.master
 
 
@@ -101,8 +102,9 @@ def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, d
     kinds: dict[str, dict] = {}
     group_of: dict[str, int] = {}
     optimizer = engine.optimizer
+    states = optimizer.state
     for tile in optimizer.tiles:
-        state = optimizer.state.get(tile.master, {})
+        state = states.get(tile.master, {})
         for piece, first, end in _covered(tile, engine.comm.rank):
             name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
             group_of[name] = tile.group
@@ -158,7 +160,8 @@ class OptimizerTarget:
         state = _TileState(tile, {}, {})
         for key, kind in self.kinds.items():
             if not kind["number"]:
-                state.tensors[key] = torch.zeros_like(tile.master, dtype=dtype_of(kind["dtype"]))
+                tier = tile.unit.optimizer_tier
+                state.tensors[key] = tier.zeros(tile.master.numel(), dtype_of(kind["dtype"]))
         for piece, first, end in pieces:
             name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
             position = piece.inside + first - piece.start

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zero.clock import Clock
 from zero.watchdog import Watchdog
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -53,12 +54,14 @@ class Pending:
 class Communicator:
     """Collectives of one group of ranks on one kind of device.
 
-    `calls` and `elements` count operations and the elements of the full buffers they moved, by operation name.
+    `calls` and `elements` count operations and the elements of the full buffers they moved, by operation name; `clock`
+    has the time of all engines that use these ranks.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds())

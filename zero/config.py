@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr, model_validator
@@ -43,30 +43,59 @@ from zero.errors import UsageError
 
 
 class OffloadConfig(Section):
-    """Where shards (``offload_param``) or masters and optimizer state (``offload_optimizer``) live."""
+    """Where shards (``offload_param``) or gradients, masters and optimizer state (``offload_optimizer``) live."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
     pin_memory: bool = True
-    nvme_path: str | None = unused(None, NOT_YET)
-    buffer_count: Count | None = unused(None, "only used by offload to nvme, which is not available yet")
+    nvme_path: str | None = None
+
+    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count")
+
+    def idle(self, key: str) -> str | None:
+        if self.device == "none" and key != "device":
+            return "nothing is offloaded"
+        if self.device != "nvme" and key in self._only_for_files:
+            return "acts with device nvme only"
+        return super().idle(key)
 
 
 class OffloadParamConfig(OffloadConfig):
-    """``zero_optimization.offload_param``."""
+    """``zero_optimization.offload_param``. Sizes in elements."""
 
-    buffer_size: Count = unused(int(1e8), "only used by offload to nvme, which is not available yet")
-    max_in_cpu: Count = unused(int(1e9), "only used by offload to nvme, which is not available yet")
+    # Together: how much is read from files ahead of its use.
+    buffer_count: Positive = 5
+    buffer_size: Positive = int(1e8)
+    max_in_cpu: Count = int(1e9)
+
+    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
 
 
 class OffloadOptimizerConfig(OffloadConfig):
-    """``zero_optimization.offload_optimizer``."""
+    """``zero_optimization.offload_optimizer``. ``overlap_step`` is this engine's own; see :mod:`zero.optim.updates`."""
 
-    pipeline_read: bool = unused(False, "only used by offload to nvme, which is not available yet")
-    pipeline_write: bool = unused(False, "only used by offload to nvme, which is not available yet")
-    fast_init: bool = unused(False, "only used by offload to nvme, which is not available yet")
-    ratio: Fraction = unused(1.0, "the whole optimizer state is offloaded")
+    buffer_count: Positive = unused(4, "as many buffers are made as the tensors of a tile need")
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = unused(False, "new moments are holes in the file: nothing is written for them")
+    ratio: Fraction | Literal["auto"] = 1.0
+    # None: where the state is in another memory than the one that computes.
+    overlap_step: bool | None = None
     super_offload: bool = unused(False, NOT_YET)
-    cpuadam_cores_perc: Fraction = unused(0.8, "torch decides the number of threads")
+    cpuadam_cores_perc: Fraction = unused(0.8, "the cores of the machine are divided among its ranks")
+
+    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
+
+
+class AioConfig(Section):
+    """``aio``: how files are read and written. ``block_size`` in bytes."""
+
+    block_size: Positive = 1 << 20
+    queue_depth: Positive = 32
+    thread_count: Positive = 4
+    intra_op_parallelism: Positive | None = unused(None, "threads are counted by thread_count")
+    single_submit: bool = unused(False, "blocks are read and written by threads, one call for each")
+    overlap_events: bool = unused(True, "blocks are always read and written while others are waited for")
+    use_gds: only(bool, False, "files are read to host memory, without GPUDirect Storage") = False
 
 
 class LeafModuleConfig(Section):
@@ -212,7 +241,7 @@ class Config(SectionsWithoutEffect):
     steps_per_print: Annotated[float, Field(gt=0)] | None = unused(
         None, "the Trainer reports progress; see logging_steps", honoured=math.inf
     )
-    wall_clock_breakdown: bool = unused(False, "not measured here; use torch.profiler")
+    wall_clock_breakdown: bool = False
     # This engine's own key, in seconds; None: 0.8 of the process group's timeout.
     watchdog_timeout: Annotated[float, Field(gt=0)] | None = None
     communication_data_type: DType = None
@@ -224,6 +253,7 @@ class Config(SectionsWithoutEffect):
     scheduler: SchedulerConfig | None = None
     fp16: FP16Config = Field(default_factory=FP16Config)
     bf16: BF16Config = Field(default_factory=BF16Config)
+    aio: AioConfig = Field(default_factory=AioConfig)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
@@ -233,6 +263,12 @@ class Config(SectionsWithoutEffect):
     _place: str = PrivateAttr("")
     _auto: frozenset = PrivateAttr(frozenset())
     _deprecated: list = PrivateAttr(default_factory=list)
+
+    def idle(self, key: str) -> str | None:
+        zero = self.zero_optimization
+        if key == "aio" and not any(o and o.device == "nvme" for o in (zero.offload_param, zero.offload_optimizer)):
+            return "nothing is offloaded to nvme"
+        return super().idle(key)
 
     @property
     def raw(self) -> dict:
@@ -334,7 +370,7 @@ def _without_effect(section: Section, prefix: str, inherited: str | None = None)
         if key not in section.model_fields_set:
             continue
         mark = field.json_schema_extra or {}
-        reason = inherited or mark.get("unused")
+        reason = inherited or section.idle(key)
         value = getattr(section, key)
         if value is not None and value == mark.get("honoured"):
             continue
@@ -376,8 +412,8 @@ def _offload_contradictions(zero: ZeroConfig, stage_known: bool) -> Iterator[tup
         if offload is None or offload.device == "none":
             continue
         key = f"zero_optimization.{name}.device"
-        if offload.device == "nvme":
-            yield key, "nvme is not available yet; use cpu"
+        if offload.device == "nvme" and not offload.nvme_path:
+            yield f"zero_optimization.{name}.nvme_path", "is missing, and device is nvme; name a folder on a fast disk"
         # `offload_param` is left aside below stage 3: accelerate's plugin writes it whatever the stage.
         if stage_known and zero.stage < minimum and name == "offload_optimizer":
             yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

@@ -21,6 +21,10 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
 
+    def idle(self, key: str) -> str | None:
+        """Why `key` has no effect; None if it acts."""
+        return (type(self).model_fields[key].json_schema_extra or {}).get("unused")
+
 
 class KeywordSection(Section):
     """Settings that can be passed on with ``**``."""
@@ -162,10 +166,6 @@ class SectionsWithoutEffect(Section):
     torch_autocast: inert(
         "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
     ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
-    aio: inert(
-        "Aio", block_size=Int, queue_depth=Int, intra_op_parallelism=Int, thread_count=Int, single_submit=bool,
-        overlap_events=bool, use_gds=bool,
-    ) = unused(None, "offload to files is not available yet")
     flops_profiler: inert(
         "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
         top_modules=Int, detailed=bool, output_file=str,

@@ -73,9 +73,9 @@ def _show(value: Any) -> str:
 
 
 def _rows(section: Section, prefix: str, original: dict, inherited: str | None = None) -> Iterator[tuple[str, ...]]:
-    for name, field in type(section).model_fields.items():
+    for name in type(section).model_fields:
         key, value = prefix + name, getattr(section, name)
-        reason = inherited or (field.json_schema_extra or {}).get("unused")
+        reason = inherited or section.idle(name)
         if isinstance(value, Section):
             yield from _rows(value, f"{key}.", original, reason)
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,17 +16,18 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import checkpoint, comm, config_report
 from zero.activations import HostActivations
-from zero.config import Config, load_config
+from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.engine_settings import EngineSettings
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
-from zero.layout import plan_units
+from zero.layout import UnitPlan, plan_units
 from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zero.optim.factory import build_optimizer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
+from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Schedule
 from zero.tiers import Tier
@@ -77,11 +79,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer)
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         self._place_buffers()
-        offload = zero.offload_optimizer
-        tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
         self.reducer = GradientReducer(
             self.comm,
-            tier,
             bucket_size=zero.reduce_bucket_size,
             overlap=zero.overlap_comm,
             contiguous=zero.contiguous_gradients,
@@ -89,9 +88,12 @@ class ZeroEngine(EngineSettings, nn.Module):
             deferred=zero.stage < 2,
             last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
         )
+        ahead = zero.stage3_prefetch_bucket_size
+        if zero.offloads_params and zero.offload_param.device == "nvme":
+            ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
         self.schedule = Schedule(
             [unit.layout.numel for unit in self.units],
-            zero.stage3_prefetch_bucket_size,
+            ahead,
             zero.stage3_max_live_parameters,
             zero.stage3_max_reuse_distance,
         )
@@ -111,16 +113,23 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if inner is not None:
+            offload = zero.offload_optimizer or OffloadOptimizerConfig()
+            here, away = Tier(self.comm.device), Tier.of(offload, settings.aio, self.comm.device)
+            trainable = [unit for unit in self.units if unit.trainable]
             self.optimizer = ZeroOptimizer(
                 inner,
                 self.units,
                 self.reducer,
                 self.comm,
-                tier,
+                Placement(trainable, here, away, offload.ratio),
                 sub_group_size=zero.sub_group_size,
                 clipping=settings.gradient_clipping,
                 scaler=self.scaler,
                 reduce_op=settings.gradient_allreduce_op,
+                overlap=self._overlaps_step(offload),
+                read_ahead=offload.pipeline_read,
+                write_behind=offload.pipeline_write,
+                forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
             )
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
@@ -150,7 +159,7 @@ class ZeroEngine(EngineSettings, nn.Module):
     def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
         zero = self.settings.zero_optimization
         offload = zero.offload_param if zero.offloads_params else None
-        tier = Tier.of(offload.device, offload.pin_memory, self.comm.device) if offload else Tier(self.comm.device)
+        tier = Tier.of(offload, self.settings.aio, self.comm.device)
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
         if zero.leaf_module is not None:
             leaves = zero.leaf_module
@@ -168,6 +177,14 @@ class ZeroEngine(EngineSettings, nn.Module):
             for param in self.module.parameters():
                 if param.numel() == 0 and param.is_floating_point():
                     param.data = param.data.to(self.settings.compute_dtype)
+        in_memory = zero.offload_param.max_in_cpu if tier.file is not None else 0
+
+        def tier_of(plan: UnitPlan) -> Tier:
+            """The first `max_in_cpu` elements stay in host memory."""
+            nonlocal in_memory
+            in_memory -= sum(param.numel() for param in plan.params) // self.comm.world_size
+            return tier.in_memory() if in_memory >= 0 or plan.persistent else tier
+
         return [
             Unit(
                 plan.name,
@@ -175,7 +192,7 @@ class ZeroEngine(EngineSettings, nn.Module):
                 self.comm,
                 self.residency,
                 dtype=self.settings.compute_dtype if sixteen_bit else None,
-                tier=tier,
+                tier=tier_of(plan),
                 param_names=plan.param_names,
                 modules=plan.modules,
                 persistent=plan.persistent or zero.stage < 3,
@@ -195,6 +212,12 @@ class ZeroEngine(EngineSettings, nn.Module):
                     self.comm.broadcast(placed, src=0)
                 module._buffers[name] = placed
 
+    def _overlaps_step(self, offload: OffloadOptimizerConfig) -> bool:
+        """Whether updates are made behind the step: by default where they do not take the computing cores' time."""
+        if offload.overlap_step is not None:
+            return offload.overlap_step
+        return offload.device == "nvme" or (offload.device == "cpu" and self.comm.device.type != "cpu")
+
     def _make_scheduler(self, given: object | None, inner: torch.optim.Optimizer | None) -> object | None:
         """The user's scheduler object, what the user's function makes of the optimizer, or the configured one."""
         if given is not None:
@@ -211,10 +234,11 @@ class ZeroEngine(EngineSettings, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        if self.activations is None or not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        with self.activations.context():
-            return self.module(*args, **kwargs)
+        with self.comm.clock.phase("forward"):
+            if self.activations is None or not torch.is_grad_enabled():
+                return self.module(*args, **kwargs)
+            with self.activations.context():
+                return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward for one micro-batch and reduce the gradients.
@@ -230,7 +254,8 @@ class ZeroEngine(EngineSettings, nn.Module):
             loss = loss / steps
         _engine_backwards += 1
         try:
-            self.scale(loss).backward(retain_graph=retain_graph)
+            with self.comm.clock.phase("backward"):
+                self.scale(loss).backward(retain_graph=retain_graph)
         except BaseException:
             self.hooks.forget_broken_pass()
             raise
@@ -279,13 +304,20 @@ class ZeroEngine(EngineSettings, nn.Module):
             return
         checkpoint.check_background_save(self)
         self.global_steps += 1
-        self._step_applied = self.optimizer.step()
+        with self.comm.clock.phase("step"):
+            self._step_applied = self.optimizer.step()
+        self._report_times()
         if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
             self.skipped_steps += 1
             self._log_skip()
+
+    def _report_times(self) -> None:
+        if self.settings.wall_clock_breakdown and self.comm.rank == 0:
+            print(f"step {self.global_steps}: {self.comm.clock}", file=sys.stderr)
+            self.comm.clock.reset()
 
     def _log_skip(self) -> None:
         if self.scaler is not None and self.comm.rank == 0:
@@ -455,6 +487,8 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
+        if self.optimizer is not None:
+            self.optimizer.wait()
         self.hooks.remove()
         self.reducer.clear()
         for unit in self.units:

@@ -123,6 +123,10 @@ class ScratchFile:
         tensor, fresh = self._allocate(numel, dtype)
         return tensor if fresh else tensor.zero_()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor, which is not empty, is one of this file's or a part of one."""
+        return self._regions.hold(tensor.data_ptr())
+
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Start to copy `source`, one of this file's tensors or a part of one, to `target` on the CPU.
 

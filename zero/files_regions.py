@@ -1,4 +1,4 @@
-"""Regions of a scratch file, which tensors are mapped onto: reserved on disk, given back when tensors die, used again."""
+"""Regions of a scratch file, for tensors to be mapped onto: reserved on disk, given back when these die, used again."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ class Regions:
             if begin <= address < begin + len(memory):
                 return start + address - begin
         raise ValueError("not a tensor of this file")
+
+    def hold(self, address: int) -> bool:
+        """Whether the byte at an address is in a region."""
+        return any(begin <= address < begin + len(memory) for _, begin, memory in self._segments)
 
     def _find(self, size: int) -> tuple[int, bool]:
         while self._returned:

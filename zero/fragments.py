@@ -28,6 +28,8 @@ class _Fragment:
     def __init__(self, param: nn.Parameter, kind: str):
         unit = unit_of(param)
         self.param, self.kind, self.unit = param, kind, unit
+        if unit is not None:
+            unit.wait_for_update()
         self.exists = unit is not None and unit.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
@@ -94,6 +96,8 @@ class _Fragment:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
+        if self.kind == _GRADIENT:
+            self.unit.optimizer.reducer.norms.pop((self.unit, self.piece.start), None)
         for start, place in self._places(self.piece):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
 

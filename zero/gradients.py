@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from zero.comm import Communicator, Pending
 from zero.tiers import Tier
 from zero.unit import Unit
+
+
+@dataclass
+class _Reduction:
+    """A reduction of `numel` elements into `out`, which becomes `unit.grad` if the gradient `stays` on the device."""
+
+    unit: Unit
+    numel: int
+    out: torch.Tensor
+    pending: Pending
+    stays: bool
 
 
 class _Collected:
@@ -27,17 +39,17 @@ class GradientReducer:
     Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
     reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
-    (None: that of the parameters); tier: where the fp32 result is kept; deferred: gradients of all micro-batches are
-    summed in an fp32 buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
-    reduced at once. `last_micro_step` tells which one is the last.
+    (None: that of the parameters); deferred: gradients of all micro-batches are summed in an fp32 buffer of full size
+    and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step`
+    tells which one is the last. The fp32 result is kept on the unit's `optimizer_tier`.
 
-    `factor` multiplies what the present backward produces (1 unless the engine sets it).
+    `factor` multiplies what the present backward produces (1 unless the engine sets it). `norms` has the 2-norms
+    of gradients that have left the compute device, taken before they left, by unit and the piece's start in the shard.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        tier: Tier,
         *,
         bucket_size: int,
         overlap: bool,
@@ -46,14 +58,16 @@ class GradientReducer:
         deferred: bool = False,
         last_micro_step: Callable[[], bool] = lambda: True,
     ):
-        self.comm, self.tier, self.dtype = comm, tier, dtype
+        self.comm, self.dtype = comm, dtype
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
         self.factor = 1.0
         self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
-        self._in_flight: deque[tuple[int, Pending]] = deque()
+        self._in_flight: deque[_Reduction] = deque()
+        self._leaving: deque[Pending] = deque()
         self._fresh: set[Unit] = set()
+        self.norms: dict[tuple[Unit, int], torch.Tensor] = {}
         self.buffered = 0
         self.peak_buffered = 0
 
@@ -100,22 +114,58 @@ class GradientReducer:
         self._start(unit, flat)
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
+        unit.wait_for_update()  # which reads the gradient of the step before
         accumulate = unit in self._fresh
         self._fresh.add(unit)
-        if self.comm.world_size == 1 and flat.dtype == torch.float32 and self.tier.device == flat.device:
+        stays = unit.optimizer_tier == Tier(self.comm.device)
+        if self.comm.world_size == 1 and flat.dtype == torch.float32 and (stays or not accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
-            unit.grad = unit.grad.add_(flat) if accumulate else flat
-            self.buffered -= flat.numel()
+            out = unit.grad.add_(flat) if accumulate else flat
+            self._finish(_Reduction(unit, flat.numel(), out, Pending(), stays))
             return
-        if unit.grad is None:
-            unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
-        while self._in_flight and sum(numel for numel, _ in self._in_flight) + flat.numel() > self.bucket_size:
+        while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
+        out = self._result(unit, stays, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
-        pending = exchange(unit.grad, flat, accumulate, self.bucket_size, unit)
-        self._in_flight.append((flat.numel(), pending))
+        pending = exchange(out, flat, accumulate, self.bucket_size, unit)
+        self._in_flight.append(_Reduction(unit, flat.numel(), out, pending, stays))
         if not self.overlap:
             self._wait_oldest()
+
+    def _result(self, unit: Unit, stays: bool, accumulate: bool) -> torch.Tensor:
+        """An fp32 buffer on the compute device for the reduced gradient, with the sum so far if `accumulate`."""
+        if stays and unit.grad is not None:
+            return unit.grad
+        out = torch.empty(unit.layout.shard_numel, dtype=torch.float32, device=self.comm.device)
+        if accumulate:
+            self.drain()
+            unit.optimizer_tier.load(out, unit.grad).wait()
+        elif stays:
+            unit.grad = out
+        return out
+
+    def _wait_oldest(self) -> None:
+        self._finish(self._in_flight.popleft())
+
+    def _finish(self, reduction: _Reduction) -> None:
+        with self.comm.clock.waiting("reduce"):
+            reduction.pending.wait()
+        self.buffered -= reduction.numel
+        if reduction.stays:
+            reduction.unit.grad = reduction.out
+        else:
+            self._move_out(reduction.unit, reduction.out)
+
+    def _move_out(self, unit: Unit, values: torch.Tensor) -> None:
+        """Start to bring a reduced gradient to the optimizer's tier; at most two are on their way."""
+        for piece in unit.layout.pieces(self.comm.rank):
+            norm = torch.linalg.vector_norm(values[piece.start : piece.start + piece.numel])
+            self.norms[unit, piece.start] = norm
+        if unit.grad is None:
+            unit.grad = unit.optimizer_tier.empty(values.numel(), torch.float32)
+        if len(self._leaving) == 2:
+            self._wait_for_leaving()
+        self._leaving.append(unit.optimizer_tier.store(unit.grad, values))
 
     def has_pending(self, unit: Unit) -> bool:
         """Whether gradients of `unit` were collected but not reduced."""
@@ -134,15 +184,21 @@ class GradientReducer:
         if unit in self._carried:
             self._start(unit, self._carried.pop(unit))
         elif unit not in self._fresh:
-            if unit.grad is None:
-                unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
-            unit.grad.zero_()
             self._fresh.add(unit)
+            stays = unit.optimizer_tier == Tier(self.comm.device)
+            zeros = self._result(unit, stays, accumulate=False).zero_()
+            self._finish(_Reduction(unit, 0, zeros, Pending(), stays))
 
     def drain(self) -> None:
         """Wait for all reductions in flight."""
         while self._in_flight:
             self._wait_oldest()
+        while self._leaving:
+            self._wait_for_leaving()
+
+    def _wait_for_leaving(self) -> None:
+        with self.comm.clock.waiting("gradients out"):
+            self._leaving.popleft().wait()
 
     def clear(self) -> None:
         """Forget all gradients; their buffers are written anew in the next cycle."""
@@ -154,12 +210,8 @@ class GradientReducer:
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
+        self.norms.clear()
         self.buffered = 0
-
-    def _wait_oldest(self) -> None:
-        numel, pending = self._in_flight.popleft()
-        pending.wait()
-        self.buffered -= numel
 
     def _flat(self, unit: Unit) -> torch.Tensor:
         self.buffered += unit.layout.padded

@@ -380,6 +380,7 @@ class ModuleHooks:
         if unit.persistent:
             return
         self.comm.watchdog.position = unit
+        self.comm.clock.progress.advance(len(self.units))
         self.schedule.visit(self.index[unit])
         if unit.state is State.SHARDED:
             self._make_room(unit.layout.numel)

@@ -15,7 +15,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from zero import comm
-from zero.config import load_config
+from zero.config import AioConfig, OffloadConfig, load_config
+from zero.errors import UsageError
 from zero.tiers import Tier
 from zero.unit import Residency, Unit, _Exposed, unit_of
 
@@ -53,7 +54,7 @@ class Init:
             built.
         dtype: of the sharded parameters; None: the 16-bit dtype of the configuration, else the one they are built in.
         enabled: False makes the context do nothing.
-        remote_device: "cpu" or "none", instead of the configuration's `offload_param`.
+        remote_device: "cpu", "nvme" or "none", instead of the configuration's `offload_param`.
         pin_memory: whether host memory is page-locked; None: as the configuration says.
         config: as `config_dict_or_path`.
         mem_efficient_linear: without effect: torch.nn.functional.linear saves no copy of a gathered weight here.
@@ -82,16 +83,19 @@ class Init:
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        offload, pinned = "none", True
+        offload, aio = OffloadConfig(), AioConfig()
         if source is not None:
             settings = load_config(source, allow_auto=True)
             if dtype is None and settings.compute_dtype != torch.float32:
                 self.dtype = settings.compute_dtype
             if settings.zero_optimization.offloads_params:
-                offload = settings.zero_optimization.offload_param.device
-                pinned = settings.zero_optimization.offload_param.pin_memory
+                offload, aio = settings.zero_optimization.offload_param, settings.aio
+        overrides = {"device": remote_device, "pin_memory": pin_memory}
+        offload = offload.model_copy(update={key: value for key, value in overrides.items() if value is not None})
+        if offload.device == "nvme" and not offload.nvme_path:
+            raise UsageError("zero.Init: remote_device is nvme: name a folder by offload_param.nvme_path")
         self.comm = comm.communicator()
-        self.tier = Tier.of(remote_device or offload, pinned if pin_memory is None else pin_memory, self.comm.device)
+        self.tier = Tier.of(offload, aio, self.comm.device)
         self.residency = Residency()
         self._seen: list[weakref.ref[nn.Module]] = []
         if module is not None:

@@ -85,6 +85,10 @@ class Schedule:
         if self._plan is not None and (position >= len(self._plan.order) or self._plan.order[position] != unit):
             self._plan = None
 
+    def recorded(self, kind: Hashable) -> Sequence[int]:
+        """The units in the order of their visits in the last pass of `kind`; empty before the first."""
+        return self.plans[kind].order if kind in self.plans else ()
+
     def upcoming(self) -> Sequence[int]:
         """The units that the recorded order visits next, nearest first."""
         if self._plan is None or self._trace is None:

@@ -1,33 +1,113 @@
-"""Where shards live: the compute device, or host memory (pinned when there is a GPU to copy to)."""
+"""Where shards live: the compute device, host memory (pinned when there is a GPU to copy to), or a file."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from dataclasses import dataclass
 
 import torch
 
+from zero.comm import Pending
+from zero.config import AioConfig, OffloadConfig
+from zero.files import AioSettings, ScratchFile
+
+# A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
+LEAST_BYTES_IN_A_FILE = 1 << 20
+
+_files: dict[tuple[str, AioSettings], ScratchFile] = {}
+
+
+def scratch_file(folder: str, aio: AioConfig) -> ScratchFile:
+    """This process's file in `folder`, which all engines share."""
+    settings = AioSettings(aio.block_size, aio.queue_depth, aio.thread_count)
+    key = (os.path.abspath(folder), settings)
+    if key not in _files:
+        _files[key] = ScratchFile(folder, settings)
+    return _files[key]
+
 
 @dataclass(frozen=True)
 class Tier:
-    """A place for shards. On a machine whose compute device is the CPU, the host tier is the device itself."""
+    """A place for 1-D tensors. On a machine whose compute device is the CPU, the host tier is the device itself.
+
+    A tensor in `file` is mapped memory, which any code may read and write; `load` and `store` are the fast way.
+    """
 
     device: torch.device
     pinned: bool = False
+    file: ScratchFile | None = None
 
     @classmethod
-    def of(cls, offload_device: str, pin_memory: bool, compute_device: torch.device) -> Tier:
-        """The tier that `offload_param` or `offload_optimizer` asks for: `offload_device` is "none" or "cpu"."""
-        if offload_device == "none" or compute_device.type == "cpu":
+    def of(cls, offload: OffloadConfig | None, aio: AioConfig, compute_device: torch.device) -> Tier:
+        """The tier that `offload_param` or `offload_optimizer` asks for. Raises UsageError for an unusable path."""
+        if offload is None or offload.device == "none":
             return cls(compute_device)
-        return cls(torch.device("cpu"), pinned=pin_memory)
+        pinned = offload.pin_memory and compute_device.type == "cuda"
+        file = scratch_file(offload.nvme_path, aio) if offload.device == "nvme" else None
+        return cls(torch.device("cpu"), pinned, file)
+
+    def in_memory(self) -> Tier:
+        """This tier, or the host's memory in place of a file."""
+        return Tier(self.device, self.pinned)
+
+    def holds_in_file(self, tensor: torch.Tensor) -> bool:
+        return self.file is not None and self.file.holds(tensor)
+
+    def puts_in_file(self, nbytes: int) -> bool:
+        return self.file is not None and nbytes >= LEAST_BYTES_IN_A_FILE
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.puts_in_file(numel * dtype.itemsize):
+            return self.file.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.puts_in_file(numel * dtype.itemsize):
+            return self.file.zeros(numel, dtype)
         return self.empty(numel, dtype).zero_()
+
+    def keep(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of `values` here."""
+        kept = self.empty(values.numel(), dtype or values.dtype)
+        self.store(kept, values).wait()
+        return kept
+
+    def store(self, target: torch.Tensor, values: torch.Tensor) -> Pending:
+        """Start to write `values` to `target`, a tensor of this tier; they must stay as they are until the end."""
+        if values.device.type == "cuda" and target.is_pinned():
+            return _copy_out(target, values)
+        if not self.holds_in_file(target):
+            target.copy_(values)
+            return Pending()
+        values = values.to("cpu", target.dtype)
+        return Pending([self.file.write(target, values)], keep=(values,))
+
+    def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
+        """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the compute device."""
+        if not self.holds_in_file(source):
+            target.copy_(source, non_blocking=True)
+            return Pending()
+        if target.device.type == "cpu":
+            return Pending([self.file.read(source, target)])
+        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.pinned)
+        return Pending([self.file.read(source, staged)], lambda: target.copy_(staged, non_blocking=True))
+
+
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
+    """Start to copy from the device to pinned host memory beside the device's computation."""
+    device = values.device
+    stream = _copy_streams.setdefault(device, torch.cuda.Stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        values = values.to(target.dtype)
+        target.copy_(values, non_blocking=True)
+    values.record_stream(stream)
+    return Pending((), stream.record_event().synchronize, (values,))
 
 
 class HostTrimmer:

@@ -111,18 +111,20 @@ class Unit:
         self.comm, self.residency = comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
-        # Set by the engine: its optimizer, and what to call when a parameter that shows no values is read.
+        # Set by the engine: its optimizer, where that keeps its part, and what to call when a parameter that shows no
+        # values is read.
         self.optimizer: ZeroOptimizer | None = None
+        self.optimizer_tier = Tier(comm.device)
         self.on_read: Callable[[Unit, nn.Parameter], torch.Tensor] | None = None
         self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
-        self.tier = tier or Tier(comm.device)
-        on_device = self.tier.device == comm.device
+        self.tier = self._home = tier or Tier(comm.device)
+        on_device = self.tier == Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
         self.persistent = persistent or (comm.world_size == 1 and on_device)
         self.state, self.users = State.SHARDED, 0
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        self._pending, self._given_up = Pending(), 0
+        self._pending, self._stored, self._given_up = Pending(), Pending(), 0
         if self.persistent:
             self.full = self._take_values()
             self.shard = self._own_slice(self.full) if on_device else self._keep_own_slice(self.full)
@@ -196,22 +198,56 @@ class Unit:
         return full[slice(*self.layout.shard_range(self.comm.rank))]
 
     def _keep_own_slice(self, full: torch.Tensor) -> torch.Tensor:
-        return self.tier.empty(self.layout.shard_numel, full.dtype).copy_(self._own_slice(full))
+        return self.tier.keep(self._own_slice(full))
 
     @torch.no_grad()
     def make_master(self, tier: Tier) -> None:
-        """Make the fp32 copy that the optimizer updates, on `tier`; an fp32 shard on that tier is its own master."""
+        """Make the fp32 copy that the optimizer updates, on `tier`; an fp32 shard that is there is its own master.
+
+        So is one in memory where `tier` is a file: the weights are in memory anyway.
+        """
+        self.optimizer_tier = tier
         source = self.shard if self.master is None else self.master
-        if source.dtype == torch.float32 and source.device == tier.device:
+        elsewhere = self.tier.holds_in_file(source) and self.tier.file is not tier.file
+        if source.dtype == torch.float32 and source.device == tier.device and not elsewhere:
             self.master = source
         else:
-            self.master = tier.empty(source.numel(), torch.float32).copy_(source)
+            self.master = tier.keep(source, torch.float32)
+
+    @torch.no_grad()
+    def move(self, tier: Tier) -> None:
+        """Bring gradient, master and weights to `tier`, or the weights to where they began."""
+        if self.grad is not None:
+            self.grad = tier.keep(self.grad)
+        shares = self.master is self.shard
+        if not self.persistent:
+            home = tier if tier == Tier(self.comm.device) else self._home
+            self.shard, self.tier = home.keep(self.shard), home
+            self._label_parameters()
+        self.master = self.shard if shares and self.tier == tier else tier.keep(self.master)
+        self.optimizer_tier = tier
+
+    def wait_for_update(self) -> None:
+        """Until the optimizer has made what it still has to make of the last step for this unit."""
+        with self.comm.clock.waiting("optimizer"):
+            if self.optimizer is not None:
+                self.optimizer.wait(self)
+            self._stored.wait()
+
+    @torch.no_grad()
+    def publish(self, start: int, values: torch.Tensor) -> Pending:
+        """Start to round updated values into the shard, from `start` on; what was gathered before is stale."""
+        target, storing = self.shard[start : start + values.numel()], Pending()
+        if self.master is not self.shard and target.data_ptr() != values.data_ptr():
+            storing = self.tier.store(target, values)
+            self._stored = Pending([self._stored, storing])
+        return storing
 
     @torch.no_grad()
     def publish_master(self) -> None:
         """Round the updated master into the shard and drop what was gathered from the old one."""
         if self.master is not self.shard:
-            self.shard.copy_(self.master)
+            self.tier.store(self.shard, self.master).wait()
         self.invalidate()
 
     @torch.no_grad()
@@ -223,7 +259,7 @@ class Unit:
         else:
             self.comm.scatter(self.shard, self.full, src)
         if self.master is not None and self.master is not self.shard:
-            self.master.copy_(self.shard)
+            self.optimizer_tier.store(self.master, self.shard).wait()
 
     def give_up(self) -> None:
         """One more parameter goes to another unit; with the last one all memory is let go."""
@@ -248,16 +284,29 @@ class Unit:
     def fetch(self) -> None:
         """SHARDED -> FETCHING: allocate `full` and start gathering."""
         assert self.state is State.SHARDED, self.describe()
+        self.wait_for_update()
         self._allocate()
         self.residency.add(self.layout.numel)
         with torch.no_grad():
-            self._pending = self.comm.all_gather(self.full, self.shard, self)
+            self._pending = self._gather()
         self.state = State.FETCHING
+
+    def _gather(self) -> Pending:
+        """Start to fill `full`: from the shard's tier, then from other ranks.
+
+        What comes from a file is waited for before other ranks are told: no rank knows when another one has read.
+        """
+        if not self.tier.holds_in_file(self.shard):
+            return self.comm.all_gather(self.full, self.shard, self)
+        own = self._own_slice(self.full)
+        read = self.tier.load(own, self.shard)
+        return Pending([read], lambda: self.comm.all_gather(self.full, own, self).wait())
 
     def arrive(self) -> None:
         """FETCHING -> RESIDENT: wait for the gather."""
         assert self.state is State.FETCHING, self.describe()
-        self._pending.wait()
+        with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
+            self._pending.wait()
         self.state = State.RESIDENT
 
     def expose(self) -> None:

@@ -57,8 +57,8 @@ def two_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     ]
 
 
-def adamw(groups: list[dict[str, Any]], fused: bool | None = None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY, fused=fused)
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY)
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -74,12 +74,11 @@ def train_plain(
     batches: Iterable[Batch],
     clip: float = 0.0,
     grouping: Grouping = one_group,
-    fused: bool | None = None,
 ) -> Curve:
     """The training loop that everybody knows, on whole global batches."""
     curve = Curve()
     params = [param for _, param in trainable(model)]
-    optimizer = adamw(grouping(trainable(model)), fused)
+    optimizer = adamw(grouping(trainable(model)))
     for batch in batches:
         loss = loss_of(model(**batch))
         loss.backward()

@@ -21,6 +21,8 @@ LAYERS = [
     "zero.layout",
     "zero.leaf",
     "zero.schedule",
+    "zero.clock",
+    "zero.files",
     "zero.watchdog",
     "zero.comm",
     "zero.tiers",
@@ -42,6 +44,7 @@ LAYERS = [
 ]
 # Within one layer: a package, or modules whose names begin alike.
 INSIDE = {
+    "zero.files": ["memory", "regions", "__init__"],
     "zero.checkpoint": [
         "files",
         "folder",
@@ -54,7 +57,16 @@ INSIDE = {
         "offline",
         "__init__",
     ],  # fmt: skip
-    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "step"],
+    "zero.optim": [
+        "loss_scaler",
+        "lr_schedules",
+        "torch_optimizers",
+        "factory",
+        "cpu_adam",
+        "updates",
+        "placement",
+        "step",
+    ],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.

@@ -75,11 +75,6 @@ def test_defaults_are_deepspeeds(kind, params, expected):
     assert {key: group[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(("params", "fused"), [({}, True), ({"fused": False}, False), ({"foreach": True}, None)])
-def test_adam_is_fused_on_the_host_unless_told_otherwise(params, fused):
-    assert configured("AdamW", offloaded=True, **params).param_groups[0]["fused"] is fused
-
-
 def test_groups_keep_their_own_rates_and_decay():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.25}]

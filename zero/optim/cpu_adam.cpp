@@ -77,9 +77,15 @@ inline void store(Nothing*, float) {}
 
 enum Decay { NONE, COUPLED, DECOUPLED };
 
+// Elements whose square roots are taken at a time, on the stack.
+constexpr int32_t BLOCK = 256;
+
 }  // namespace
 
 extern "C" {
+
+// MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
+typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
 
 // As `_Scalars` in cpu_adam.py: each a Python float rounded to fp32, where torch rounds it.
 struct Scalars {
@@ -97,44 +103,60 @@ struct Scalars {
 
 namespace {
 
+// Square roots by the library that torch takes them from, or by the CPU's instruction.
+void take_roots(Roots* roots, float* values, int32_t count) {
+    if (roots != nullptr) {
+        const int64_t high_accuracy = 0x2 | 0x140000 | 0x100;  // as torch calls it; denormals kept, no error handler
+        roots(&count, values, values, &high_accuracy);
+    } else {
+        for (int32_t i = 0; i < count; ++i) values[i] = std::sqrt(values[i]);
+    }
+}
+
 template <int DECAY, class Gradient, class Out>
 void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
-            float* __restrict exp_avg_sq, Out* __restrict out, int64_t numel, const Scalars s) {
+            float* __restrict exp_avg_sq, Out* __restrict out, int64_t numel, const Scalars s, Roots* roots) {
     // torch.lerp goes from the nearer end, so that it arrives exactly.
     const bool nearer_start = std::fabs(s.to_gradient) < 0.5f;
     const float weight = nearer_start ? s.to_gradient : s.to_gradient - 1.0f;
-    for (int64_t i = 0; i < numel; ++i) {
-        float g = load(grad[i]) * s.factor;
-        float p = master[i];
-        if (DECAY == DECOUPLED) p = p * s.decay;
-        if (DECAY == COUPLED) g = fused(p, s.decay, g);
-        const float old = exp_avg[i];
-        const float m = fused(weight, g - old, nearer_start ? old : g);
-        const float v = fused(s.from_square * g, g, exp_avg_sq[i] * s.beta2);
-        const float denominator = std::sqrt(v) / s.correction + s.eps;
-        p = p + s.step_size * m / denominator;
-        exp_avg[i] = m;
-        exp_avg_sq[i] = v;
-        master[i] = p;
-        store(out + i, p);
+    float root[BLOCK];
+    for (int64_t first = 0; first < numel; first += BLOCK) {
+        const int32_t count = int32_t(numel - first < BLOCK ? numel - first : BLOCK);
+        float* __restrict p = master + first;
+        float* __restrict m = exp_avg + first;
+        float* __restrict v = exp_avg_sq + first;
+        for (int32_t i = 0; i < count; ++i) {
+            float g = load(grad[first + i]) * s.factor;
+            if (DECAY == COUPLED) g = fused(p[i], s.decay, g);
+            m[i] = fused(weight, g - m[i], nearer_start ? m[i] : g);
+            v[i] = root[i] = fused(s.from_square * g, g, v[i] * s.beta2);
+        }
+        take_roots(roots, root, count);
+        for (int32_t i = 0; i < count; ++i) {
+            const float decayed = DECAY == DECOUPLED ? p[i] * s.decay : p[i];
+            p[i] = decayed + s.step_size * m[i] / (root[i] / s.correction + s.eps);
+            store(out + first + i, p[i]);
+        }
     }
 }
 
 template <class Gradient, class Out>
 void by_decay(int decay, float* master, const void* grad, float* exp_avg, float* exp_avg_sq, void* out, int64_t numel,
-              const Scalars& s) {
+              const Scalars& s, Roots* roots) {
     const auto run = decay == NONE      ? update<NONE, Gradient, Out>
                      : decay == COUPLED ? update<COUPLED, Gradient, Out>
                                         : update<DECOUPLED, Gradient, Out>;
-    run(master, static_cast<const Gradient*>(grad), exp_avg, exp_avg_sq, static_cast<Out*>(out), numel, s);
+    run(master, static_cast<const Gradient*>(grad), exp_avg, exp_avg_sq, static_cast<Out*>(out), numel, s,
+        roots);
 }
 
 }  // namespace
 
 // `names` of dtypes: 0 none (of `out` alone), 1 fp32 (of `grad` alone), 2 bf16, 3 fp16.
 extern "C" void zero_cpu_adam(float* master, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
-                              int64_t numel, int grad_dtype, int out_dtype, int decay, const Scalars* s) {
-    const auto with = [&](auto run) { run(decay, master, grad, exp_avg, exp_avg_sq, out, numel, *s); };
+                              int64_t numel, int grad_dtype, int out_dtype, int decay, const Scalars* s,
+                              Roots* roots) {
+    const auto with = [&](auto run) { run(decay, master, grad, exp_avg, exp_avg_sq, out, numel, *s, roots); };
     const auto with_out = [&](auto none, auto bf16, auto fp16) {
         with(out_dtype == 2 ? bf16 : out_dtype == 3 ? fp16 : none);
     };

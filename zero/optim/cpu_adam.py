@@ -11,11 +11,9 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path with one exception: its square root is the exactly rounded
-one, while torch on x86 takes MKL's, which is one unit in the last place off in a fifth of all values. After a step from
-equal state and an equal fp32 gradient the moments are equal bit by bit, the master up to an error of 2**-21 of the
-update, 4 units in the last place. An element's bits depend on nothing but its own numbers, wherever pieces or threads
-begin.
+The compiled kernel gives the bits of torch's default path, square roots included: torch on x86 takes them from MKL,
+which is one unit in the last place off in a fifth of all values, and so does the kernel where torch's library lets it.
+Elsewhere both round exactly. An element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
 
 The kernel needs a C++ compiler and ninja, on first use only; without them torch's fused kernel does the same, chunk by
 chunk, with other last bits of `exp_avg_sq`.
@@ -208,13 +206,13 @@ def _by_kernel(
     numel, tensors = master.numel(), (master, grad, exp_avg, exp_avg_sq, out)
     places = [(0, 0) if tensor is None else (tensor.data_ptr(), tensor.element_size()) for tensor in tensors]
     dtypes = _DTYPES[grad.dtype], _DTYPES[None if out is None else out.dtype]
-    decay, scalars = settings.decay(), ctypes.byref(settings.scalars())
+    decay, scalars, roots = settings.decay(), ctypes.byref(settings.scalars()), _roots()
     starts = iter(range(0, numel, PIECE))
 
     def work() -> None:
         for start in starts:  # shared by the threads: each takes the next piece
             pointers = [address + start * size for address, size in places]
-            kernel(*pointers, min(PIECE, numel - start), *dtypes, decay, scalars)
+            kernel(*pointers, min(PIECE, numel - start), *dtypes, decay, scalars, roots)
 
     threads = thread_count()
     others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, -(-numel // PIECE)) - 1)]
@@ -222,6 +220,19 @@ def _by_kernel(
     for other in others:
         if not other.cancel():
             other.result()
+
+
+@functools.cache
+def _roots() -> ctypes.c_void_p | None:
+    """Where MKL's square root is in torch's library; None where it is not, or where torch does not use it."""
+    try:
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).VMSSQRT_
+    except (OSError, AttributeError):
+        return None
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    found, count, mode = torch.empty(1000), ctypes.c_int32(1000), ctypes.c_int64(0x2 | 0x140000 | 0x100)
+    function(ctypes.byref(count), *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)), ctypes.byref(mode))
+    return ctypes.cast(function, ctypes.c_void_p) if torch.equal(found, values.sqrt()) else None
 
 
 def thread_count() -> int:
@@ -251,6 +262,16 @@ if hasattr(os, "register_at_fork"):
 
 
 _building = threading.Lock()
+
+
+def is_compiled() -> bool:
+    """Whether the kernel is there; builds it if need be."""
+    return _kernel() is not None
+
+
+def new_state(master: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What torch's Adam keeps for a parameter before its first step."""
+    return {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
 
 
 def _kernel() -> Callable[..., None] | None:
@@ -297,7 +318,9 @@ def _build() -> Callable[..., None]:
             _name(), [str(SOURCE)], extra_cflags=list(FLAGS), build_directory=str(folder), is_python_module=False
         )
     kernel = ctypes.CDLL(library).zero_cpu_adam
-    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] + [ctypes.c_int] * 3 + [ctypes.POINTER(_Scalars)]
+    kernel.argtypes = (
+        [ctypes.c_void_p] * 5 + [ctypes.c_int64] + [ctypes.c_int] * 3 + [ctypes.POINTER(_Scalars), ctypes.c_void_p]
+    )
     kernel.restype = None
     return kernel
 

@@ -53,19 +53,13 @@ def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch
 
 
 def _adam(name: str, params: list, settings: dict[str, Any], offloaded: bool) -> torch.optim.Adam:
-    """torch's own class with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights unless told to.
-
-    If the state is offloaded the latter is fused, unless the configuration says otherwise: one pass over host memory
-    takes a third of the time of several (benchmarks/LOG.md), and rounds differently in the last bit.
-    """
+    """torch's own class with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights unless told to."""
     decoupled = settings.pop("adam_w_mode", True) or name == "AdamW"
     if settings.pop("torch_adam", False):
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
-    if not offloaded:
-        return FusedAdam(params, adam_w_mode=decoupled, **settings)
-    if not settings.get("foreach"):
-        settings.setdefault("fused", True)
-    return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+    if offloaded:
+        return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+    return FusedAdam(params, adam_w_mode=decoupled, **settings)
 
 
 def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:

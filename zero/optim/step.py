@@ -2,42 +2,30 @@
 
 gradients (sum over ranks, times the loss scale)
   -> global norm, overflow known on every rank alike
-  -> per tile: scale once (mean, unscale, clip) -> optimizer.step() on the tile's masters
-  -> per unit: round the master into the shard, drop what was gathered from the old one
+  -> per tile, now or behind the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
+     the shard
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from zero.comm import Communicator
+from zero.comm import Communicator, Pending
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
+from zero.optim import cpu_adam
 from zero.optim.loss_scaler import LossScaler
-from zero.tiers import Tier
-from zero.unit import Unit
+from zero.optim.placement import Placement
+from zero.optim.updates import Tile, Updates
+from zero.unit import State, Unit
 
 logger = logging.getLogger("zero")
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A piece of one unit's master that belongs to one param group: what the optimizer sees as a parameter."""
-
-    unit: Unit
-    group: int
-    start: int
-    master: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        return self.start + self.master.numel()
 
 
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -53,7 +41,11 @@ class ZeroOptimizer:
     """Drives `optimizer`, whose param groups named the model's parameters, over this rank's shards of the masters.
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
-    1-D fp32 views of the masters. Groups are updated at most `sub_group_size` elements at a time.
+    1-D fp32 views of the masters, of at most `sub_group_size` elements. Adam on host memory is `zero.optim.cpu_adam`'s.
+
+    Args: placement: has decided where the units' masters go; overlap: what can wait is updated behind the next forward;
+    read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
+    them, as far as is known.
     """
 
     def __init__(
@@ -62,12 +54,16 @@ class ZeroOptimizer:
         units: Sequence[Unit],
         reducer: GradientReducer,
         comm: Communicator,
-        tier: Tier,
+        placement: Placement,
         *,
         sub_group_size: int,
         clipping: float = 0.0,
         scaler: LossScaler | None = None,
         reduce_op: str = "mean",
+        overlap: bool = False,
+        read_ahead: bool = False,
+        write_behind: bool = False,
+        forward_order: Callable[[], Sequence[Unit]] = tuple,
     ):
         self.optimizer, self.reducer, self.comm = optimizer, reducer, comm
         self.units = [unit for unit in units if unit.trainable]
@@ -76,6 +72,10 @@ class ZeroOptimizer:
         self.overflow = False
         self.grad_norm: float | None = None
         group_of = param_group_of(optimizer)
+        on_host = any(unit.optimizer_tier.device.type == "cpu" for unit in self.units)
+        # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
+        offloaded = placement.here != placement.away
+        self._is_adam = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         known = {param for unit in units for param in unit.params}
         if strangers := [param for param in group_of if param not in known and param.numel()]:
             raise UsageError(
@@ -83,8 +83,11 @@ class ZeroOptimizer:
                 f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
             )
         self._replicated = any(unit.layout.replicated for unit in self.units)
+        self._placement = placement
+        self._overlap, self._forward_order = overlap, forward_order
+        self._updates = Updates(self._state_of, read_ahead, write_behind, comm.clock.shows)
         for unit in self.units:
-            unit.make_master(tier)
+            unit.make_master(unit.optimizer_tier)
             unit.optimizer = self
         self.tiles = [tile for unit in self.units for tile in self._cut(unit, group_of)]
         idle = [
@@ -113,7 +116,11 @@ class ZeroOptimizer:
 
     @property
     def state(self) -> dict:
+        self.wait()
         return self.optimizer.state
+
+    def _state_of(self, tile: Tile) -> dict:
+        return self.optimizer.state.get(tile.master, {})
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
@@ -163,10 +170,13 @@ class ZeroOptimizer:
     @torch.no_grad()
     def step(self) -> bool:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
+        with self.comm.clock.waiting("optimizer"):
+            self.wait()
         self.reducer.drain()
         for unit in self.units:
             self.reducer.settle(unit)
         self.reducer.drain()
+        self._placement.adjust(self.tiles, self.optimizer.state)
         to_mean = self.gradient_factor
         self.grad_norm = self._global_norm() * to_mean
         self.overflow = not math.isfinite(self.grad_norm)
@@ -183,40 +193,74 @@ class ZeroOptimizer:
         self.zero_grad()
         return not self.overflow
 
+    def wait(self, unit: Unit | None = None) -> None:
+        """Until the last step's update of `unit`, or of everything, is made; raises what went wrong behind it."""
+        self._updates.wait(unit)
+
     def _update(self, factor: float) -> None:
-        for batch in self._batches():
-            for tile in batch:
-                grad = tile.unit.grad[tile.start : tile.end]
-                tile.master.grad = grad if factor == 1.0 else grad.mul_(factor)
-            self._step_only(batch)
-            for tile in batch:
-                tile.master.grad = None
+        # The settings as they are now: a scheduler may change them while tiles are still to be updated.
+        seen = object.__new__(type(self.optimizer))
+        seen.__dict__ |= self.optimizer.__dict__
+        seen.__dict__.pop("step", None)  # torch's schedulers put a counting one there, and ask whether it was called:
+        self.optimizer._opt_called = True
+        seen.param_groups = [dict(group, params=[]) for group in self.param_groups]
+        update = partial(self._update_tile, factor, seen)
+        self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], update)
         for unit in self.units:
-            unit.publish_master()
+            if unit.persistent:
+                unit.refresh()
+            elif unit.state is not State.SHARDED:
+                unit.free()
+        place = {unit: number for number, unit in enumerate(dict.fromkeys((*self._forward_order(), *self.units)))}
+        later = [tile for tile in self.tiles if self._can_wait(tile.unit)]
+        self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), update)
 
-    def _step_only(self, batch: list[Tile]) -> None:
-        """One call of the optimizer that sees this batch's tiles alone."""
-        everything = [group["params"] for group in self.param_groups]
-        try:
-            for index, group in enumerate(self.param_groups):
-                group["params"] = [tile.master for tile in batch if tile.group == index]
-            self.optimizer.step()
-        finally:
-            for group, params in zip(self.param_groups, everything, strict=True):
-                group["params"] = params
+    def _can_wait(self, unit: Unit) -> bool:
+        """Persistent units are gathered in the step, by all ranks at the same time."""
+        return self._overlap and not unit.persistent
 
-    def _batches(self) -> Iterator[list[Tile]]:
-        """Tiles in order, at most `sub_group_size` elements together."""
-        batch: list[Tile] = []
-        numel = 0
-        for tile in self.tiles:
-            if batch and numel + tile.master.numel() > self.sub_group_size:
-                yield batch
-                batch, numel = [], 0
-            batch.append(tile)
-            numel += tile.master.numel()
-        if batch:
-            yield batch
+    def _update_tile(self, factor: float, seen: torch.optim.Optimizer, tile: Tile, grad: torch.Tensor) -> Pending:
+        """Update one tile with its gradient, in memory, and start to round it into the shard."""
+        if self._is_adam and tile.master.device.type == "cpu":
+            values = self._adam(factor, seen.param_groups[tile.group], tile, grad)
+        else:
+            tile.master.grad = grad if factor == 1.0 else grad.mul_(factor)
+            seen.param_groups[tile.group]["params"] = [tile.master]
+            seen.step()
+            seen.param_groups[tile.group]["params"] = []
+            tile.master.grad = None
+            values = tile.master
+        return tile.unit.publish(tile.start, values)
+
+    def _adam(self, factor: float, group: dict, tile: Tile, grad: torch.Tensor) -> torch.Tensor:
+        """One pass over memory; returns the new values in the shard's dtype."""
+        state = self.optimizer.state[tile.master]
+        if not state:
+            state |= cpu_adam.new_state(tile.master)
+        state["step"] += 1
+        shard = tile.unit.shard[tile.start : tile.end]
+        if tile.unit.dtype == torch.float32:
+            rounded = None
+        elif shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard):
+            rounded = shard
+        else:
+            rounded = torch.empty(shard.shape, dtype=shard.dtype)
+        cpu_adam.adam(
+            tile.master,
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            rounded,
+            step=int(state["step"]),
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            factor=factor,
+        )
+        return tile.master if rounded is None else rounded
 
     def state_dict(self) -> dict:
         """Refused: every rank holds a part of the state; checkpoints put the parts together."""
@@ -231,14 +275,18 @@ class ZeroOptimizer:
     def _global_norm(self) -> float:
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
         squares = torch.zeros(len(self._slots), dtype=torch.float64, device=self.comm.device)
-        norms = [torch.linalg.vector_norm(unit.grad[start:end]) for _, unit, start, end in self._pieces]
+        norms = [self._norm(unit, start, end).to(squares.device) for _, unit, start, end in self._pieces]
         if norms:
             index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
-            squares.index_copy_(0, index, torch.stack(norms).to(squares.device, torch.float64) ** 2)
+            squares.index_copy_(0, index, torch.stack(norms).to(torch.float64) ** 2)
         if not self._replicated:
             self.comm.all_reduce(squares)
         self._param_norms = squares.sqrt_().float()
         return torch.linalg.vector_norm(self._param_norms).item()
+
+    def _norm(self, unit: Unit, start: int, end: int) -> torch.Tensor:
+        known = self.reducer.norms.get((unit, start))
+        return torch.linalg.vector_norm(unit.grad[start:end]) if known is None else known
 
     def _clip_coefficient(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`."""

@@ -1,0 +1,67 @@
+"""Offload changes where numbers are, never the numbers: the same bits from memory and from files, for 20 steps.
+
+Every tensor of the engine may go to a file here, however small it is; tiles are cut at odd places. On two ranks the
+gathers are real.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_mixed_precision import SECTIONS
+from zero import tiers
+
+STEPS = 20
+BOTH = {"pipeline_read": True, "pipeline_write": True}
+
+
+def offloaded(
+    rank: int, world_size: int, folder: str, dtype: torch.dtype, param: dict, optimizer: dict, others: dict
+) -> Curve:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    sections = {**SECTIONS.get(dtype, {}), **SMALL, "sub_group_size": 20000, **others}
+    for name, section in (("offload_param", param), ("offload_optimizer", optimizer)):
+        if section:
+            sections[name] = {"nvme_path": folder, **section}
+    engine, _ = start(build("t5"), ds_config(clip=0.5, **sections))
+    for unit in engine.units:
+        in_file = param.get("device") == "nvme" and not unit.persistent
+        assert unit.tier.holds_in_file(unit.shard) == (in_file and param.get("max_in_cpu", 0) == 0)
+    found = train_zero(engine, batches("t5", STEPS))
+    state = engine.optimizer.state
+    spilled = [tile.unit.optimizer_tier.holds_in_file(state[tile.master]["exp_avg"]) for tile in engine.optimizer.tiles]
+    share = optimizer.get("ratio", 1.0) if optimizer.get("device") == "nvme" else 0.0
+    assert any(spilled) == (share > 0) and all(spilled) == (share == 1)
+    return found
+
+
+@cache
+def in_memory(world_size: int, dtype: torch.dtype, accumulation: int = 1) -> Curve:
+    return curve_on(world_size, offloaded, "", dtype, {}, {}, {})
+
+
+NVME = {"device": "nvme", "max_in_cpu": 0}
+CASES = {
+    "cpu": ({"device": "cpu"}, {"device": "cpu"}, {}),
+    "cpu, step behind": ({"device": "cpu"}, {"device": "cpu", "overlap_step": True}, {}),
+    "optimizer in files": ({}, {"device": "nvme"}, {}),
+    "parameters in files": (NVME, {"device": "cpu"}, {}),
+    "all in files": (NVME, {"device": "nvme", "overlap_step": False}, {}),
+    "step behind": (NVME, {"device": "nvme", **BOTH}, {}),
+    "half of it": (NVME, {"device": "nvme", "ratio": 0.5, **BOTH}, {"sub_group_size": 10**6}),
+    "odd tiles": (NVME, {"device": "nvme", **BOTH}, {"sub_group_size": 7777}),
+    "some in memory": ({"device": "nvme", "max_in_cpu": 10**6}, {"device": "nvme"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_same_bits(tmp_path, world_size, dtype, case):
+    param, optimizer, others = CASES[case]
+    found = curve_on(world_size, offloaded, str(tmp_path), dtype, param, optimizer, others)
+    assert_equal(found, in_memory(world_size, dtype))
+    assert not list(tmp_path.iterdir()), "files without names leave nothing"

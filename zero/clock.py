@@ -1,0 +1,75 @@
+"""Where the time of a step goes, and how far a slow one is: seconds in each phase, and in it those spent waiting."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Seconds without a word from a phase.
+_PATIENCE = 10.0
+
+
+class Progress:
+    """Says how far a slow piece of work is, now and then; nothing of a quick one."""
+
+    def __init__(self, shows: bool, what: str):
+        self._shows, self._what, self._done, self._spoke = shows, what, 0, time.perf_counter()
+
+    def advance(self, total: int) -> None:
+        """One more of about `total` parts is done."""
+        self._done += 1
+        if self._shows and time.perf_counter() - self._spoke > _PATIENCE:
+            self._spoke = time.perf_counter()
+            print(f"{self._what}: {self._done} of about {total} parts", file=sys.stderr, flush=True)
+
+
+class Clock:
+    """Counts wall-clock seconds of this rank since `reset`; if it `shows`, slow phases tell their progress.
+
+    Attributes:
+        phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the part of them in which
+        nothing was computed here: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
+        parameters), "optimizer" (an update behind the step), "gradients out" (to host memory or a file).
+
+    On a GPU the host waits for little: what it enqueues waits on the device, and a profiler shows it.
+    """
+
+    def __init__(self, shows: bool = False) -> None:
+        self.shows, self.progress = shows, Progress(False, "other")
+        self.phases: Counter[str] = Counter()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self._phase = "other"
+
+    def reset(self) -> None:
+        self.phases.clear()
+        self.waits.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context of a phase; an inner one is counted in the outer one as well."""
+        outer, self._phase, start = self._phase, name, time.perf_counter()
+        before, self.progress = self.progress, Progress(self.shows, name)
+        try:
+            yield
+        finally:
+            self._phase, self.progress = outer, before
+            self.phases[name] += time.perf_counter() - start
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Context of a wait for `what`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waits[self._phase, what] += time.perf_counter() - start
+
+    def __str__(self) -> str:
+        parts = []
+        for phase in dict.fromkeys((*self.phases, *(phase for phase, _ in self.waits))):
+            waits = [f"{what} {spent:.3f}" for (in_phase, what), spent in self.waits.items() if in_phase == phase]
+            parts.append(f"{phase} {self.phases[phase]:.3f} s" + (f" (waited for {', '.join(waits)})" if waits else ""))
+        return "; ".join(parts)

@@ -1,0 +1,134 @@
+"""What part of the offloaded state stays on the compute device: `offload_optimizer.ratio`.
+
+A number is the share that goes away. With "auto" everything goes at first; when a few steps have shown how much memory
+training takes, as many units as fit come back for good, with gradient, master, moments and weights. A reserve stays
+free, and where it is touched later on, units go away again. Numbers never change by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from zero.optim.updates import Tile
+from zero.tiers import Tier
+from zero.unit import Unit
+
+logger = logging.getLogger("zero")
+
+# Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
+STEPS_TO_WATCH = 2
+
+
+def headroom(device: torch.device) -> tuple[int, int]:
+    """(bytes that were still free when memory was fullest, bytes of it in all), for this rank's part of the host."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device), total
+    known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    limit, used = (_of_container(name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        available, total = min(available, limit - used), min(total, limit)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available // ranks - max(0, peak - resident), total // ranks
+
+
+def _of_container(name: str) -> int | None:
+    """A number of this process's control group (version 2), or None if there is none."""
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+class Placement:
+    """Decides for each unit where its optimizer's part lives.
+
+    Args: units: in the order in which a forward needs them: the first ones stay, since their update is the one that
+    has no time to hide; here, away: the two places; ratio: a number from 0 to 1, or "auto"; room: gives `headroom`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        here: Tier,
+        away: Tier,
+        ratio: float | str,
+        room: Callable[[torch.device], tuple[int, int]] = headroom,
+    ):
+        self.here, self.away, self.room = here, away, room
+        self.units, self.automatic = list(units), ratio == "auto" and here != away
+        self._steps = 0
+        stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
+        for unit in units:
+            stays -= unit.layout.shard_numel
+            unit.optimizer_tier = here if stays >= 0 else away
+
+    def adjust(self, tiles: Sequence[Tile], state: dict) -> None:
+        """At the beginning of a step, nothing being under way: bring units here while there is room, or send them away.
+
+        `state` is the optimizer's, by tile.
+        """
+        self._steps += 1
+        if not self.automatic or self._steps < STEPS_TO_WATCH:
+            return
+        free, total = self.room(self.here.device)
+        reserve = max(1 << 30, total // 10)
+        if self._steps == STEPS_TO_WATCH:
+            for unit in self.units:
+                size = _bytes_of(unit, tiles, state)
+                if free - size < reserve:
+                    break
+                free -= size
+                _move(unit, self.here, tiles, state)
+        elif free < reserve // 2 and any(unit.optimizer_tier == self.here for unit in self.units):
+            for unit in reversed([unit for unit in self.units if unit.optimizer_tier == self.here]):
+                if free >= reserve:
+                    break
+                free += _bytes_of(unit, tiles, state)
+                _move(unit, self.away, tiles, state)
+        else:
+            return
+        self._tell(free, reserve)
+
+    def _tell(self, free: int, reserve: int) -> None:
+        here = [unit for unit in self.units if unit.optimizer_tier == self.here]
+        numel, total = (sum(unit.layout.shard_numel for unit in units) for units in (here, self.units))
+        if self.units[0].comm.rank == 0:
+            print(
+                f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(here)} of "
+                f"{len(self.units)} units stay in the memory of {self.here.device}, of which {free / 2**30:.1f} GiB "
+                f"are left, {reserve / 2**30:.1f} GiB in reserve",
+                file=sys.stderr,
+            )
+
+
+def _parts(unit: Unit, tiles: Sequence[Tile], state: dict) -> Iterator[tuple[Tile, torch.Tensor]]:
+    """The state tensors of the unit's tiles."""
+    for tile in tiles:
+        for value in state.get(tile.master, {}).values() if tile.unit is unit else ():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                yield tile, value
+
+
+def _bytes_of(unit: Unit, tiles: Sequence[Tile], state: dict) -> int:
+    tensors = [unit.master, unit.grad, *(value for _, value in _parts(unit, tiles, state))]
+    shard = 0 if unit.shard is unit.master else unit.shard.nbytes
+    return shard + sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _move(unit: Unit, tier: Tier, tiles: Sequence[Tile], state: dict) -> None:
+    for _, value in _parts(unit, tiles, state):
+        value.data = tier.keep(value.data)
+    unit.move(tier)
+    for tile in tiles:
+        if tile.unit is unit:
+            tile.master.data = unit.master[tile.start : tile.end]

@@ -1,0 +1,192 @@
+"""When tiles are updated, and how those in files come to memory for it.
+
+[Note: just-in-time updates]
+With the norm and the overflow known, the update of a tile depends on nothing but the tile. So `step` may return at
+once: a thread updates tiles in the order in which the next forward needs them, and a gather waits for its own unit
+alone, whose tiles then come first. The numbers are those of a step that waits.
+
+[Note: files]
+The tensors of a tile that lie in a file are mapped memory for everybody else. For its update they are read into host
+buffers, the tensors are pointed there, and afterwards written and pointed back. While one tile is updated the next one
+is read (`pipeline_read`) and the last one is written (`pipeline_write`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from zero.clock import Progress
+from zero.comm import Pending
+from zero.files_memory import PAGE, HostMemory
+from zero.unit import Unit
+
+# Of a tile with its gradient; the result is what of it is still being written.
+Update = Callable[["Tile", torch.Tensor], Pending]
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """A piece of one unit's master that belongs to one param group: what the optimizer sees as a parameter."""
+
+    unit: Unit
+    group: int
+    start: int
+    master: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.master.numel()
+
+
+class _Staged:
+    """One tile with everything it needs in memory; `grad` is its gradient there."""
+
+    def __init__(self, tile: Tile, state_of: Callable[[Tile], dict], memory: HostMemory):
+        self.tile, self._state_of, self._memory = tile, state_of, memory
+        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._taken: list[torch.Tensor] = []
+        self._reads: list[Pending] = []
+        self.grad = self._read(tile.unit.grad[tile.start : tile.end])
+        for tensor in (tile.master, *self._state_tensors()):
+            if tile.unit.optimizer_tier.holds_in_file(tensor):
+                self._moved.append((tensor, tensor.data, self._read(tensor)))
+
+    def _state_tensors(self) -> list[torch.Tensor]:
+        values = self._state_of(self.tile).values()
+        return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a buffer to which it is being read."""
+        tier = self.tile.unit.optimizer_tier
+        if not tier.holds_in_file(tensor):
+            return tensor
+        raw = self._memory.take(tensor.nbytes, phase=tensor.data_ptr() % PAGE)
+        self._taken.append(raw)
+        buffer = raw.view(tensor.dtype)
+        self._reads.append(tier.load(buffer, tensor))
+        return buffer
+
+    def enter(self) -> None:
+        """Wait for the reads and point the tensors to the buffers."""
+        for read in self._reads:
+            read.wait()
+        for tensor, _, buffer in self._moved:
+            tensor.data = buffer
+
+    def leave(self, written: Pending) -> Pending:
+        """Point the tensors back and start to write them; state that is new gets its place in the file."""
+        tier, writes = self.tile.unit.optimizer_tier, [written]
+        for tensor, home, buffer in self._moved:
+            tensor.data = home
+            writes.append(tier.store(home, buffer))
+        for value in self._state_tensors():
+            if tier.puts_in_file(value.nbytes) and not tier.holds_in_file(value):
+                home = tier.empty(value.numel(), value.dtype)
+                writes.append(tier.store(home, value.data))
+                value.data = home
+        return Pending(writes, self._give_back)
+
+    def _give_back(self) -> None:
+        for raw in self._taken:
+            self._memory.release(raw)
+
+
+class Updates:
+    """Updates tiles by a function of (tile, gradient), now or in a thread.
+
+    Args: state_of: gives a tile's optimizer state, which may be empty; read_ahead, write_behind: see the note on files;
+    shows: a slow run tells its progress.
+    """
+
+    def __init__(self, state_of: Callable[[Tile], dict], read_ahead: bool, write_behind: bool, shows: bool):
+        self._state_of, self._shows, self._memory = state_of, shows, HostMemory(sys.maxsize)
+        self._read_ahead, self._write_behind = read_ahead, write_behind
+        self._todo: deque[Tile] = deque()
+        self._open: Counter[Unit] = Counter()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def run(self, tiles: Iterable[Tile], update: Update) -> None:
+        """Update `tiles` before returning."""
+        self._plan(tiles)
+        try:
+            self._work(update)
+        finally:
+            self._plan(())
+
+    def start(self, tiles: Iterable[Tile], update: Update) -> None:
+        """Update `tiles` in a thread. The earlier ones must have been waited for."""
+        self._plan(tiles)
+        if self._open:
+            self._thread = self._thread or ThreadPoolExecutor(1, "zero optimizer")
+            self._thread.submit(self._work_in_thread, update)
+
+    def wait(self, unit: Unit | None = None) -> None:
+        """Until `unit`, or everything, is updated; raises what went wrong in the thread."""
+        if self._failure is None and not (self._open if unit is None else self._open[unit]):
+            return
+        with self._changed:
+            if unit is not None:
+                self._todo = deque(sorted(self._todo, key=lambda tile: tile.unit is not unit))
+            self._changed.wait_for(lambda: self._failure or not (self._open if unit is None else self._open[unit]))
+        if self._failure is not None:
+            raise self._failure
+
+    def _plan(self, tiles: Iterable[Tile]) -> None:
+        self._todo = deque(tiles)
+        self._open = Counter(tile.unit for tile in self._todo)
+
+    def _work_in_thread(self, update: Update) -> None:
+        try:
+            with torch.no_grad():
+                self._work(update)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _work(self, update: Update) -> None:
+        ahead: dict[Tile, _Staged] = {}
+        behind = Pending()
+        progress, total = Progress(self._shows, "optimizer"), len(self._todo)
+        for tile, following in self._take():
+            staged = ahead.pop(tile, None) or self._stage(tile)
+            staged.enter()
+            if self._read_ahead and following is not None and not ahead:
+                ahead[following] = self._stage(following)
+            written = update(tile, staged.grad)
+            behind.wait()
+            behind = staged.leave(written)
+            if not self._write_behind:
+                behind.wait()
+            self._done(tile)
+            progress.advance(total)
+        behind.wait()
+
+    def _stage(self, tile: Tile) -> _Staged:
+        return _Staged(tile, self._state_of, self._memory)
+
+    def _take(self) -> Iterator[tuple[Tile, Tile | None]]:
+        """The next tile and the one that will probably follow."""
+        while True:
+            with self._changed:
+                if not self._todo:
+                    return
+                tile = self._todo.popleft()
+                following = self._todo[0] if self._todo else None
+            yield tile, following
+
+    def _done(self, tile: Tile) -> None:
+        with self._changed:
+            self._open[tile.unit] -= 1
+            if not self._open[tile.unit]:
+                del self._open[tile.unit]
+                self._changed.notify_all()
