@@ -52,8 +52,9 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 # Elements that a thread takes at a time, 7 MB of memory: a thread on a disturbed core takes fewer of them. Tensors of
 # up to this size are updated by the calling thread.
 PIECE = 1 << 18
-# Elements of the fallback's chunks: what one operation writes is in the cache when the next one reads it.
-CHUNK = 1 << 17
+# Elements of the fallback's chunks: what one operation writes is in the L3 cache when the next one reads it. A call of
+# torch's costs 0.1 ms, so that smaller ones are slower (benchmarks/LOG.md).
+CHUNK = 1 << 19
 # The fallback's vector loops end in scalar ones that round differently; no tail shorter than this reaches them.
 ALIGNMENT = 64
 
@@ -379,30 +380,36 @@ def _by_torch(
     """torch's fused kernel, in chunks, with torch's own threads."""
     numel = master.numel()
     body = numel - numel % ALIGNMENT
+    buffer = torch.empty(min(CHUNK, max(body, ALIGNMENT)), dtype=torch.float32, device="cpu")
     for start in range(0, body, CHUNK):
         end = min(start + CHUNK, body)
-        _fused(*(tensor[start:end] for tensor in (master, grad, exp_avg, exp_avg_sq)), settings)
+        _fused(*(tensor[start:end] for tensor in (master, grad, exp_avg, exp_avg_sq)), buffer, settings)
         if out is not None:
             out[start:end].copy_(master[start:end])
     if body == numel:
         return
     tails = [tensor[body:] for tensor in (master, grad, exp_avg, exp_avg_sq)]
     padded = [torch.nn.functional.pad(tail, (0, ALIGNMENT - tail.numel())) for tail in tails]
-    _fused(*padded, settings)
-    for tail, result in zip(tails, padded, strict=True):
-        if tail is not tails[1]:
-            tail.copy_(result[: tail.numel()])
+    _fused(*padded, buffer, settings)
+    for index in (0, 2, 3):
+        tails[index].copy_(padded[index][: numel - body])
     if out is not None:
         out[body:].copy_(master[body:])
 
 
 def _fused(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: _Settings
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    buffer: torch.Tensor,
+    settings: _Settings,
 ) -> None:
-    if grad.dtype != torch.float32:
-        grad = grad.float().mul_(settings.factor)
-    elif settings.factor != 1.0:
-        grad = grad * settings.factor
+    """One step of a chunk; `buffer`, fp32 and at least as long, takes the gradient where it must be cast or scaled."""
+    if grad.dtype != torch.float32 or settings.factor != 1.0:
+        grad = buffer[: grad.numel()].copy_(grad)
+        if settings.factor != 1.0:
+            grad.mul_(settings.factor)
     torch_adam(
         [master],
         [grad],
