@@ -1,5 +1,4 @@
-"""T5-3B (random weights; bf16 on a GPU, fp32 on a CPU) through run_translation.py with both tiers offloaded: to files on a machine without a
-GPU, to host memory on one with a GPU.
+"""T5-3B (random weights) through run_translation.py, offloaded: to files without a GPU, to host memory with one.
 
     python -m benchmarks.t5_3b --folder FAST_DISK [--steps 1] [--device nvme] [--small]
 

@@ -223,7 +223,8 @@ def test_all_errors_are_reported_together():
         ),
         (
             zero3(offload_optimizer={"device": "nvme"}),
-            "zero_optimization.offload_optimizer.nvme_path: is missing, and device is nvme; name a folder on a fast disk",
+            "zero_optimization.offload_optimizer.nvme_path: is missing, and device is nvme; name a folder on a fast "
+            "disk",
         ),
         (
             zero3(cpu_offload=True, offload_optimizer={"device": "cpu"}),

@@ -7,6 +7,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -75,20 +78,36 @@ inline void store(Half* place, float value) {
 struct Nothing {};
 inline void store(Nothing*, float) {}
 
-enum Decay { NONE, COUPLED, DECOUPLED };
+// fp16 in blocks, since compilers do not choose its instruction for integers, where there is one.
+void widen(const Half* from, float* to, int64_t numel) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= numel; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#endif
+    for (; i < numel; ++i) to[i] = load(from[i]);
+}
 
-// Elements whose square roots are taken at a time, on the stack.
-constexpr int32_t BLOCK = 256;
+void narrow(const float* from, Half* to, int64_t numel) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= numel; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < numel; ++i) store(to + i, from[i]);
+}
+
+enum Dtype { NO_COPY, FP32, BF16, FP16 };
+enum Decay { NONE, COUPLED, DECOUPLED };
 
 }  // namespace
 
-extern "C" {
-
 // MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
-typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
+extern "C" typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
 
 // As `_Scalars` in cpu_adam.py: each a Python float rounded to fp32, where torch rounds it.
-struct Scalars {
+extern "C" struct Scalars {
     float factor;       // on the gradient
     float decay;        // coupled: weight_decay; decoupled: 1 - lr * weight_decay
     float to_gradient;  // 1 - beta1
@@ -97,25 +116,28 @@ struct Scalars {
     float correction;   // sqrt(1 - beta2 ** step)
     float eps;
     float step_size;    // -lr / (1 - beta1 ** step)
+    Roots* roots;       // where torch takes square roots from; null: the CPU's instruction
 };
-
-}  // extern "C"
 
 namespace {
 
-// Square roots by the library that torch takes them from, or by the CPU's instruction.
+// Elements that are done together: what is read again is in the L1 cache.
+constexpr int32_t BLOCK = 256;
+
 void take_roots(Roots* roots, float* values, int32_t count) {
     if (roots != nullptr) {
-        const int64_t high_accuracy = 0x2 | 0x140000 | 0x100;  // as torch calls it; denormals kept, no error handler
-        roots(&count, values, values, &high_accuracy);
+        const int64_t mode = 0x2 | 0x140000 | 0x100;  // as torch calls it: accurate, denormals kept, no error handler
+        roots(&count, values, values, &mode);
     } else {
         for (int32_t i = 0; i < count; ++i) values[i] = std::sqrt(values[i]);
     }
 }
 
 template <int DECAY, class Gradient, class Out>
-void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
-            float* __restrict exp_avg_sq, Out* __restrict out, int64_t numel, const Scalars s, Roots* roots) {
+void update(float* __restrict master, const void* gradients, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+            void* copy, int64_t numel, const Scalars s) {
+    const Gradient* __restrict grad = static_cast<const Gradient*>(gradients);
+    Out* __restrict out = static_cast<Out*>(copy);
     // torch.lerp goes from the nearer end, so that it arrives exactly.
     const bool nearer_start = std::fabs(s.to_gradient) < 0.5f;
     const float weight = nearer_start ? s.to_gradient : s.to_gradient - 1.0f;
@@ -131,7 +153,7 @@ void update(float* __restrict master, const Gradient* __restrict grad, float* __
             m[i] = fused(weight, g - m[i], nearer_start ? m[i] : g);
             v[i] = root[i] = fused(s.from_square * g, g, v[i] * s.beta2);
         }
-        take_roots(roots, root, count);
+        take_roots(s.roots, root, count);
         for (int32_t i = 0; i < count; ++i) {
             const float decayed = DECAY == DECOUPLED ? p[i] * s.decay : p[i];
             p[i] = decayed + s.step_size * m[i] / (root[i] / s.correction + s.eps);
@@ -140,30 +162,31 @@ void update(float* __restrict master, const Gradient* __restrict grad, float* __
     }
 }
 
+using Update = decltype(&update<NONE, float, Nothing>);
+
 template <class Gradient, class Out>
-void by_decay(int decay, float* master, const void* grad, float* exp_avg, float* exp_avg_sq, void* out, int64_t numel,
-              const Scalars& s, Roots* roots) {
-    const auto run = decay == NONE      ? update<NONE, Gradient, Out>
-                     : decay == COUPLED ? update<COUPLED, Gradient, Out>
-                                        : update<DECOUPLED, Gradient, Out>;
-    run(master, static_cast<const Gradient*>(grad), exp_avg, exp_avg_sq, static_cast<Out*>(out), numel, s,
-        roots);
+Update by_decay(int decay) {
+    if (decay == NONE) return update<NONE, Gradient, Out>;
+    return decay == COUPLED ? update<COUPLED, Gradient, Out> : update<DECOUPLED, Gradient, Out>;
 }
 
 }  // namespace
 
-// `names` of dtypes: 0 none (of `out` alone), 1 fp32 (of `grad` alone), 2 bf16, 3 fp16.
+// `grad_dtype`, `out_dtype`: a Dtype; `decay`: a Decay.
 extern "C" void zero_cpu_adam(float* master, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
-                              int64_t numel, int grad_dtype, int out_dtype, int decay, const Scalars* s,
-                              Roots* roots) {
-    const auto with = [&](auto run) { run(decay, master, grad, exp_avg, exp_avg_sq, out, numel, *s, roots); };
-    const auto with_out = [&](auto none, auto bf16, auto fp16) {
-        with(out_dtype == 2 ? bf16 : out_dtype == 3 ? fp16 : none);
-    };
-    if (grad_dtype == 2)
-        with_out(by_decay<BFloat16, Nothing>, by_decay<BFloat16, BFloat16>, by_decay<BFloat16, Half>);
-    else if (grad_dtype == 3)
-        with_out(by_decay<Half, Nothing>, by_decay<Half, BFloat16>, by_decay<Half, Half>);
-    else
-        with_out(by_decay<float, Nothing>, by_decay<float, BFloat16>, by_decay<float, Half>);
+                              int64_t numel, int grad_dtype, int out_dtype, int decay, const Scalars* s) {
+    const bool bf16_in = grad_dtype == BF16, bf16_out = out_dtype == BF16;
+    const Update run = bf16_in ? bf16_out ? by_decay<BFloat16, BFloat16>(decay) : by_decay<BFloat16, Nothing>(decay)
+                               : bf16_out ? by_decay<float, BFloat16>(decay) : by_decay<float, Nothing>(decay);
+    if (grad_dtype != FP16 && out_dtype != FP16) return run(master, grad, exp_avg, exp_avg_sq, out, numel, *s);
+    const int64_t grad_size = grad_dtype == FP32 ? 4 : 2;
+    float wide[BLOCK];
+    for (int64_t start = 0; start < numel; start += BLOCK) {
+        const int64_t length = numel - start < BLOCK ? numel - start : BLOCK;
+        const void* from = static_cast<const char*>(grad) + start * grad_size;
+        void* to = static_cast<char*>(out) + start * 2;
+        if (grad_dtype == FP16) widen(static_cast<const Half*>(from), wide, length);
+        run(master + start, grad_dtype == FP16 ? wide : from, exp_avg + start, exp_avg_sq + start, to, length, *s);
+        if (out_dtype == FP16) narrow(master + start, static_cast<Half*>(to), length);
+    }
 }

@@ -50,8 +50,9 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 # Elements that a thread takes at a time, 7 MB of memory: a thread on a disturbed core takes fewer of them. Tensors of
 # up to this size are updated by the calling thread.
 PIECE = 1 << 18
-# Elements of the fallback's chunks: what one operation writes is in the cache when the next one reads it.
-CHUNK = 1 << 17
+# Elements of the fallback's chunks: what one operation writes is in the L3 cache when the next one reads it. A call of
+# torch's costs 0.1 ms, so that smaller ones are slower (benchmarks/LOG.md).
+CHUNK = 1 << 19
 # The fallback's vector loops end in scalar ones that round differently; no tail shorter than this reaches them.
 ALIGNMENT = 64
 
@@ -66,7 +67,7 @@ class _Scalars(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
         for name in ("factor", "decay", "to_gradient", "beta2", "from_square", "correction", "eps", "step_size")
-    ]
+    ] + [("roots", ctypes.c_void_p)]
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class _Settings:
             correction=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             step_size=-(self.lr / (1 - self.beta1**self.step)),
+            roots=_roots(),
         )
 
 
@@ -206,13 +208,13 @@ def _by_kernel(
     numel, tensors = master.numel(), (master, grad, exp_avg, exp_avg_sq, out)
     places = [(0, 0) if tensor is None else (tensor.data_ptr(), tensor.element_size()) for tensor in tensors]
     dtypes = _DTYPES[grad.dtype], _DTYPES[None if out is None else out.dtype]
-    decay, scalars, roots = settings.decay(), ctypes.byref(settings.scalars()), _roots()
+    decay, scalars = settings.decay(), ctypes.byref(settings.scalars())
     starts = iter(range(0, numel, PIECE))
 
     def work() -> None:
         for start in starts:  # shared by the threads: each takes the next piece
             pointers = [address + start * size for address, size in places]
-            kernel(*pointers, min(PIECE, numel - start), *dtypes, decay, scalars, roots)
+            kernel(*pointers, min(PIECE, numel - start), *dtypes, decay, scalars)
 
     threads = thread_count()
     others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, -(-numel // PIECE)) - 1)]
@@ -318,9 +320,7 @@ def _build() -> Callable[..., None]:
             _name(), [str(SOURCE)], extra_cflags=list(FLAGS), build_directory=str(folder), is_python_module=False
         )
     kernel = ctypes.CDLL(library).zero_cpu_adam
-    kernel.argtypes = (
-        [ctypes.c_void_p] * 5 + [ctypes.c_int64] + [ctypes.c_int] * 3 + [ctypes.POINTER(_Scalars), ctypes.c_void_p]
-    )
+    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] + [ctypes.c_int] * 3 + [ctypes.POINTER(_Scalars)]
     kernel.restype = None
     return kernel
 
@@ -402,30 +402,36 @@ def _by_torch(
     """torch's fused kernel, in chunks, with torch's own threads."""
     numel = master.numel()
     body = numel - numel % ALIGNMENT
+    buffer = torch.empty(min(CHUNK, max(body, ALIGNMENT)), dtype=torch.float32, device="cpu")
     for start in range(0, body, CHUNK):
         end = min(start + CHUNK, body)
-        _fused(*(tensor[start:end] for tensor in (master, grad, exp_avg, exp_avg_sq)), settings)
+        _fused(*(tensor[start:end] for tensor in (master, grad, exp_avg, exp_avg_sq)), buffer, settings)
         if out is not None:
             out[start:end].copy_(master[start:end])
     if body == numel:
         return
     tails = [tensor[body:] for tensor in (master, grad, exp_avg, exp_avg_sq)]
     padded = [torch.nn.functional.pad(tail, (0, ALIGNMENT - tail.numel())) for tail in tails]
-    _fused(*padded, settings)
-    for tail, result in zip(tails, padded, strict=True):
-        if tail is not tails[1]:
-            tail.copy_(result[: tail.numel()])
+    _fused(*padded, buffer, settings)
+    for index in (0, 2, 3):
+        tails[index].copy_(padded[index][: numel - body])
     if out is not None:
         out[body:].copy_(master[body:])
 
 
 def _fused(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, settings: _Settings
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    buffer: torch.Tensor,
+    settings: _Settings,
 ) -> None:
-    if grad.dtype != torch.float32:
-        grad = grad.float().mul_(settings.factor)
-    elif settings.factor != 1.0:
-        grad = grad * settings.factor
+    """One step of a chunk; `buffer`, fp32 and at least as long, takes the gradient where it must be cast or scaled."""
+    if grad.dtype != torch.float32 or settings.factor != 1.0:
+        grad = buffer[: grad.numel()].copy_(grad)
+        if settings.factor != 1.0:
+            grad.mul_(settings.factor)
     torch_adam(
         [master],
         [grad],
