@@ -122,6 +122,7 @@ class ZeroEngine(EngineSettings, nn.Module):
                 scaler=self.scaler,
                 reduce_op=settings.gradient_allreduce_op,
             )
+            self.optimizer.parameter_offload = self.hooks
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
     # -- construction

@@ -31,7 +31,8 @@ class GradientReducer:
     summed in an fp32 buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
     reduced at once. `last_micro_step` tells which one is the last.
 
-    `factor` multiplies what the present backward produces (1 unless the engine sets it).
+    `factor` multiplies what the present backward produces (1 unless the engine sets it). `backwards` counts those that
+    have ended since the last step.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GradientReducer:
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[tuple[int, Pending]] = deque()
         self._fresh: set[Unit] = set()
+        self.backwards = 0
         self.buffered = 0
         self.peak_buffered = 0
 
@@ -154,7 +156,7 @@ class GradientReducer:
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
-        self.buffered = 0
+        self.buffered = self.backwards = 0
 
     def _wait_oldest(self) -> None:
         numel, pending = self._in_flight.popleft()

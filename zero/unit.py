@@ -32,6 +32,7 @@ class ZeroParamStatus(Enum):
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
+    INFLIGHT = 3  # none, while they are being gathered
 
 
 class State(Enum):
@@ -146,7 +147,8 @@ class Unit:
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty.
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty. Of a parameter that is a unit by
+        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
         """
         for param in self.params:
             if not hasattr(param, "ds_id"):
@@ -155,6 +157,9 @@ class Unit:
             param.ds_tensor = self.shard[:0]
         for piece in self.layout.pieces(self.comm.rank):
             self.params[piece.slot].ds_tensor = self.shard[piece.start : piece.start + piece.numel]
+        if len(self.params) == 1:
+            # A persistent shard is a part of `full`, and must stay one.
+            self.params[0].ds_tensor = self.shard[:] if self.persistent else self.shard
 
     # -- values in
 
@@ -252,12 +257,14 @@ class Unit:
         self.residency.add(self.layout.numel)
         with torch.no_grad():
             self._pending = self.comm.all_gather(self.full, self.shard, self)
+        self._set_status(ZeroParamStatus.INFLIGHT)
         self.state = State.FETCHING
 
     def arrive(self) -> None:
         """FETCHING -> RESIDENT: wait for the gather."""
         assert self.state is State.FETCHING, self.describe()
         self._pending.wait()
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
         self.state = State.RESIDENT
 
     def expose(self) -> None:
@@ -334,6 +341,11 @@ class Unit:
         for param, tensor in zip(self.params, tensors, strict=True):
             if unit_of(param) is self:
                 param.data = tensor
+        self._set_status(status)
+
+    def _set_status(self, status: ZeroParamStatus) -> None:
+        for param in self.params:
+            if unit_of(param) is self:
                 param.ds_status = status
 
     def __str__(self) -> str:

@@ -28,12 +28,12 @@ LAYERS = [
     "zero.activations",
     "zero.gradients",
     "zero.hooks",
+    "zero.fragments",
     "zero.optim",
     "zero.init",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",
-    "zero.fragments",
     "zero.engine_settings",
     "zero.engine",
     "zero",
@@ -54,7 +54,7 @@ INSIDE = {
         "offline",
         "__init__",
     ],  # fmt: skip
-    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "step"],
+    "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "attributes", "step"],
     "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.

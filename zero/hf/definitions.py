@@ -8,9 +8,10 @@ import os
 import resource
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,10 @@ from zero.config import ZeroConfig
 from zero.config_reading import rename_deprecated
 from zero.export import copied_state_dict
 from zero.hf.accelerator import get_accelerator
+from zero.init import GatheredParameters
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
@@ -110,6 +115,18 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """The param groups as a list: experts are parameters like all others here, sharded over all ranks."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: ZeroEngine) -> Iterator[ZeroEngine]:
+    """Context in which all parameters are gathered, once, and no hook runs: for `generate` with a model that fits."""
+    with GatheredParameters(model.parameters()):
+        hooks = model.optimizer.parameter_offload
+        hooks.remove()
+        try:
+            yield model
+        finally:
+            hooks._register_deepspeed_module(hooks.module)
 
 
 class AsyncIOBuilder:

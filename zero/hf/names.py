@@ -94,7 +94,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
-    "deepspeed.runtime.zero": {},
+    "deepspeed.runtime.zero": {**_ZERO, **_names("zero.hf.definitions", "unwrap_model_for_generation")},
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "zero.hf.definitions:DeepSpeedZeroConfig",
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",

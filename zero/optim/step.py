@@ -19,6 +19,7 @@ from torch import nn
 from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
+from zero.optim.attributes import OptimizerAttributes
 from zero.optim.loss_scaler import LossScaler
 from zero.tiers import Tier
 from zero.unit import Unit
@@ -49,7 +50,7 @@ class NonFiniteGradientError(RuntimeError):
     """Gradients stayed non-finite at the smallest loss scale."""
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(OptimizerAttributes):
     """Drives `optimizer`, whose param groups named the model's parameters, over this rank's shards of the masters.
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
@@ -75,6 +76,7 @@ class ZeroOptimizer:
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self.overflow = False
         self.grad_norm: float | None = None
+        self.params_of_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         known = {param for unit in units for param in unit.params}
         if strangers := [param for param in group_of if param not in known and param.numel()]:
