@@ -120,6 +120,8 @@ class UnitPlan:
 
 # Attributes of modules, set by the user's calls of `zero.leaf` and `register_external_parameter`.
 LEAF_FLAG = "_z3_leaf"
+# Of the tiles of `zero.tiling.TiledLinear`: units of their own also inside of a block that is no leaf.
+TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 
 
@@ -187,7 +189,8 @@ def plan_units(
     block_of: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         for module in block.modules():
-            block_of.setdefault(module, block)
+            if getattr(block, LEAF_FLAG, False) or not getattr(module, TILE_FLAG, False):
+                block_of.setdefault(module, block)
 
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}

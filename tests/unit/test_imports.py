@@ -31,6 +31,7 @@ LAYERS = [
     "zero.fragments",
     "zero.optim",
     "zero.init",
+    "zero.tiling",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",

@@ -94,7 +94,11 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
-    "deepspeed.runtime.zero": {**_ZERO, **_names("zero.hf.definitions", "unwrap_model_for_generation")},
+    "deepspeed.runtime.zero": {
+        **_ZERO,
+        **_names("zero.tiling", "TiledLinear"),
+        **_names("zero.hf.definitions", "unwrap_model_for_generation"),
+    },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "zero.hf.definitions:DeepSpeedZeroConfig",
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
@@ -104,6 +108,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero.errors:UsageError"},
+    "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear"),
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": "zero.unit:ZeroParamStatus",
@@ -117,7 +122,7 @@ NAMES: dict[str, dict[str, str]] = {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.zero": _ZERO,
+    "deepspeed.zero": {**_ZERO, **_names("zero.tiling", "TiledLinear")},
 }
 
 # Names that scripts import to compare with, by `isinstance` or `issubclass`, and that nothing here is an instance of.
