@@ -74,7 +74,10 @@ class ZeroEngine(EngineSettings, nn.Module):
         self._inside_no_sync = self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
-        inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer)
+        untested = settings.zero_allow_untested_optimizer or zero.stage == 0
+        inner = build_optimizer(
+            settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested
+        )
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         self._place_buffers()
         offload = zero.offload_optimizer
@@ -498,9 +501,8 @@ def initialize(
         raise UsageError("initialize: model is missing")
     if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
         raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
-    sources = [
-        source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
-    ]
+    given = [config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)]
+    sources = [source for source in given if source is not None]
     if not sources:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     settings = load_config(sources[0])

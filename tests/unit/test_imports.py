@@ -56,7 +56,7 @@ INSIDE = {
         "__init__",
     ],  # fmt: skip
     "zero.optim": ["loss_scaler", "lr_schedules", "torch_optimizers", "factory", "attributes", "step"],
-    "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
+    "zero.hf": ["names", "accelerator", "configuration", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"

@@ -10,14 +10,12 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zero import comm
-from zero.config import ZeroConfig
-from zero.config_reading import rename_deprecated
 from zero.export import copied_state_dict
 from zero.hf.accelerator import get_accelerator
 from zero.init import GatheredParameters
@@ -65,31 +63,6 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-class OffloadDeviceEnum(str, Enum):
-    """The values of `device` in the offload sections."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class DeepSpeedZeroConfig(ZeroConfig):
-    """`zero_optimization` as a class of its own: takes old names too, and answers to those without `stage3_`."""
-
-    def __init__(self, **settings: Any):
-        data, _, problems = rename_deprecated({"zero_optimization": settings})
-        if problems:
-            raise ValueError(f"{problems[0][0]}: {problems[0][1]}")
-        super().__init__(**data["zero_optimization"])
-
-    def __getattr__(self, name: str) -> Any:
-        if f"stage3_{name}" in type(self).model_fields:
-            return getattr(self, f"stage3_{name}")
-        return super().__getattr__(name)
-
-
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
-
 # Tensors below this many bytes are never offloaded to files.
 MIN_SWAPPABLE_BYTES = 1024**2
 
@@ -100,6 +73,11 @@ def required_torch_version(min_version: str | float | None = None, max_version: 
     return (min_version is None or installed >= str(min_version)) and (
         max_version is None or installed <= str(max_version)
     )
+
+
+def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> object:
+    """Call `hook(param)` whenever `param.grad` has got a gradient; returns a handle with `remove()`."""
+    return param.register_post_accumulate_grad_hook(hook)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
