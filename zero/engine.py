@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import weakref
@@ -381,24 +380,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
-        if tag is not None:
-            self._check_tag(tag)
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-
-    def _check_tag(self, tag: str) -> None:
-        """Whether all ranks gave the same tag, as `checkpoint.tag_validation` wants it; rank 0's is taken."""
-        mode = self.settings.checkpoint.tag_validation
-        if mode == "Ignore":
-            return
-        digest = int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7], "big")
-        low, high = (
-            self.comm.all_reduce(torch.tensor([digest], device=self.comm.device), op).item() for op in ("min", "max")
-        )
-        if low != high:
-            message = f"save_checkpoint: the ranks gave different tags, this one {tag!r}"
-            if mode == "Fail":
-                raise UsageError(f"{message}; give the same one, or set checkpoint.tag_validation to Warn")
-            logger.warning("%s; rank 0's is used", message)
 
     def wait_for_checkpoint(self) -> None:
         """Until an asynchronous save is complete; raises its error."""
