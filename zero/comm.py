@@ -118,7 +118,7 @@ class Communicator:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (world_size * n elements) over ranks into `out` (n fp32 elements, this rank's slice).
+        """Reduce `full` (world_size * n elements) over ranks into `out` (n elements, this rank's slice), in fp32.
 
         The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
         (at least one a rank) go into one collective.
@@ -168,9 +168,12 @@ class Communicator:
         terms[self.rank] = rows[self.rank]
 
         def finish() -> None:
-            total = out.add_(terms[0]) if accumulate else out.copy_(terms[0])
+            total = out.float()  # `out` itself if that is fp32
+            total = total.add_(terms[0]) if accumulate else total.copy_(terms[0])
             for term in terms[1:]:
                 total.add_(term)
+            if total is not out:
+                out.copy_(total)
 
         return Pending(works, finish, (full,), self.watchdog, unit)
 

@@ -186,9 +186,9 @@ class ActivationCheckpointingConfig(Section):
 
 
 class DataTypesConfig(Section):
-    """``data_types``."""
+    """``data_types``. Gradients are summed over micro-batches, and kept for the step, in fp32 if nothing is given."""
 
-    grad_accum_dtype: DType = unused(None, "gradients are accumulated in fp32")
+    grad_accum_dtype: DType = None
     param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
     buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")

@@ -88,6 +88,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             overlap=zero.overlap_comm,
             contiguous=zero.contiguous_gradients,
             dtype=settings.communication_data_type,
+            sum_dtype=settings.data_types.grad_accum_dtype or torch.float32,
             deferred=zero.stage < 2,
             last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
         )

@@ -75,7 +75,7 @@ class _Fragment:
             return None
         device = self.unit.comm.device
         parts = [part for _, part in self._places(self.piece)]
-        return torch.cat(parts).to(device).mul_(self._factor)
+        return torch.cat(parts).to(device, torch.float32).mul_(self._factor)
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:

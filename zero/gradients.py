@@ -27,8 +27,8 @@ class GradientReducer:
     Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
     reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
-    (None: that of the parameters); tier: where the fp32 result is kept; deferred: gradients of all micro-batches are
-    summed in an fp32 buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
+    (None: that of the parameters); tier and sum_dtype: where and in which dtype the result is kept, and summed over
+    micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
     reduced at once. `last_micro_step` tells which one is the last.
 
     `factor` multiplies what the present backward produces (1 unless the engine sets it). `backwards` counts those that
@@ -44,10 +44,11 @@ class GradientReducer:
         overlap: bool,
         contiguous: bool,
         dtype: torch.dtype | None = None,
+        sum_dtype: torch.dtype = torch.float32,
         deferred: bool = False,
         last_micro_step: Callable[[], bool] = lambda: True,
     ):
-        self.comm, self.tier, self.dtype = comm, tier, dtype
+        self.comm, self.tier, self.dtype, self.sum_dtype = comm, tier, dtype, sum_dtype
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
         self.factor = 1.0
@@ -97,20 +98,20 @@ class GradientReducer:
                 self.buffered -= flat.numel()
                 flat = self._carried.pop(unit).add_(flat)
             if not self.last_micro_step():
-                self._carried[unit] = flat.float()
+                self._carried[unit] = flat.to(self.sum_dtype)
                 return
         self._start(unit, flat)
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
         accumulate = unit in self._fresh
         self._fresh.add(unit)
-        if self.comm.world_size == 1 and flat.dtype == torch.float32 and self.tier.device == flat.device:
+        if self.comm.world_size == 1 and flat.dtype == self.sum_dtype and self.tier.device == flat.device:
             # A world of one has nothing to exchange: the flat buffer is the result.
             unit.grad = unit.grad.add_(flat) if accumulate else flat
             self.buffered -= flat.numel()
             return
         if unit.grad is None:
-            unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
+            unit.grad = self.tier.empty(unit.layout.shard_numel, self.sum_dtype)
         while self._in_flight and sum(numel for numel, _ in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
@@ -137,7 +138,7 @@ class GradientReducer:
             self._start(unit, self._carried.pop(unit))
         elif unit not in self._fresh:
             if unit.grad is None:
-                unit.grad = self.tier.empty(unit.layout.shard_numel, torch.float32)
+                unit.grad = self.tier.empty(unit.layout.shard_numel, self.sum_dtype)
             unit.grad.zero_()
             self._fresh.add(unit)
 

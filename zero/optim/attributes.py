@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class OptimizerAttributes:
-    """Mixed into `ZeroOptimizer`, which sets `params_of_groups`, `grad_norm`, `comm` and `reducer`.
+    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm` and `reducer`.
 
     Attributes: parameter_offload: what gathers the parameters, with `forward_hooks` and `backward_hooks` that scripts
     take off for generation; set by the engine.
     """
 
-    params_of_groups: list[list[nn.Parameter]]
+    fp16_groups: list[list[nn.Parameter]]
     grad_norm: float | None
     comm: Communicator
     reducer: GradientReducer
@@ -55,7 +55,7 @@ class OptimizerAttributes:
 
         Each is 1-D, in the layout of the parameter's `ds_tensor`. Empty without a gradient.
         """
-        groups = [[safe_get_local_grad(param) for param in params] for params in self.params_of_groups]
+        groups = [[safe_get_local_grad(param) for param in params] for params in self.fp16_groups]
         found = {index: [grad for grad in grads if grad is not None] for index, grads in enumerate(groups)}
         return {index: grads for index, grads in found.items() if grads}
 

@@ -76,7 +76,7 @@ class ZeroOptimizer(OptimizerAttributes):
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self.overflow = False
         self.grad_norm: float | None = None
-        self.params_of_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         known = {param for unit in units for param in unit.params}
         if strangers := [param for param in group_of if param not in known and param.numel()]:
@@ -188,7 +188,7 @@ class ZeroOptimizer(OptimizerAttributes):
     def _update(self, factor: float) -> None:
         for batch in self._batches():
             for tile in batch:
-                grad = tile.unit.grad[tile.start : tile.end]
+                grad = tile.unit.grad[tile.start : tile.end].to(tile.master.dtype)
                 tile.master.grad = grad if factor == 1.0 else grad.mul_(factor)
             self._step_only(batch)
             for tile in batch:
@@ -233,7 +233,9 @@ class ZeroOptimizer(OptimizerAttributes):
     def _global_norm(self) -> float:
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
         squares = torch.zeros(len(self._slots), dtype=torch.float64, device=self.comm.device)
-        norms = [torch.linalg.vector_norm(unit.grad[start:end]) for _, unit, start, end in self._pieces]
+        norms = [
+            torch.linalg.vector_norm(unit.grad[start:end], dtype=torch.float32) for _, unit, start, end in self._pieces
+        ]
         if norms:
             index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
             squares.index_copy_(0, index, torch.stack(norms).to(squares.device, torch.float64) ** 2)
