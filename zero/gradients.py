@@ -28,8 +28,8 @@ class GradientReducer:
     reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
     (None: that of the parameters); tier and sum_dtype: where and in which dtype the result is kept, and summed over
-    micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with the last one (stages 0 and 1), else each micro-batch's are
-    reduced at once. `last_micro_step` tells which one is the last.
+    micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with the
+    last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step` tells which one that is.
 
     `factor` multiplies what the present backward produces (1 unless the engine sets it). `backwards` counts those that
     have ended since the last step.

@@ -86,9 +86,9 @@ class Unit:
     """Parameters that are gathered, reduced and released together.
 
     Attributes: shard (1-D, compute dtype, this rank's slice), master (1-D fp32 or None; the same tensor as `shard`
-    when that is fp32), grad (1-D, fp32 unless configured otherwise, or None: the reduced gradient of this rank's slice; times `comm.mean_factor` it
-    is the mean over ranks), users (how many callers need the parameters exposed now), serial (order of creation, equal
-    on all ranks).
+    when that is fp32), grad (1-D or None: the reduced gradient of this rank's slice in the dtype of the reducer's sums;
+    times `comm.mean_factor` it is the mean over ranks), users (how many callers need the parameters exposed now),
+    serial (order of creation, equal on all ranks).
     """
 
     def __init__(
