@@ -41,6 +41,7 @@ from zero.checkpoint_state import (
     weights,
 )
 from zero.checkpoint_values import decode, dtype_name, encode
+from zero.errors import UsageError
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -87,6 +88,7 @@ def save_checkpoint(
     ranks, target = Ranks.of(engine.comm), Path(save_dir)
     what = f"saving a checkpoint to {target}"
     tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save else None
     if background is not None:
         background.wait()
@@ -113,6 +115,17 @@ def save_checkpoint(
 
     ranks.together(what, lambda: background.start(slices, finish))
     return True
+
+
+def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
+    """Rank 0's tag. Where the ranks gave different ones: UsageError if `validation` is "Fail", a warning if "Warn"."""
+    tags = ranks.gather(tag)
+    if validation != "Ignore" and len(set(tags)) > 1:
+        message = f"save_checkpoint: the ranks gave different tags: {', '.join(tags)}"
+        if validation == "Fail":
+            raise UsageError(f"{message}; give the same one, or set checkpoint.tag_validation to Warn")
+        logger.warning("%s; rank 0's is used", message)
+    return tags[0]
 
 
 def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:

@@ -121,7 +121,7 @@ class Communicator:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (world_size * n elements) over ranks into `out` (n fp32 elements, this rank's slice).
+        """Reduce `full` (world_size * n elements) over ranks into `out` (n elements, this rank's slice), in fp32.
 
         The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
         (at least one a rank) go into one collective.
@@ -171,9 +171,12 @@ class Communicator:
         terms[self.rank] = rows[self.rank]
 
         def finish() -> None:
-            total = out.add_(terms[0]) if accumulate else out.copy_(terms[0])
+            total = out.float()  # `out` itself if that is fp32
+            total = total.add_(terms[0]) if accumulate else total.copy_(terms[0])
             for term in terms[1:]:
                 total.add_(term)
+            if total is not out:
+                out.copy_(total)
 
         return Pending(works, finish, (full,), self.watchdog, unit)
 
@@ -223,11 +226,10 @@ class Communicator:
         self._count("broadcast", tensor.numel())
         self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Sum, minimum or maximum over ranks, in place. Blocking."""
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place. Blocking."""
         self._count("all_reduce", tensor.numel())
-        operation = getattr(dist.ReduceOp, op.upper())
-        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
+        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, group=self._group))
         return tensor
 
     def barrier(self) -> None:

@@ -1,7 +1,7 @@
 """The DeepSpeed configuration (``ds_config.json``) as typed, validated settings.
 
 :func:`load_config` is the way in. Every key is in one of four states: used (the fields below), without effect
-(:mod:`zero.config_keys`, listed by :meth:`Config.without_effect`), old (renamed, see :meth:`Config.deprecated`), or an
+(:mod:`zero.config_keys`; :mod:`zero.config_report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
 error that names the dotted key, the file it is in and the nearest valid key. All errors of a configuration are
 reported together, one line each.
 
@@ -96,6 +96,10 @@ class AioConfig(Section):
     single_submit: bool = unused(False, "blocks are read and written by threads, one call for each")
     overlap_events: bool = unused(True, "blocks are always read and written while others are waited for")
     use_gds: only(bool, False, "files are read to host memory, without GPUDirect Storage") = False
+
+    @property
+    def pipeline(self) -> bool:
+        return self.pipeline_read or self.pipeline_write
 
 
 class LeafModuleConfig(Section):
@@ -211,9 +215,9 @@ class ActivationCheckpointingConfig(Section):
 
 
 class DataTypesConfig(Section):
-    """``data_types``."""
+    """``data_types``. Gradients are summed over micro-batches, and kept for the step, in fp32 if nothing is given."""
 
-    grad_accum_dtype: DType = unused(None, "gradients are accumulated in fp32")
+    grad_accum_dtype: DType = None
     param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
     buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
@@ -239,14 +243,15 @@ class Config(SectionsWithoutEffect):
     gradient_accumulation_steps: Positive | None = None
     gradient_clipping: NonNegative = 1.0
     steps_per_print: Annotated[float, Field(gt=0)] | None = unused(
-        None, "the Trainer reports progress; see logging_steps", honoured=math.inf
+        None, "the Trainer reports progress; see logging_steps"
     )
     wall_clock_breakdown: bool = False
     # This engine's own key, in seconds; None: 0.8 of the process group's timeout.
     watchdog_timeout: Annotated[float, Field(gt=0)] | None = None
     communication_data_type: DType = None
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    zero_allow_untested_optimizer: Flag = unused(False, "every element-wise optimizer is allowed", honoured=True)
+    # Not DeepSpeed's default, which is false: here every element-wise optimizer works alike.
+    zero_allow_untested_optimizer: Flag = True
     # Read by accelerate from the dict: it decides whether a torch optimizer becomes DeepSpeedCPUAdam under offload.
     zero_force_ds_cpu_optimizer: bool = True
     optimizer: OptimizerConfig | None = None
@@ -285,10 +290,6 @@ class Config(SectionsWithoutEffect):
         """Dtype of the gathered parameters: float16, bfloat16 or float32."""
         return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
 
-    def without_effect(self) -> list[tuple[str, str]]:
-        """(dotted key, reason) of every valid DeepSpeed key in the user's configuration that does nothing here."""
-        return list(_without_effect(self, ""))
-
     def deprecated(self) -> list[tuple[str, str]]:
         """(old dotted key, new dotted key) of every key that was renamed on reading."""
         return self._deprecated
@@ -303,7 +304,7 @@ class Config(SectionsWithoutEffect):
         train, micro, steps = (getattr(self, key) for key in BATCH_KEYS)
         if train is None and micro is None:
             state = "is still 'auto'" if {BATCH_KEYS[0], BATCH_KEYS[1]} & self._auto else "is missing"
-            raise ValueError(
+            raise UsageError(
                 f"{self._place}: train_micro_batch_size_per_gpu: {state}, and train_batch_size is not given either; "
                 "set one of them to a number"
             )
@@ -316,7 +317,7 @@ class Config(SectionsWithoutEffect):
         elif steps is None:
             steps = train // (micro * world_size)
         if train != micro * steps * world_size or not micro or not steps:
-            raise ValueError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
+            raise UsageError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
         self.train_batch_size = train
         self.train_micro_batch_size_per_gpu = micro
         self.gradient_accumulation_steps = steps
@@ -362,22 +363,6 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     if problems:
         raise UsageError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
     return config
-
-
-def _without_effect(section: Section, prefix: str, inherited: str | None = None) -> Iterator[tuple[str, str]]:
-    """(dotted key, reason) of the user's keys under ``section`` that do nothing: all if a reason is inherited."""
-    for key, field in type(section).model_fields.items():
-        if key not in section.model_fields_set:
-            continue
-        mark = field.json_schema_extra or {}
-        reason = inherited or section.idle(key)
-        value = getattr(section, key)
-        if value is not None and value == mark.get("honoured"):
-            continue
-        if isinstance(value, Section) and value.model_fields_set:
-            yield from _without_effect(value, f"{prefix}{key}.", reason)
-        elif reason:
-            yield prefix + key, reason
 
 
 def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iterator[tuple[str, str]]:

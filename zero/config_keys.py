@@ -37,12 +37,9 @@ class KeywordSection(Section):
         return getattr(self, key)
 
 
-def unused(default: Any, reason: str, honoured: Any = None) -> Any:
-    """A field for a valid key without effect; ``reason`` is what the user is told.
-
-    ``honoured`` is a value that accelerate writes by itself and that asks for what happens anyway: it is not listed.
-    """
-    return Field(default, json_schema_extra={"unused": reason, "honoured": honoured})
+def unused(default: Any, reason: str) -> Any:
+    """A field for a valid key without effect; ``reason`` is what the user is told."""
+    return Field(default, json_schema_extra={"unused": reason})
 
 
 def only(kind: Any, value: Any, reason: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -76,7 +75,10 @@ class ZeroEngine(EngineSettings, nn.Module):
         self._inside_no_sync = self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
-        inner = build_optimizer(settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer)
+        untested = settings.zero_allow_untested_optimizer or zero.stage == 0
+        inner = build_optimizer(
+            settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested
+        )
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         self._place_buffers()
         self.reducer = GradientReducer(
@@ -85,6 +87,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             overlap=zero.overlap_comm,
             contiguous=zero.contiguous_gradients,
             dtype=settings.communication_data_type,
+            sum_dtype=settings.data_types.grad_accum_dtype or torch.float32,
             deferred=zero.stage < 2,
             last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
         )
@@ -131,6 +134,7 @@ class ZeroEngine(EngineSettings, nn.Module):
                 write_behind=offload.pipeline_write,
                 forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
             )
+            self.optimizer.parameter_offload = self.hooks
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
     # -- construction
@@ -409,24 +413,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
-        if tag is not None:
-            self._check_tag(tag)
         return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-
-    def _check_tag(self, tag: str) -> None:
-        """Whether all ranks gave the same tag, as `checkpoint.tag_validation` wants it; rank 0's is taken."""
-        mode = self.settings.checkpoint.tag_validation
-        if mode == "Ignore":
-            return
-        digest = int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7], "big")
-        low, high = (
-            self.comm.all_reduce(torch.tensor([digest], device=self.comm.device), op).item() for op in ("min", "max")
-        )
-        if low != high:
-            message = f"save_checkpoint: the ranks gave different tags, this one {tag!r}"
-            if mode == "Fail":
-                raise UsageError(f"{message}; give the same one, or set checkpoint.tag_validation to Warn")
-            logger.warning("%s; rank 0's is used", message)
 
     def wait_for_checkpoint(self) -> None:
         """Until an asynchronous save is complete; raises its error."""
@@ -531,9 +518,8 @@ def initialize(
         raise UsageError("initialize: model is missing")
     if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
         raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
-    sources = [
-        source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
-    ]
+    given = [config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)]
+    sources = [source for source in given if source is not None]
     if not sources:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     settings = load_config(sources[0])

@@ -34,7 +34,7 @@ class _Fragment:
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
             # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
-            self.piece = next((p for p in unit.layout.pieces(unit.comm.rank) if p.slot == slot), Piece(slot, 0, 0, 0))
+            self.piece = unit.layout.part(slot, unit.comm.rank)
 
     def _has_values(self, unit: Unit) -> bool:
         if self.kind == _GRADIENT:
@@ -77,14 +77,15 @@ class _Fragment:
             return None
         device = self.unit.comm.device
         parts = [part for _, part in self._places(self.piece)]
-        return torch.cat(parts).to(device).mul_(self._factor)
+        return torch.cat(parts).to(device, torch.float32).mul_(self._factor)
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:
         if not self.exists:
             return None
         comm, full = self.unit.comm, torch.zeros(self.param.ds_numel, device=self.unit.comm.device)
-        full.narrow(0, self.piece.inside, self.piece.numel).copy_(self.read_local())
+        part = full[self.piece.inside : self.piece.inside + self.piece.numel]
+        part.copy_(self.read_local()[: part.numel()])
         if not self.unit.layout.replicated:
             comm.all_reduce(full)
         return full.view(self.param.ds_shape)
@@ -111,7 +112,8 @@ class _Fragment:
             return
         if value.shape != self.param.ds_shape:
             raise ValueError(f"{self.kind}: expected shape {tuple(self.param.ds_shape)}, got {tuple(value.shape)}")
-        self.write_local(value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel])
+        part = value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel]
+        self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))
         self.publish()
 
 

@@ -39,12 +39,14 @@ class GradientReducer:
     Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
     reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
-    (None: that of the parameters); deferred: gradients of all micro-batches are summed in an fp32 buffer of full size
-    and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step`
-    tells which one is the last. The fp32 result is kept on the unit's `optimizer_tier`.
+    (None: that of the parameters); sum_dtype: in which the result is kept on the unit's `optimizer_tier`, and summed
+    over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with
+    the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step` tells which one that
+    is.
 
     `factor` multiplies what the present backward produces (1 unless the engine sets it). `norms` has the 2-norms
     of gradients that have left the compute device, taken before they left, by unit and the piece's start in the shard.
+    `backwards` counts those that have ended since the last step.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class GradientReducer:
         overlap: bool,
         contiguous: bool,
         dtype: torch.dtype | None = None,
+        sum_dtype: torch.dtype = torch.float32,
         deferred: bool = False,
         last_micro_step: Callable[[], bool] = lambda: True,
     ):
-        self.comm, self.dtype = comm, dtype
+        self.comm, self.dtype, self.sum_dtype = comm, dtype, sum_dtype
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
         self.factor = 1.0
@@ -68,6 +71,7 @@ class GradientReducer:
         self._leaving: deque[Pending] = deque()
         self._fresh: set[Unit] = set()
         self.norms: dict[tuple[Unit, int], torch.Tensor] = {}
+        self.backwards = 0
         self.buffered = 0
         self.peak_buffered = 0
 
@@ -109,7 +113,7 @@ class GradientReducer:
                 self.buffered -= flat.numel()
                 flat = self._carried.pop(unit).add_(flat)
             if not self.last_micro_step():
-                self._carried[unit] = flat.float()
+                self._carried[unit] = flat.to(self.sum_dtype)
                 return
         self._start(unit, flat)
 
@@ -118,7 +122,7 @@ class GradientReducer:
         accumulate = unit in self._fresh
         self._fresh.add(unit)
         stays = unit.optimizer_tier == Tier(self.comm.device)
-        if self.comm.world_size == 1 and flat.dtype == torch.float32 and (stays or not accumulate):
+        if self.comm.world_size == 1 and flat.dtype == self.sum_dtype and (stays or not accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
             out = unit.grad.add_(flat) if accumulate else flat
             self._finish(_Reduction(unit, flat.numel(), out, Pending(), stays))
@@ -136,7 +140,7 @@ class GradientReducer:
         """An fp32 buffer on the compute device for the reduced gradient, with the sum so far if `accumulate`."""
         if stays and unit.grad is not None:
             return unit.grad
-        out = torch.empty(unit.layout.shard_numel, dtype=torch.float32, device=self.comm.device)
+        out = torch.empty(unit.layout.shard_numel, dtype=self.sum_dtype, device=self.comm.device)
         if accumulate:
             self.drain()
             unit.optimizer_tier.load(out, unit.grad).wait()
@@ -159,10 +163,10 @@ class GradientReducer:
     def _move_out(self, unit: Unit, values: torch.Tensor) -> None:
         """Start to bring a reduced gradient to the optimizer's tier; at most two are on their way."""
         for piece in unit.layout.pieces(self.comm.rank):
-            norm = torch.linalg.vector_norm(values[piece.start : piece.start + piece.numel])
+            norm = torch.linalg.vector_norm(values[piece.start : piece.start + piece.numel], dtype=torch.float32)
             self.norms[unit, piece.start] = norm
         if unit.grad is None:
-            unit.grad = unit.optimizer_tier.empty(values.numel(), torch.float32)
+            unit.grad = unit.optimizer_tier.empty(values.numel(), self.sum_dtype)
         if len(self._leaving) == 2:
             self._wait_for_leaving()
         self._leaving.append(unit.optimizer_tier.store(unit.grad, values))
@@ -211,7 +215,7 @@ class GradientReducer:
         self._carried.clear()
         self._fresh.clear()
         self.norms.clear()
-        self.buffered = 0
+        self.buffered = self.backwards = 0
 
     def _flat(self, unit: Unit) -> torch.Tensor:
         self.buffered += unit.layout.padded

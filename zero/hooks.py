@@ -147,28 +147,33 @@ class ModuleHooks:
         self._started = 0
         self._backwards = 0
         self._backward_is_open = self._has_gradients = False
-        self.handles: list = []
-        self._install(model)
+        self.module = model
+        self.forward_hooks: list = []
+        self.backward_hooks: list = []
+        self._register_deepspeed_module(model)
 
     # -- installation
 
-    def _install(self, model: nn.Module) -> None:
-        self.handles.append(model.register_forward_pre_hook(self._root_pre_forward))
+    def _register_deepspeed_module(self, model: nn.Module) -> None:
+        """Put the hooks on, also again: scripts take off `forward_hooks` and `backward_hooks` while all parameters are
+        gathered for generation, empty both lists, and call this by DeepSpeed's name.
+        """
+        self.forward_hooks.append(model.register_forward_pre_hook(self._root_pre_forward))
         per_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
             for module in () if unit.persistent else unit.modules:
                 per_module.setdefault(module, []).append(unit)
         for module, units in per_module.items():
             before, after = partial(self._pre_forward, units), partial(self._post_forward, units)
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after, with_kwargs=True))
+            self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of units that the root module itself owns.
-        self.handles.append(model.register_forward_hook(self._root_post_forward))
+        self.forward_hooks.append(model.register_forward_hook(self._root_post_forward))
         for unit in self.units:
             if unit.trainable:
                 for i, param in enumerate(unit.params):
                     hook = partial(self._gradient_ready, unit, i)
-                    self.handles.append(param.register_post_accumulate_grad_hook(hook))
+                    self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not unit.persistent:
                 unit.on_read = self._read_outside
         self._owners = [
@@ -179,9 +184,9 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off the model."""
-        for handle in self.handles:
+        for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
-        self.handles.clear()
+        self.forward_hooks, self.backward_hooks = [], []
         for unit in self.units:
             unit.on_read = None
         for module in self._owners:
@@ -347,6 +352,7 @@ class ModuleHooks:
             self.reducer.reduce(unit)
         self._agree_on_order()
         self.reducer.drain()
+        self.reducer.backwards += 1
         self._end_pass()
 
     def _refuse_unused(self) -> None:

@@ -102,8 +102,9 @@ class Init:
             self._shard_tree(module)
 
     def __enter__(self) -> Init:
-        self._outer = Init._active
-        if self.enabled and self._outer is None:
+        if not self.enabled:
+            return self
+        if Init._active is None:
             Init._active = self
             self._mode = _InPlaceOnSharded()
             self._mode.__enter__()
@@ -111,20 +112,23 @@ class Init:
                 register_module_parameter_registration_hook(self._parameter_registered),
                 register_module_module_registration_hook(self._module_registered),
             ]
+        self._seen_before = len(Init._active._seen)
         return self
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
-        if Init._active is not self:
+        if not self.enabled:
             return
-        Init._active = None
-        self._mode.__exit__(None, None, None)
-        for handle in self._handles:
-            handle.remove()
+        outermost = Init._active
+        if outermost is self:
+            Init._active = None
+            self._mode.__exit__(None, None, None)
+            for handle in self._handles:
+                handle.remove()
         if exc_type is None:
             # Parameters of modules that have no parent: the model itself.
-            for reference in self._seen:
+            for reference in outermost._seen[self._seen_before :]:
                 if (module := reference()) is not None:
-                    self._shard_own(module)
+                    outermost._shard_own(module)
 
     def _parameter_registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if not self._seen or self._seen[-1]() is not module:

@@ -60,7 +60,8 @@ class UnitLayout:
     """Where each of a unit's parameters lies in `full` and how `full` is cut into shards.
 
     `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard. The
-    shards of a `replicated` unit are all of `full`.
+    shards of a `replicated` unit are all of `full`. A parameter that is a unit by itself is cut evenly, without regard
+    to alignment, so that its shards have the size that scripts compute: its elements over the ranks, rounded up.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
@@ -71,7 +72,7 @@ class UnitLayout:
             offset = round_up(offset + shape.numel(), ALIGNMENT)
         self.slots = tuple(slots)
         self.numel = sum(slot.numel for slot in slots)
-        self.padded = round_up(offset, ALIGNMENT * world_size)
+        self.padded = round_up(offset, ALIGNMENT * world_size) if len(shapes) > 1 else round_up(self.numel, world_size)
         self.shard_numel = self.padded if replicated else self.padded // world_size
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -95,6 +96,12 @@ class UnitLayout:
                 found.append(Piece(index, start - low, start - slot.offset, end - start))
         return found
 
+    def part(self, slot: int, rank: int) -> Piece:
+        """What `rank`'s shard holds of a slot, possibly nothing; of a unit's only slot the whole shard, padding too."""
+        if len(self.slots) == 1:
+            return Piece(0, 0, min(self.shard_range(rank)[0], self.numel), self.shard_numel)
+        return next((piece for piece in self.pieces(rank) if piece.slot == slot), Piece(slot, 0, 0, 0))
+
 
 @dataclass
 class UnitPlan:
@@ -113,6 +120,8 @@ class UnitPlan:
 
 # Attributes of modules, set by the user's calls of `zero.leaf` and `register_external_parameter`.
 LEAF_FLAG = "_z3_leaf"
+# Of the tiles of `zero.tiling.TiledLinear`: units of their own also inside of a block that is no leaf.
+TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 
 
@@ -180,7 +189,8 @@ def plan_units(
     block_of: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         for module in block.modules():
-            block_of.setdefault(module, block)
+            if getattr(block, LEAF_FLAG, False) or not getattr(module, TILE_FLAG, False):
+                block_of.setdefault(module, block)
 
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     names: dict[nn.Parameter, str] = {}

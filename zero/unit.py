@@ -32,6 +32,7 @@ class ZeroParamStatus(Enum):
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
+    INFLIGHT = 3  # none, while they are being gathered
 
 
 class State(Enum):
@@ -85,9 +86,9 @@ class Unit:
     """Parameters that are gathered, reduced and released together.
 
     Attributes: shard (1-D, compute dtype, this rank's slice), master (1-D fp32 or None; the same tensor as `shard`
-    when that is fp32), grad (1-D fp32 or None: the reduced gradient of this rank's slice; times `comm.mean_factor` it
-    is the mean over ranks), users (how many callers need the parameters exposed now), serial (order of creation, equal
-    on all ranks).
+    when that is fp32), grad (1-D or None: the reduced gradient of this rank's slice in the dtype of the reducer's sums;
+    times `comm.mean_factor` it is the mean over ranks), users (how many callers need the parameters exposed now),
+    serial (order of creation, equal on all ranks).
     """
 
     def __init__(
@@ -148,7 +149,8 @@ class Unit:
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty.
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty. Of a parameter that is a unit by
+        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
         """
         for param in self.params:
             if not hasattr(param, "ds_id"):
@@ -157,6 +159,9 @@ class Unit:
             param.ds_tensor = self.shard[:0]
         for piece in self.layout.pieces(self.comm.rank):
             self.params[piece.slot].ds_tensor = self.shard[piece.start : piece.start + piece.numel]
+        if len(self.params) == 1:
+            # A persistent shard is a part of `full`, and must stay one.
+            self.params[0].ds_tensor = self.shard[:] if self.persistent else self.shard
 
     # -- values in
 
@@ -289,6 +294,7 @@ class Unit:
         self.residency.add(self.layout.numel)
         with torch.no_grad():
             self._pending = self._gather()
+        self._set_status(ZeroParamStatus.INFLIGHT)
         self.state = State.FETCHING
 
     def _gather(self) -> Pending:
@@ -307,6 +313,7 @@ class Unit:
         assert self.state is State.FETCHING, self.describe()
         with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
             self._pending.wait()
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
         self.state = State.RESIDENT
 
     def expose(self) -> None:
@@ -383,6 +390,11 @@ class Unit:
         for param, tensor in zip(self.params, tensors, strict=True):
             if unit_of(param) is self:
                 param.data = tensor
+        self._set_status(status)
+
+    def _set_status(self, status: ZeroParamStatus) -> None:
+        for param in self.params:
+            if unit_of(param) is self:
                 param.ds_status = status
 
     def __str__(self) -> str:

@@ -338,3 +338,20 @@ def test_refusals_name_what_is_wrong_on_every_rank(tmp_path):
     assert first.keys() == expected.keys()
     for name, part in expected.items():
         assert part in first[name], first[name]
+
+
+def tag_of_each_rank(rank: int, world_size: int, validation: str, folder: str) -> str:
+    config = ds_config() | {"checkpoint": {"tag_validation": validation}}
+    engine, _ = start(build("t5"), config)
+    try:
+        engine.save_checkpoint(folder, tag=f"of_rank_{rank}")
+    except ValueError as error:
+        return str(error)
+    return ", ".join(path.name for path in sorted(Path(folder).iterdir()))
+
+
+@pytest.mark.parametrize("validation", ["FAIL", "warn", "Ignore"])
+def test_tags_that_differ(tmp_path, validation):
+    found = run_on(2, tag_of_each_rank, validation, str(tmp_path))
+    assert all("different tags: of_rank_0, of_rank_1; give" in said for said in found) == (validation == "FAIL")
+    assert all(said == "latest, of_rank_0" for said in found) == (validation != "FAIL")

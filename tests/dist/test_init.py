@@ -132,6 +132,8 @@ def nesting(rank: int, world_size: int) -> list[int]:
     with zero.Init():
         with zero.Init():
             inner = nn.Linear(WIDTH, WIDTH)
+        # A model that is complete, for which an engine may be made here.
+        assert unit_of(inner.weight) is not None
         between = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     outside = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     with zero.Init(enabled=False):

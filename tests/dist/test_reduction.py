@@ -6,12 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
 from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
 from zero.comm import Communicator, Pending
+from zero.fragments import safe_get_full_grad
 from zero.gradients import GradientReducer
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -190,3 +192,35 @@ def test_parameters_change_once_in_as_many_micro_batches_as_configured():
         (steps, *kind)
         for steps, kind in [(0, within), (0, within), (1, boundary), (1, within), (1, within), (2, boundary)]
     ]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[list[float], torch.dtype]:
+    """The gradient of two micro-batches, 1/2 and half an ulp of that in bf16, and the dtype in which it is kept."""
+    config = ds_config(accumulation=2, bf16={"enabled": True}, stage=stage, **WHOLE)
+    engine, _ = start(Weighted(), config | {"data_types": {"grad_accum_dtype": name}})
+    for value in (1.0, 2.0**-8):
+        engine.backward(engine(value))
+        if value == 1.0:
+            engine.step()
+    grad = safe_get_full_grad(engine.module.weight)
+    kept = engine.units[0].grad.dtype
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
+    return grad.unique().tolist(), kept
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_are_summed_in_the_configured_dtype(world_size, stage):
+    exact = ([0.5 + 2.0**-9], torch.float32)
+    assert run_on(world_size, summed, stage, None)[0] == run_on(world_size, summed, stage, "fp32")[0] == exact
+    assert run_on(world_size, summed, stage, "bf16")[0] == ([0.5], torch.bfloat16)

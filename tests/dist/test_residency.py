@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+import zero
 from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from zero.engine import ZeroEngine
+from zero.fragments import safe_get_full_grad
+from zero.tiling import TiledLinear
 from zero.unit import State, Unit
 
 LIMITS = [0, 1500, 12000, 10**9]
@@ -138,3 +142,45 @@ def left_over(rank: int, world_size: int) -> int:
     assert type(engine.optimizer.optimizer) is type(optimizer)
     storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
     return sum(storages.values()) // 4
+
+
+class Tiled(nn.Module):
+    """One block: a layer of 16 x 24 in six tiles of 8 x 8, or whole."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = nn.Linear(16, 24)
+        layer = TiledLinear(16, 24, in_splits=2, out_splits=3, init_linear=whole) if tiled else whole
+        self.blocks = nn.ModuleList([nn.Sequential(layer, nn.Tanh())])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x).square().mean()
+
+
+def tile_by_tile(rank: int, world_size: int, under_init: bool) -> tuple[int, int]:
+    with zero.Init(enabled=under_init):
+        model = Tiled(True)
+    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
+    engine, _ = start(model, config)
+    reference, x = Tiled(False), torch.randn(4, 16)
+    loss, expected = engine(x), reference(x)
+    torch.testing.assert_close(loss, expected)
+    engine.backward(loss)
+    expected.backward()
+    layer, whole = model.blocks[0][0], reference.blocks[0][0]
+    rows = [torch.cat([safe_get_full_grad(tile.weight) for tile in row], dim=1) for row in layer.linears]
+    torch.testing.assert_close(torch.cat(rows), whole.weight.grad)
+    biases = torch.cat([safe_get_full_grad(row[-1].bias) for row in layer.linears])
+    torch.testing.assert_close(biases, whole.bias.grad)
+    return engine.residency.peak, len(engine.units)
+
+
+@pytest.mark.parametrize("under_init", [False, True])
+def test_a_tiled_layer_is_gathered_tile_by_tile(under_init):
+    assert run_on(2, tile_by_tile, under_init) == [(8 * 8 + 8, 6)] * 2
+
+
+def test_more_tiles_than_features_are_refused():
+    with pytest.raises(RuntimeError, match="in_splits must lie between 1 and in_features 2: 3"):
+        TiledLinear(2, 2, in_splits=3)

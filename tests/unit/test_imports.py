@@ -30,12 +30,13 @@ LAYERS = [
     "zero.activations",
     "zero.gradients",
     "zero.hooks",
+    "zero.fragments",
     "zero.optim",
     "zero.init",
+    "zero.tiling",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",
-    "zero.fragments",
     "zero.engine_settings",
     "zero.engine",
     "zero",
@@ -65,9 +66,10 @@ INSIDE = {
         "cpu_adam",
         "updates",
         "placement",
+        "attributes",
         "step",
     ],
-    "zero.hf": ["names", "accelerator", "definitions", "finder", "hook", "preemption", "__init__"],
+    "zero.hf": ["names", "accelerator", "configuration", "definitions", "finder", "hook", "preemption", "__init__"],
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"

@@ -8,17 +8,20 @@ import os
 import resource
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from zero import comm
-from zero.config import ZeroConfig
-from zero.config_reading import rename_deprecated
 from zero.export import copied_state_dict
 from zero.hf.accelerator import get_accelerator
+from zero.init import GatheredParameters
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
 
 # The logger whose level transformers sets from `--log_level` when a training starts.
 logger = logging.getLogger("zero")
@@ -60,31 +63,6 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-class OffloadDeviceEnum(str, Enum):
-    """The values of `device` in the offload sections."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class DeepSpeedZeroConfig(ZeroConfig):
-    """`zero_optimization` as a class of its own: takes old names too, and answers to those without `stage3_`."""
-
-    def __init__(self, **settings: Any):
-        data, _, problems = rename_deprecated({"zero_optimization": settings})
-        if problems:
-            raise ValueError(f"{problems[0][0]}: {problems[0][1]}")
-        super().__init__(**data["zero_optimization"])
-
-    def __getattr__(self, name: str) -> Any:
-        if f"stage3_{name}" in type(self).model_fields:
-            return getattr(self, f"stage3_{name}")
-        return super().__getattr__(name)
-
-
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
-
 # Tensors below this many bytes are never offloaded to files.
 MIN_SWAPPABLE_BYTES = 1024**2
 
@@ -95,6 +73,11 @@ def required_torch_version(min_version: str | float | None = None, max_version: 
     return (min_version is None or installed >= str(min_version)) and (
         max_version is None or installed <= str(max_version)
     )
+
+
+def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> object:
+    """Call `hook(param)` whenever `param.grad` has got a gradient; returns a handle with `remove()`."""
+    return param.register_post_accumulate_grad_hook(hook)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -110,6 +93,18 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict[str, Any]]:
     """The param groups as a list: experts are parameters like all others here, sharded over all ranks."""
     return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: ZeroEngine) -> Iterator[ZeroEngine]:
+    """Context in which all parameters are gathered, once, and no hook runs: for `generate` with a model that fits."""
+    with GatheredParameters(model.parameters()):
+        hooks = model.optimizer.parameter_offload
+        hooks.remove()
+        try:
+            yield model
+        finally:
+            hooks._register_deepspeed_module(hooks.module)
 
 
 class AsyncIOBuilder:

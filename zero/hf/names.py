@@ -12,6 +12,8 @@ from zero.errors import FOLLOWED_RELEASE
 # transformers and accelerate compare the version with 0.9.3 up to 0.18.2 before they use a feature. This is the release
 # whose configuration keys and call signatures zero follows; zero's own version is `zero.__version__`.
 REPORTED_VERSION = FOLLOWED_RELEASE
+MAJOR, MINOR, PATCH = map(int, REPORTED_VERSION.split("."))
+GIT_HASH = GIT_BRANCH = "none"
 
 
 def _names(module: str, *names: str) -> dict[str, str]:
@@ -41,6 +43,11 @@ _ZERO = _names("zero", "GatheredParameters", "Init", "register_external_paramete
 NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "__version__": "zero.hf.names:REPORTED_VERSION",
+        "__version_major__": "zero.hf.names:MAJOR",
+        "__version_minor__": "zero.hf.names:MINOR",
+        "__version_patch__": "zero.hf.names:PATCH",
+        "__git_hash__": "zero.hf.names:GIT_HASH",
+        "__git_branch__": "zero.hf.names:GIT_BRANCH",
         "initialize": "zero:initialize",
         "init_distributed": "zero.hf.definitions:init_distributed",
         "DeepSpeedEngine": "zero.engine:ZeroEngine",
@@ -83,9 +90,18 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
     "deepspeed.runtime.config": _names(
-        "zero.hf.definitions", "ADAGRAD_OPTIMIZER", "ADAM_OPTIMIZER", "ADAMW_OPTIMIZER", "LION_OPTIMIZER"
+        "zero.hf.configuration",
+        "ADAGRAD_OPTIMIZER",
+        "ADAM_OPTIMIZER",
+        "ADAMW_OPTIMIZER",
+        "DeepSpeedConfig",
+        "LION_OPTIMIZER",
+        "get_gradient_clipping",
     ),
+    "deepspeed.runtime.config_utils": _names("zero.hf.configuration", "DeepSpeedConfigModel"),
+    "deepspeed.runtime.constants": _names("zero.hf.configuration", "GRADIENT_CLIPPING_DEFAULT"),
     "deepspeed.runtime.precision_config": {
+        "get_bfloat16_config": "zero.hf.configuration:get_bfloat16_config",
         "DeepSpeedBF16Config": "zero.config:BF16Config",
         "DeepSpeedFP16Config": "zero.config:FP16Config",
     },
@@ -94,16 +110,21 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
     "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
-    "deepspeed.runtime.zero": {},
+    "deepspeed.runtime.zero": {
+        **_ZERO,
+        **_names("zero.tiling", "TiledLinear"),
+        **_names("zero.hf.definitions", "unwrap_model_for_generation"),
+    },
     "deepspeed.runtime.zero.config": {
-        "DeepSpeedZeroConfig": "zero.hf.definitions:DeepSpeedZeroConfig",
+        "DeepSpeedZeroConfig": "zero.hf.configuration:DeepSpeedZeroConfig",
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
     },
-    "deepspeed.runtime.zero.offload_config": _names("zero.hf.definitions", "OffloadDeviceEnum"),
+    "deepspeed.runtime.zero.offload_config": _names("zero.hf.configuration", "OffloadDeviceEnum"),
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero.errors:UsageError"},
+    "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear"),
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": "zero.unit:ZeroParamStatus",
@@ -112,12 +133,12 @@ NAMES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
     },
     "deepspeed.utils": {"logger": "zero.hf.definitions:logger", **_SAFE, **_LEAF},
-    "deepspeed.utils.torch": {"required_torch_version": "zero.hf.definitions:required_torch_version"},
+    "deepspeed.utils.torch": _names("zero.hf.definitions", "register_grad_hook", "required_torch_version"),
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.zero": _ZERO,
+    "deepspeed.zero": {**_ZERO, **_names("zero.tiling", "TiledLinear")},
 }
 
 # Names that scripts import to compare with, by `isinstance` or `issubclass`, and that nothing here is an instance of.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.config_optim import OptimizerConfig, why_not_sharded
+from zero.errors import UsageError
 from zero.optim.torch_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 
 
@@ -18,12 +19,14 @@ def build_optimizer(
     model_parameters: Iterable | None,
     model: nn.Module,
     offloaded: bool,
+    untested: bool = True,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer if there is one, else the configured one over `model_parameters`, else None.
 
-    `given` may be a function of the parameters; `offloaded` tells whether the optimizer's state is in host memory.
-    Raises ValueError for an optimizer that is not element-wise: shards cut across rows and matrices, so the update of
-    an element must depend on nothing but its own history.
+    `given` may be a function of the parameters; `offloaded` tells whether the optimizer's state is in host memory,
+    `untested` whether a class may be given that is neither torch's nor DeepSpeed's. Raises ValueError for such a one,
+    and for an optimizer that is not element-wise: shards cut across rows and matrices, so the update of an element must
+    depend on nothing but its own history.
     """
     if given is None and config is None:
         return None
@@ -35,6 +38,11 @@ def build_optimizer(
     for kind in type(optimizer).__mro__:
         if refusal := why_not_sharded(kind.__name__):
             raise ValueError(f"optimizer {refusal}")
+    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.optim.")):
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
+            "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"
+        )
     if isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
         optimizer.register_step_pre_hook(_make_adagrad_state)

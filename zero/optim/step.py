@@ -20,6 +20,7 @@ from zero.comm import Communicator, Pending
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.optim import cpu_adam
+from zero.optim.attributes import OptimizerAttributes
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.updates import Tile, Updates
@@ -37,7 +38,7 @@ class NonFiniteGradientError(RuntimeError):
     """Gradients stayed non-finite at the smallest loss scale."""
 
 
-class ZeroOptimizer:
+class ZeroOptimizer(OptimizerAttributes):
     """Drives `optimizer`, whose param groups named the model's parameters, over this rank's shards of the masters.
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
@@ -71,6 +72,7 @@ class ZeroOptimizer:
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self.overflow = False
         self.grad_norm: float | None = None
+        self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         on_host = any(unit.optimizer_tier.device.type == "cpu" for unit in self.units)
         # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
@@ -224,6 +226,7 @@ class ZeroOptimizer:
         if self._is_adam and tile.master.device.type == "cpu":
             values = self._adam(factor, seen.param_groups[tile.group], tile, grad)
         else:
+            grad = grad.to(tile.master.dtype)
             tile.master.grad = grad if factor == 1.0 else grad.mul_(factor)
             seen.param_groups[tile.group]["params"] = [tile.master]
             seen.step()
@@ -286,7 +289,7 @@ class ZeroOptimizer:
 
     def _norm(self, unit: Unit, start: int, end: int) -> torch.Tensor:
         known = self.reducer.norms.get((unit, start))
-        return torch.linalg.vector_norm(unit.grad[start:end]) if known is None else known
+        return torch.linalg.vector_norm(unit.grad[start:end], dtype=torch.float32) if known is None else known
 
     def _clip_coefficient(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`."""

@@ -107,7 +107,10 @@ class Lion(torch.optim.Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        fp32_optimizer_states: bool = True,
     ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -134,27 +137,6 @@ class Lion(torch.optim.Optimizer):
 class FusedLion(Lion):
     """Lion."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ):
-        super().__init__(params, lr, betas, weight_decay)
-
 
 class DeepSpeedCPULion(Lion):
     """Lion."""
-
-    def __init__(
-        self,
-        model_params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,
-    ):
-        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
-        super().__init__(model_params, lr, betas, weight_decay)

@@ -1,0 +1,74 @@
+"""What scripts find about configurations under DeepSpeed's names."""
+
+import json
+
+import pytest
+import torch
+from pydantic import Field, ValidationError
+from torch import nn
+
+from zero.config import OffloadOptimizerConfig
+from zero.hf import configuration as facade
+from zero.hf.definitions import register_grad_hook
+from zero.optim.factory import build_optimizer
+
+
+def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 6, "bf16": {"enabled": True}}))
+    config = facade.DeepSpeedConfig(path)
+    assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (6, 1)
+    assert config.bf16.enabled
+    config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = 2, None
+    config._configure_train_batch_size()
+    assert config.gradient_accumulation_steps == 3
+    config.gradient_accumulation_steps = 2
+    with pytest.raises(AssertionError, match="6 is not train_micro_batch_size_per_gpu 2 x"):
+        config._configure_train_batch_size()
+
+
+class Settings(facade.DeepSpeedConfigModel):
+    width: int = 0
+    names: list[str] | None = None
+    name: str | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "names", "new_param_fn": lambda name: [name]}
+    )
+
+
+def test_a_scripts_own_model_takes_old_names_and_auto():
+    settings = Settings(name="one", width="auto")
+    assert (settings.names, settings.width) == (["one"], 0)
+    with pytest.raises(AssertionError, match="name: old name of names, which is given too"):
+        Settings(name="one", names=["one"])
+    for wrong in ({"widht": 1}, {"width": "wide"}, {"names": "one"}):
+        with pytest.raises(ValidationError):
+            Settings(**wrong)
+
+
+def test_single_settings():
+    assert facade.get_gradient_clipping({}) == facade.GRADIENT_CLIPPING_DEFAULT == 1.0
+    assert facade.get_gradient_clipping({"gradient_clipping": 0.0}) == 0.0
+    assert facade.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    assert OffloadOptimizerConfig(pipeline_write=True).pipeline and not OffloadOptimizerConfig().pipeline
+
+
+def test_a_gradient_hook_sees_the_gradient():
+    param, seen = nn.Parameter(torch.ones(2)), []
+    handle = register_grad_hook(param, lambda given: seen.append(given.grad.sum().item()))
+    (2 * param).sum().backward()
+    handle.remove()
+    param.sum().backward()
+    assert seen == [4.0]
+
+
+class Untested(torch.optim.SGD):
+    pass
+
+
+def test_an_untested_optimizer_is_refused_on_request():
+    model = nn.Linear(2, 2)
+    arguments = (list(model.parameters()), model, False)
+    for kind, untested in ((Untested, True), (torch.optim.SGD, False)):
+        assert type(build_optimizer(None, lambda params, kind=kind: kind(params), *arguments, untested)) is kind
+    with pytest.raises(ValueError, match="Untested is untested, and zero_allow_untested_optimizer is false"):
+        build_optimizer(None, Untested(model.parameters(), lr=1.0), *arguments, False)

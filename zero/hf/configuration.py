@@ -1,0 +1,97 @@
+"""The names of the facade that are about the configuration."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from zero import comm
+from zero.config import BF16Config, Config, ZeroConfig, load_config
+from zero.config_reading import rename_deprecated
+from zero.errors import UsageError
+
+
+class DeepSpeedConfig:
+    """A configuration by itself, its batch sizes completed for the present ranks; attributes are those of `Config`."""
+
+    def __init__(self, config: object, mpu: object | None = None, mesh_device: object | None = None):
+        vars(self)["_settings"] = load_config(config)
+        self._configure_train_batch_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_settings"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._settings, name, value)
+
+    def _configure_train_batch_size(self) -> None:
+        self._settings.resolve_batch(comm.get_world_size())
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """The base of configurations that scripts define: unknown keys are errors, "auto" stands for the default.
+
+    A field with `json_schema_extra={"deprecated": True, "new_param": NEW, "new_param_fn": CONVERT}` is an old name of
+    the field NEW, which gets CONVERT(value); both at once are an error.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+        use_enum_values=True,
+        validate_assignment=True,
+        validate_default=True,
+    )
+
+    def __init__(self, strict: bool = False, **data: Any):
+        data = {key: value for key, value in data.items() if strict or value != "auto"}
+        for old, field in type(self).model_fields.items():
+            extra = field.json_schema_extra or {}
+            if old not in data or not extra.get("deprecated") or "new_param" not in extra:
+                continue
+            if extra["new_param"] in data:
+                raise UsageError(f"{old}: old name of {extra['new_param']}, which is given too; delete {old}")
+            data[extra["new_param"]] = extra.get("new_param_fn", lambda value: value)(data.pop(old))
+        super().__init__(**data)
+
+
+class OffloadDeviceEnum(str, Enum):
+    """The values of `device` in the offload sections."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class DeepSpeedZeroConfig(ZeroConfig):
+    """`zero_optimization` as a class of its own: takes old names too, and answers to those without `stage3_`."""
+
+    def __init__(self, **settings: Any):
+        data, _, problems = rename_deprecated({"zero_optimization": settings})
+        if problems:
+            raise ValueError(f"{problems[0][0]}: {problems[0][1]}")
+        super().__init__(**data["zero_optimization"])
+
+    def __getattr__(self, name: str) -> Any:
+        if f"stage3_{name}" in type(self).model_fields:
+            return getattr(self, f"stage3_{name}")
+        return super().__getattr__(name)
+
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
+
+GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
+
+
+def get_gradient_clipping(config: dict[str, Any]) -> float:
+    """`gradient_clipping` of a configuration."""
+    return load_config(config).gradient_clipping
+
+
+def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:
+    """The section `bf16` of a configuration."""
+    return load_config(config).bf16
