@@ -125,6 +125,9 @@ namespace {
 constexpr int32_t BLOCK = 256;
 
 void take_roots(Roots* roots, float* values, int32_t count) {
+    uint32_t any = 0;
+    for (int32_t i = 0; i < count; ++i) any |= bits_of(values[i]);
+    if (any == 0) return;  // as rows of an embedding that no token used; MKL is slow on zeros
     if (roots != nullptr) {
         const int64_t mode = 0x2 | 0x140000 | 0x100;  // as torch calls it: accurate, denormals kept, no error handler
         roots(&count, values, values, &mode);

@@ -11,9 +11,11 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path, square roots included: torch on x86 takes them from MKL,
-which is one unit in the last place off in a fifth of all values, and so does the kernel where torch's library lets it.
-Elsewhere both round exactly. An element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
+The compiled kernel gives the bits of torch's default path with one exception: its square root is the exactly rounded
+one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the last place off in a fifth of all values.
+After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master up to an error of
+2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again, and everything is
+equal. An element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
 
 The kernel needs a C++ compiler and ninja, on first use only; without them torch's fused kernel does the same, chunk by
 chunk, with other last bits of `exp_avg_sq`.
@@ -82,6 +84,7 @@ class _Settings:
     weight_decay: float
     decoupled: bool
     factor: float
+    torch_sqrt: bool = False
 
     def decay(self) -> int:
         """The kind of decay, as cpu_adam.cpp names it."""
@@ -99,7 +102,7 @@ class _Settings:
             correction=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             step_size=-(self.lr / (1 - self.beta1**self.step)),
-            roots=_roots(),
+            roots=_roots() if self.torch_sqrt else None,
         )
 
 
@@ -119,15 +122,16 @@ def adam(
     weight_decay: float,
     decoupled: bool,
     factor: float,
+    torch_sqrt: bool = False,
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from any thread.
 
     `master`, `exp_avg` and `exp_avg_sq` (fp32) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
     is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the master, rounded to nearest.
-    `weight_decay` is AdamW's if `decoupled`, else an L2 term. Raises ValueError for tensors that are otherwise.
+    `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises ValueError for tensors that are otherwise.
     """
     _check(master, grad, exp_avg, exp_avg_sq, out)
-    settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, factor)
+    settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, factor, torch_sqrt)
     kernel = _kernel()
     if kernel is None:
         _by_torch(master, grad, exp_avg, exp_avg_sq, out, settings)

@@ -262,6 +262,8 @@ class ZeroOptimizer(OptimizerAttributes):
             weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
             factor=factor,
+            # Where the model computes on the CPU its updates have torch's bits, offloaded or not.
+            torch_sqrt=self.comm.device.type == "cpu",
         )
         return tile.master if rounded is None else rounded
 
