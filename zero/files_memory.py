@@ -102,6 +102,6 @@ def _log_pageable(size: int, code: int) -> None:
 
 
 def _clear_cuda_error() -> None:
-    """A failed call leaves its error behind, and the next launch of a kernel would raise it as its own: this one does."""
+    """A failed call leaves its error behind; the next launch of a kernel raises it as its own: let it be this one."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")

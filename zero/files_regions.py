@@ -1,4 +1,4 @@
-"""Regions of a scratch file, which tensors are mapped onto: reserved on disk, given back when tensors die, used again."""
+"""Regions of a scratch file, which tensors are mapped onto: reserved on disk, free when tensors die, used again."""
 
 from __future__ import annotations
 
