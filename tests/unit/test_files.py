@@ -9,11 +9,13 @@ import gc
 import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -250,23 +252,16 @@ def test_no_space_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):
     assert file.zeros(1000, torch.float32).sum() == 0
 
 
-def run(program: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def test_a_limit_of_the_size_of_files_is_an_error_too(tmp_path):
-    program = """
-        import errno, resource, sys, torch
-        from zero.files import ScratchFile
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        try:
-            ScratchFile(sys.argv[1]).empty(1 << 20, torch.float32)
-        except OSError as error:
-            assert error.errno == errno.EFBIG and "make room" in str(error)
-            print("refused")
-    """
-    assert run(program, tmp_path).stdout == "refused\n"
+    file = ScratchFile(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError, match="make room") as caught:
+            file.empty(1 << 20, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
 
 
 def test_a_file_that_is_too_short(tmp_path, way):
@@ -296,19 +291,47 @@ def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
     assert torch.equal(tensor, host), "the threads go on"
 
 
+def forked(act) -> int:
+    """The exit code of a process that begins here with `act()`; it ends as `act` does, with 1 after an exception."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_nothing_is_left_when_the_process_is_killed(tmp_path):
-    program = """
-        import os, signal, sys, torch
-        from zero.files import ScratchFile
-        file = ScratchFile(sys.argv[1])
-        tensor = file.empty(1 << 20, torch.float32)
-        transfers = [file.write(tensor, torch.ones(1 << 20)) for _ in range(10)]
-        print("running", flush=True)
+    def be_killed():
+        file = ScratchFile(tmp_path)
+        tensor, host = file.empty(10_000, torch.float32), torch.ones(10_000)
+        for _ in range(10):
+            file.write(tensor, host)
         os.kill(os.getpid(), signal.SIGKILL)
-    """
-    ended = run(program, tmp_path)
-    assert ended.stdout == "running\n" and ended.returncode == -signal.SIGKILL
+
+    assert forked(be_killed) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
+    file = ScratchFile(tmp_path)
+    tensors = [file.zeros(1000, torch.float32)]
+
+    def read():
+        nonlocal file
+        with pytest.raises(ValueError, match="belongs to the process"):
+            file.read(tensors[0], torch.empty(1000))
+        tensors.clear()
+        del file
+        gc.collect()
+
+    assert forked(read) == 0
+    file.write(tensors[0], torch.ones(1000)).wait()
+    assert tensors[0].sum() == 1000
 
 
 def test_the_end_of_the_process(tmp_path):
@@ -329,33 +352,14 @@ def test_the_end_of_the_process(tmp_path):
         for _ in range(20):
             file.write(file.empty(1 << 20, torch.float32), torch.ones(1 << 20))
     """
-    ended = run(program, tmp_path)
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"] and ended.returncode == 0
     assert ended.stderr == ""
 
 
-def test_a_forked_process_is_refused_and_ends(tmp_path):
-    program = """
-        import gc, os, sys, torch
-        from zero.files import ScratchFile
-        file = ScratchFile(sys.argv[1])
-        tensor = file.empty(1000, torch.float32)
-        child = os.fork()
-        if child == 0:
-            try:
-                file.read(tensor, torch.empty(1000))
-            except ValueError:
-                del tensor, file
-                gc.collect()
-                sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        file.write(tensor, torch.ones(1000)).wait()
-        print(tensor.sum().item())
-    """
-    assert run(program, tmp_path).stdout == "1000.0\n"
-
-
 def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path):
+    gc.collect()  # what earlier tests left
     before = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     file = ScratchFile(tmp_path)
