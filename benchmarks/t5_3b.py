@@ -51,6 +51,7 @@ def ds_config(device: str, folder: Path) -> dict:
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 50_000_000,
+            "stage3_gather_16bit_weights_on_model_save": True,
             "stage3_max_live_parameters": 200_000_000,
             "stage3_prefetch_bucket_size": 100_000_000,
             "offload_param": {**tier, "max_in_cpu": 0},
@@ -101,7 +102,7 @@ class Sampler:
     """Samples what a process and its children hold, in a thread."""
 
     def __init__(self, process: psutil.Process):
-        self.process, self.peak, self._ended = process, 0, threading.Event()
+        self.process, self.peak, self.peak_anonymous, self._ended = process, 0, 0, threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -109,14 +110,15 @@ class Sampler:
         while not self._ended.wait(0.2):
             try:
                 family = [self.process, *self.process.children(recursive=True)]
-                self.peak = max(self.peak, sum(each.memory_info().rss for each in family))
+                infos = [each.memory_info() for each in family]
+                self.peak = max(self.peak, sum(info.rss for info in infos))
+                self.peak_anonymous = max(self.peak_anonymous, sum(info.rss - info.shared for info in infos))
             except psutil.NoSuchProcess:
                 continue
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._ended.set()
         self.thread.join()
-        return self.peak
 
 
 def main() -> None:
@@ -134,7 +136,8 @@ def main() -> None:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         sampler = Sampler(psutil.Process(process.pid))
         code = process.wait()
-        peak, seconds, after = sampler.stop(), time.perf_counter() - start, psutil.disk_io_counters()
+        sampler.stop()
+        seconds, after = time.perf_counter() - start, psutil.disk_io_counters()
         metrics = Path(work) / "out" / "train_results.json"
         trained = json.loads(metrics.read_text()) if metrics.exists() else {}
     result = {
@@ -143,12 +146,13 @@ def main() -> None:
         "seconds_whole_job": seconds,
         "seconds_training": trained.get("train_runtime"),
         "loss": trained.get("train_loss"),
-        "peak_resident_gib": peak / GIB,
+        "peak_resident_gib": sampler.peak / GIB,
+        "peak_without_file_pages_gib": sampler.peak_anonymous / GIB,
         "disk_read_gib": (after.read_bytes - before.read_bytes) / GIB,
         "disk_written_gib": (after.write_bytes - before.write_bytes) / GIB,
     }
     for name, value in result.items():
-        print(f"{name:20} {value:.3f}" if isinstance(value, float) else f"{name:20} {value}")
+        print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(code)
 

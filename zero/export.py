@@ -88,7 +88,10 @@ class Weights:
         full = buffer[: unit.layout.padded * dtype.itemsize].view(dtype)
         own = full[slice(*unit.layout.shard_range(self.comm.rank))]
         unit.wait_for_update()
-        own.copy_(unit.shard if dtype == unit.dtype else values_of(unit))
+        if dtype == unit.dtype:
+            unit.tier.load(own, unit.shard).wait()
+        else:
+            own.copy_(values_of(unit))
         return full, self.comm.all_gather(full, own) if own.numel() < full.numel() else Pending()
 
 

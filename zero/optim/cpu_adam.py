@@ -128,7 +128,8 @@ def adam(
 
     `master`, `exp_avg` and `exp_avg_sq` (fp32) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
     is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the master, rounded to nearest.
-    `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises ValueError for tensors that are otherwise.
+    `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above.
+    Raises ValueError for tensors that are otherwise.
     """
     _check(master, grad, exp_avg, exp_avg_sq, out)
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, factor, torch_sqrt)
