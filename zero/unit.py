@@ -242,11 +242,14 @@ class Unit:
     @torch.no_grad()
     def publish(self, start: int, values: torch.Tensor) -> Pending:
         """Start to round updated values into the shard, from `start` on; what was gathered before is stale."""
-        target, storing = self.shard[start : start + values.numel()], Pending()
-        if self.master is not self.shard and target.data_ptr() != values.data_ptr():
-            storing = self.tier.store(target, values)
-            self._stored = Pending([self._stored, storing])
-        return storing
+        target = self.shard[start : start + values.numel()]
+        if self.master is self.shard or target.data_ptr() == values.data_ptr():
+            return Pending()
+        return self.tier.store(target, values)
+
+    def is_stored_by(self, writes: Pending) -> None:
+        """`writes` make the last update complete; whoever needs the unit waits for them."""
+        self._stored = Pending([self._stored, writes])
 
     @torch.no_grad()
     def publish_master(self) -> None:
@@ -262,7 +265,9 @@ class Unit:
             self.comm.broadcast(self.full, src)
             self.shard.copy_(self._own_slice(self.full))
         else:
-            self.comm.scatter(self.shard, self.full, src)
+            own = self._own_slice(self.full)
+            self.comm.scatter(own, self.full, src)
+            self.tier.store(self.shard, own).wait()
         if self.master is not None and self.master is not self.shard:
             self.optimizer_tier.store(self.master, self.shard).wait()
 

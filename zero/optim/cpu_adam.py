@@ -335,7 +335,7 @@ def _name() -> str:
 
     The loader does not look at the CPU, and a home folder may be shared by machines that differ.
     """
-    parts = [SOURCE.read_text(), *FLAGS, torch.__version__, torch.__path__[0], platform.machine(), _cpu()]
+    parts = [str(SOURCE), SOURCE.read_text(), *FLAGS, torch.__version__, torch.__path__[0], platform.machine(), _cpu()]
     return f"zero_cpu_adam_{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
 
 

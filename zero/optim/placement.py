@@ -11,7 +11,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -53,18 +53,11 @@ class Placement:
     """Decides for each unit where its optimizer's part lives.
 
     Args: units: in the order in which a forward needs them: the first ones stay, since their update is the one that
-    has no time to hide; here, away: the two places; ratio: a number from 0 to 1, or "auto"; room: gives `headroom`.
+    has no time to hide; here, away: the two places; ratio: a number from 0 to 1, or "auto".
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        here: Tier,
-        away: Tier,
-        ratio: float | str,
-        room: Callable[[torch.device], tuple[int, int]] = headroom,
-    ):
-        self.here, self.away, self.room = here, away, room
+    def __init__(self, units: Sequence[Unit], here: Tier, away: Tier, ratio: float | str):
+        self.here, self.away = here, away
         self.units, self.automatic = list(units), ratio == "auto" and here != away
         self._steps = 0
         stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
@@ -80,7 +73,7 @@ class Placement:
         self._steps += 1
         if not self.automatic or self._steps < STEPS_TO_WATCH:
             return
-        free, total = self.room(self.here.device)
+        free, total = headroom(self.here.device)
         reserve = max(1 << 30, total // 10)
         if self._steps == STEPS_TO_WATCH:
             for unit in self.units:

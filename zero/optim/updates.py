@@ -91,6 +91,7 @@ class _Staged:
                 home = tier.empty(value.numel(), value.dtype)
                 writes.append(tier.store(home, value.data))
                 value.data = home
+        self.tile.unit.is_stored_by(Pending(writes))
         return Pending(writes, self._give_back)
 
     def _give_back(self) -> None:
@@ -110,6 +111,7 @@ class Updates:
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._todo: deque[Tile] = deque()
         self._open: Counter[Unit] = Counter()
+        self._busy = False
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -126,17 +128,18 @@ class Updates:
         """Update `tiles` in a thread. The earlier ones must have been waited for."""
         self._plan(tiles)
         if self._open:
+            self._busy = True
             self._thread = self._thread or ThreadPoolExecutor(1, "zero optimizer")
             self._thread.submit(self._work_in_thread, update)
 
     def wait(self, unit: Unit | None = None) -> None:
-        """Until `unit`, or everything, is updated; raises what went wrong in the thread."""
-        if self._failure is None and not (self._open if unit is None else self._open[unit]):
+        """Until `unit` is updated, or everything is, and written; raises what went wrong in the thread."""
+        if self._failure is None and not (self._busy if unit is None else self._open[unit]):
             return
         with self._changed:
             if unit is not None:
                 self._todo = deque(sorted(self._todo, key=lambda tile: tile.unit is not unit))
-            self._changed.wait_for(lambda: self._failure or not (self._open if unit is None else self._open[unit]))
+            self._changed.wait_for(lambda: self._failure or not (self._busy if unit is None else self._open[unit]))
         if self._failure is not None:
             raise self._failure
 
@@ -149,9 +152,10 @@ class Updates:
             with torch.no_grad():
                 self._work(update)
         except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._failure = error
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
 
     def _work(self, update: Update) -> None:
         ahead: dict[Tile, _Staged] = {}

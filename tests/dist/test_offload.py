@@ -1,0 +1,172 @@
+"""Tiers at work: what is where, what the settings do, errors of the disk, and the public names during a late update."""
+
+import errno
+import io
+import os
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_on, ds_config, start, step, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from zero import tiers
+from zero.optim import placement
+from zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+STEPS = 8
+FILES = {"device": "nvme", "max_in_cpu": 0}
+BEHIND = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
+
+
+def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> zero.ZeroEngine:
+    """With every tensor that is offloaded to nvme really in a file."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
+    config = ds_config(**{**SMALL, "sub_group_size": 20000, **offload})
+    return start(build("t5"), config | others)[0]
+
+
+def plain(rank: int, world_size: int) -> Curve:
+    return train_zero(start(build("t5"), ds_config(**SMALL))[0], batches("t5", STEPS))
+
+
+# -- ratio "auto"
+
+
+def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tuple[Curve, list[int]]:
+    engine = engine_on(folder, FILES, {**BEHIND, "ratio": "auto"})
+    remaining, here, curve = list(rooms), [], Curve()
+    placement.headroom = lambda device: (remaining.pop(0), 10 << 30)
+    for batch in batches("t5", STEPS):
+        one = train_zero(engine, [batch])
+        curve.losses += one.losses
+        curve.norms += one.norms
+        here.append(sum(unit.optimizer_tier == engine.optimizer._placement.here for unit in engine.optimizer.units))
+    curve.weights = one.weights
+    return curve, here
+
+
+def test_auto_brings_here_what_fits_and_sends_it_away_under_pressure(tmp_path):
+    """The reserve is 1 GiB of 10; half of it is the mark below which units go."""
+    reserve = 1 << 30
+    some = reserve + 400_000
+    rooms = [some, some, reserve // 2, reserve // 2 - 250_000, 0, some, some]
+    curve, here = run_on(1, automatic, str(tmp_path), rooms)[0]
+    assert_equal(curve, curve_on(1, plain))
+    assert here[0] == 0, "the first step is watched"
+    assert 0 < here[1] < 8 and here[1] == here[2] == here[3]
+    assert here[4] < here[3], "under half of the reserve"
+    assert here[5] == here[6] == here[7] == 0, "what has gone does not come back"
+
+
+# -- settings
+
+
+def settings_seen(rank: int, world_size: int, folder: str) -> dict:
+    engine = engine_on(
+        folder,
+        {**FILES, "buffer_count": 3, "buffer_size": 700},
+        BEHIND,
+        aio={"block_size": 8192, "queue_depth": 6, "thread_count": 2},
+    )
+    file = next(unit.tier.file for unit in engine.units if unit.tier.file is not None)
+    assert all(unit.optimizer_tier.file is file for unit in engine.optimizer.units), "one file for all of a folder"
+    return {"settings": file.settings, "ahead": engine.schedule.prefetch_bucket_size}
+
+
+def test_the_aio_section_and_the_buffers_act(tmp_path):
+    found = run_on(1, settings_seen, str(tmp_path))[0]
+    settings = found["settings"]
+    assert (settings.block_size, settings.queue_depth, settings.thread_count) == (8192, 6, 2)
+    assert found["ahead"] == 3 * 700
+
+
+def timed(rank: int, world_size: int, folder: str) -> str:
+    engine = engine_on(folder, FILES, BEHIND, wall_clock_breakdown=True)
+    with redirect_stderr(io.StringIO()) as printed:
+        train_zero(engine, batches("t5", 3))
+    return printed.getvalue()
+
+
+def test_times_are_counted_by_phase(tmp_path):
+    lines = [line for line in run_on(1, timed, str(tmp_path))[0].splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
+    assert all("forward" in line and "backward" in line and "file" in line for line in lines)
+
+
+# -- names that read and write sharded values
+
+
+def read_and_write(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    engine = engine_on(folder, FILES, BEHIND) if folder else start(build("t5"), ds_config(**SMALL))[0]
+    seen = []
+    for batch in batches("t5", 3):
+        step(engine, [batch.copy() if world_size == 1 else {k: v.chunk(2)[rank] for k, v in batch.items()}])
+        for param in engine.module.parameters():
+            seen += [safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
+            safe_set_full_fp32_param(param, seen[-2] * 0.5)
+    return seen
+
+
+def test_values_are_read_and_written_behind_a_late_update(tmp_path):
+    for found, expected in zip(
+        run_on(2, read_and_write, str(tmp_path))[0], run_on(2, read_and_write, "")[0], strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+# -- checkpoints
+
+
+def written_and_read(rank: int, world_size: int, folder: str, checkpoint: str, writes: bool, files: bool) -> Curve:
+    engine = engine_on(folder, FILES, BEHIND) if files else start(build("t5"), ds_config(**SMALL))[0]
+    half = STEPS // 2
+    if writes:
+        train_zero(engine, batches("t5", half))
+        engine.save_checkpoint(checkpoint)
+        return Curve()
+    engine.load_checkpoint(checkpoint)
+    return train_zero(engine, batches("t5", STEPS)[half:])
+
+
+@pytest.mark.parametrize("from_files, to_files", [(True, False), (False, True), (True, True)])
+def test_checkpoints_go_from_any_tier_to_any(tmp_path, from_files, to_files):
+    folder, checkpoint = str(tmp_path / "files"), str(tmp_path / "checkpoint")
+    curve_on(1, written_and_read, folder, checkpoint, True, from_files)
+    found, expected = curve_on(1, written_and_read, folder, checkpoint, False, to_files), curve_on(1, plain)
+    assert found.losses == expected.losses[STEPS // 2 :]
+    assert_same_weights(found.weights, expected.weights)
+
+
+# -- a disk that fails
+
+
+def failing(rank: int, world_size: int, folder: str, checkpoint: str, call: str) -> str:
+    engine = engine_on(folder, FILES, BEHIND)
+    train_zero(engine, batches("t5", 2))
+    engine.save_checkpoint(checkpoint)
+
+    def fails(*args: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    healthy = getattr(os, call)
+    setattr(os, call, fails)
+    try:
+        train_zero(engine, batches("t5", 2))
+    except OSError as error:
+        return str(error)
+    finally:
+        setattr(os, call, healthy)
+    return "nothing"
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_failing_disk_is_an_error_with_a_name_and_the_checkpoint_loads(tmp_path, call):
+    folder, checkpoint = str(tmp_path / "files"), str(tmp_path / "checkpoint")
+    message = run_on(1, failing, folder, checkpoint, call)[0]
+    assert "nvme_path" in message and "Input/output error" in message and folder in message
+    curve_on(1, written_and_read, folder, checkpoint, False, True)
