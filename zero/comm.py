@@ -70,6 +70,7 @@ class Communicator:
         self._messages: Counter[tuple[str, int]] = Counter()
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._native = device.type == "cuda"
+        self._copies: torch.cuda.Stream | None = None
         # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
         # operations by their order, and where graphs differ ranks start a reduction between different gathers.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
@@ -104,6 +105,8 @@ class Communicator:
         """
         self._count("all_gather", full.numel())
         own = full.narrow(0, self.rank * shard.numel(), shard.numel())
+        if self._native and shard.device.type == "cpu":
+            return self._all_gather_from_host(full, own, shard, unit)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard, non_blocking=True)
         if self.world_size == 1:
@@ -117,6 +120,22 @@ class Communicator:
             works.append(dist.isend(own, peer, group=self._group, tag=tag))
             works.append(dist.irecv(full.narrow(0, peer * n, n), peer, group=self._group, tag=tag))
         return Pending(works, None, (full, own), self.watchdog, unit)
+
+    def _all_gather_from_host(
+        self, full: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, unit: object
+    ) -> Pending:
+        """As `all_gather`, beside the device's computation: on a stream of its own, which NCCL's waits for."""
+        compute = torch.cuda.current_stream(self.device)
+        self._copies = self._copies or torch.cuda.Stream(self.device)
+        self._copies.wait_stream(compute)  # the memory of `full` may still be in use there for what it held before
+        with torch.cuda.stream(self._copies):
+            own.copy_(shard, non_blocking=True)
+            if self.world_size == 1:
+                arrived = self._copies.record_event()
+                return Pending((), lambda: torch.cuda.current_stream(self.device).wait_event(arrived), (own, shard))
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            work = gather(full, own, group=self._group, async_op=True)
+        return Pending([work], None, (full, own, shard), self.watchdog, unit)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None

@@ -25,7 +25,7 @@ class HostMemory:
     """
 
     def __init__(self, limit: int, pin: bool = False):
-        self._limit, self._pin = limit, pin and torch.cuda.is_available()
+        self._limit, self._pin = limit, pin
         self._free: list[torch.Tensor] = []
         self._out: dict[int, torch.Tensor] = {}  # by address
         self._changed = threading.Condition()
@@ -64,21 +64,27 @@ class HostMemory:
             return None
         while self._free and used + sum(block.numel() for block in self._free) + size > self._limit:
             self._free.pop(0)
-        return self._new(size)
+        return new_block(size, self._pin)
 
-    def _new(self, size: int) -> torch.Tensor:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        view = memoryview(memory)
-        block = torch.frombuffer(view, dtype=torch.uint8)
-        if self._pin:
-            code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
-            if code == 0:
-                weakref.finalize(view, _unregister, block.data_ptr(), memory).atexit = False
-            else:
-                self._pin = False
-                _log_pageable(size, code)
-                _clear_cuda_error()
-        return block
+
+_pins = True
+
+
+def new_block(size: int, pin: bool) -> torch.Tensor:
+    """Page-aligned memory of `size` bytes, a multiple of `PAGE`, as uint8; `pin`: registered with CUDA if it can be."""
+    global _pins
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview(memory)
+    block = torch.frombuffer(view, dtype=torch.uint8)
+    if pin and _pins and torch.cuda.is_available():
+        code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0))
+        if code == 0:
+            weakref.finalize(view, _unregister, block.data_ptr(), memory).atexit = False
+        else:
+            _pins = False
+            _log_pageable(size, code)
+            _clear_cuda_error()
+    return block
 
 
 def round_up(number: int, multiple: int) -> int:

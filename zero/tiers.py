@@ -12,6 +12,7 @@ import torch
 from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.files import AioSettings, ScratchFile
+from zero.files_memory import PAGE, new_block, round_up
 
 # A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
 LEAST_BYTES_IN_A_FILE = 1 << 20
@@ -61,7 +62,11 @@ class Tier:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self.puts_in_file(numel * dtype.itemsize):
             return self.file.empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+        if self.pinned and numel:
+            # Not torch's pinned memory, which rounds sizes up to powers of two.
+            block = new_block(round_up(numel * dtype.itemsize, PAGE), pin=True)
+            return block[: numel * dtype.itemsize].view(dtype)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self.puts_in_file(numel * dtype.itemsize):
@@ -91,7 +96,7 @@ class Tier:
             return Pending()
         if target.device.type == "cpu":
             return Pending([self.file.read(source, target)])
-        staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.pinned)
+        staged = self.in_memory().empty(source.numel(), source.dtype)
         return Pending([self.file.read(source, staged)], lambda: target.copy_(staged, non_blocking=True))
 
 
