@@ -133,6 +133,7 @@ class ZeroConfig(Section):
     stage3_gather_16bit_weights_on_model_save: bool = False
     leaf_module: LeafModuleConfig | None = None
     ignore_unused_parameters: bool = True
+    enable_sanity_checks: bool = False
 
     allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
@@ -156,7 +157,6 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
     log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
-    enable_sanity_checks: bool = unused(False, "the engine's checks are always on")
     save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
     zenflow: dict | None = unused(None, NOT_YET)
 
