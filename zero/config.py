@@ -85,6 +85,10 @@ class OffloadOptimizerConfig(OffloadConfig):
 
     _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
 
+    @property
+    def pipeline(self) -> bool:
+        return self.pipeline_read or self.pipeline_write
+
 
 class AioConfig(Section):
     """``aio``: how files are read and written. ``block_size`` in bytes."""
@@ -96,10 +100,6 @@ class AioConfig(Section):
     single_submit: bool = unused(False, "blocks are read and written by threads, one call for each")
     overlap_events: bool = unused(True, "blocks are always read and written while others are waited for")
     use_gds: only(bool, False, "files are read to host memory, without GPUDirect Storage") = False
-
-    @property
-    def pipeline(self) -> bool:
-        return self.pipeline_read or self.pipeline_write
 
 
 class LeafModuleConfig(Section):
