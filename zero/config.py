@@ -85,6 +85,10 @@ class OffloadOptimizerConfig(OffloadConfig):
 
     _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
 
+    @property
+    def pipeline(self) -> bool:
+        return self.pipeline_read or self.pipeline_write
+
 
 class AioConfig(Section):
     """``aio``: how files are read and written. ``block_size`` in bytes."""
@@ -96,10 +100,6 @@ class AioConfig(Section):
     single_submit: bool = unused(False, "blocks are read and written by threads, one call for each")
     overlap_events: bool = unused(True, "blocks are always read and written while others are waited for")
     use_gds: only(bool, False, "files are read to host memory, without GPUDirect Storage") = False
-
-    @property
-    def pipeline(self) -> bool:
-        return self.pipeline_read or self.pipeline_write
 
 
 class LeafModuleConfig(Section):
@@ -133,6 +133,7 @@ class ZeroConfig(Section):
     stage3_gather_16bit_weights_on_model_save: bool = False
     leaf_module: LeafModuleConfig | None = None
     ignore_unused_parameters: bool = True
+    enable_sanity_checks: bool = False
 
     allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
@@ -156,7 +157,6 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
     log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
-    enable_sanity_checks: bool = unused(False, "the engine's checks are always on")
     save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
     zenflow: dict | None = unused(None, NOT_YET)
 

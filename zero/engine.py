@@ -80,6 +80,8 @@ class ZeroEngine(EngineSettings, nn.Module):
             settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested
         )
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
+        for unit in self.units:
+            unit.strict = zero.enable_sanity_checks
         self._place_buffers()
         self.reducer = GradientReducer(
             self.comm,

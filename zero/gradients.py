@@ -41,8 +41,7 @@ class GradientReducer:
     flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
     (None: that of the parameters); sum_dtype: in which the result is kept on the unit's `optimizer_tier`, and summed
     over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with
-    the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step` tells which one that
-    is.
+    the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step` tells which that is.
 
     `factor` multiplies what the present backward produces (1 unless the engine sets it). `norms` has the 2-norms
     of gradients that have left the compute device, taken before they left, by unit and the piece's start in the shard.
@@ -137,7 +136,7 @@ class GradientReducer:
             self._wait_oldest()
 
     def _result(self, unit: Unit, stays: bool, accumulate: bool) -> torch.Tensor:
-        """An fp32 buffer on the compute device for the reduced gradient, with the sum so far if `accumulate`."""
+        """A buffer on the compute device for the reduced gradient, with the sum so far if `accumulate`."""
         if stays and unit.grad is not None:
             return unit.grad
         out = torch.empty(unit.layout.shard_numel, dtype=self.sum_dtype, device=self.comm.device)

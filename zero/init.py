@@ -83,11 +83,12 @@ class Init:
         if not enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
-        offload, aio = OffloadConfig(), AioConfig()
+        offload, aio, self.strict = OffloadConfig(), AioConfig(), False
         if source is not None:
             settings = load_config(source, allow_auto=True)
             if dtype is None and settings.compute_dtype != torch.float32:
                 self.dtype = settings.compute_dtype
+            self.strict = settings.zero_optimization.enable_sanity_checks
             if settings.zero_optimization.offloads_params:
                 offload, aio = settings.zero_optimization.offload_param, settings.aio
         overrides = {"device": remote_device, "pin_memory": pin_memory}
@@ -145,7 +146,8 @@ class Init:
     def _shard_own(self, module: nn.Module) -> None:
         for name, param in module.named_parameters(recurse=False):
             if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta:
-                Unit(name, [param], self.comm, self.residency, dtype=self.dtype, tier=self.tier, param_names=[name])
+                options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
+                Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
 
 
 class GatheredParameters:
@@ -154,7 +156,7 @@ class GatheredParameters:
     Args:
         params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
         modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read, and
-            changes are lost with a warning.
+            changes are lost with a warning, or a RuntimeError with `zero_optimization.enable_sanity_checks`.
         fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
         enabled: False makes the context do nothing.
     """
@@ -188,8 +190,10 @@ class GatheredParameters:
         changed = [param for param, version in self._versions.items() if param._version != version]
         self._exposed.__exit__(exc_type, *exc_info)
         if changed and self.modifier_rank is None and exc_type is None:
-            logger.warning(
-                "GatheredParameters: %d sharded parameter(s) changed in place, which is lost with modifier_rank=None; "
-                "pass the rank whose values all ranks are to take over (modifier_rank=0)",
-                len(changed),
+            message = (
+                f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "
+                "modifier_rank=None; pass the rank whose values all ranks are to take over (modifier_rank=0)"
             )
+            if any(unit.strict for unit in self.units):
+                raise RuntimeError(message)
+            logger.warning(message)

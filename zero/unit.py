@@ -117,6 +117,8 @@ class Unit:
         self.optimizer: ZeroOptimizer | None = None
         self.optimizer_tier = Tier(comm.device)
         self.on_read: Callable[[Unit, nn.Parameter], torch.Tensor] | None = None
+        # Set by who makes the unit: whether a change of gathered values that would be lost is an error.
+        self.strict = False
         self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
         self.tier = self._home = tier or Tier(comm.device)
         on_device = self.tier == Tier(comm.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -171,6 +172,24 @@ def without_modifier(rank: int, world_size: int) -> bool:
 
 def test_changes_without_a_modifier_rank_are_discarded():
     assert run_on(2, without_modifier) == [True, True]
+
+
+def refused(rank: int, world_size: int) -> bool:
+    """Whether the change is an error on request, in a model under `Init` and in its engine, and what was there stays."""
+    config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
+    with zero.Init(config_dict_or_path=config):
+        model = toy()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="in-place modification of 1 sharded"), torch.no_grad():
+            with zero.GatheredParameters(model.head.weight):
+                model.head.weight.zero_()
+        start(model, config)
+    with zero.GatheredParameters(model.head.weight):
+        return bool(model.head.weight.any())
+
+
+def test_changes_without_a_modifier_rank_are_refused_on_request():
+    assert run_on(2, refused) == [True, True]
 
 
 def between_steps(rank: int, world_size: int) -> tuple[bool, int]:

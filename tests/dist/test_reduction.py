@@ -33,7 +33,7 @@ def reductions(rank: int, world_size: int, settings: dict) -> tuple[list[int], i
         count(self, name, numel)
 
     def look(reducer):
-        in_flight.append(sum(numel for numel, _ in reducer._in_flight))
+        in_flight.append(sum(reduction.numel for reduction in reducer._in_flight))
 
     with mock.patch.object(Communicator, "_count", counted), after_each(GradientReducer, "reduce", look):
         weights = train_zero(engine, toy_batches(2)).weights
