@@ -11,6 +11,9 @@ import os
 import re
 import shutil
 import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,6 +186,21 @@ def write_json(path: Path, content: dict) -> None:
 # -- a state dict outside of the process's own memory
 
 
+# Bytes of a mapped model that may count as the process's own.
+_RESIDENT = 1 << 29
+
+
+def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
+    """Again and again as long as the mapping is used: pages that were read stay in the system's cache alone.
+
+    They would be dropped when memory is short, but limits on resident memory count them until then.
+    """
+    while (memory := mapped()) is not None:
+        memory.madvise(mmap.MADV_DONTNEED)
+        del memory
+        time.sleep(0.02)
+
+
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
     """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
 
@@ -207,6 +225,8 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[st
         file.write(b"\0")  # an empty file cannot be mapped
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
+    if nbytes > _RESIDENT:
+        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
     return {
         name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
         if shape.numel()
