@@ -77,7 +77,7 @@ class ZeroOptimizer(OptimizerAttributes):
         on_host = any(unit.optimizer_tier.device.type == "cpu" for unit in self.units)
         # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
         offloaded = placement.here != placement.away
-        self._is_adam = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
+        self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         known = {param for unit in units for param in unit.params}
         if strangers := [param for param in group_of if param not in known and param.numel()]:
             raise UsageError(
@@ -206,7 +206,9 @@ class ZeroOptimizer(OptimizerAttributes):
         seen.__dict__.pop("step", None)  # torch's schedulers put a counting one there, and ask whether it was called:
         self.optimizer._opt_called = True
         seen.param_groups = [dict(group, params=[]) for group in self.param_groups]
-        update = partial(self._update_tile, factor, seen)
+        # Asked each time: scripts put hooks on their optimizers.
+        by_kernel = self._has_kernel and cpu_adam.serves(self.optimizer)
+        update = partial(self._update_tile, factor, seen, by_kernel)
         self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], update)
         for unit in self.units:
             if unit.persistent:
@@ -221,9 +223,11 @@ class ZeroOptimizer(OptimizerAttributes):
         """Persistent units are gathered in the step, by all ranks at the same time."""
         return self._overlap and not unit.persistent
 
-    def _update_tile(self, factor: float, seen: torch.optim.Optimizer, tile: Tile, grad: torch.Tensor) -> Pending:
+    def _update_tile(
+        self, factor: float, seen: torch.optim.Optimizer, by_kernel: bool, tile: Tile, grad: torch.Tensor
+    ) -> Pending:
         """Update one tile with its gradient, in memory, and start to round it into the shard."""
-        if self._is_adam and tile.master.device.type == "cpu":
+        if by_kernel and tile.master.device.type == "cpu":
             values = self._adam(factor, seen.param_groups[tile.group], tile, grad)
         else:
             grad = grad.to(tile.master.dtype)
