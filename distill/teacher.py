@@ -56,7 +56,7 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
                 "stage3_param_persistence_threshold", 10 * teacher.config.get_text_config().hidden_size
             ),
         }
-    return config | {"zero_optimization": section}
+    return config | {key: given[key] for key in ("aio",) if key in given} | {"zero_optimization": section}
 
 
 @dataclass
