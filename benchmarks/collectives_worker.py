@@ -1,0 +1,234 @@
+"""One rank of the benchmark of collectives, started by `benchmarks.collectives` under torchrun.
+
+Every operation is made in several ways, all of them blocking and on fp32: a way is a function of `full` (world_size * n
+elements) and `shard` (n elements), of which it fills one. The ways take turns, in another order in each repeat, the
+same on all ranks; each is tried before against numbers that are known. All use the engine's own process group: one
+that has just been used answers sooner than one whose threads sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import report
+from zero.comm import Communicator, communicator
+
+Group = dist.ProcessGroup
+Way = Callable[[torch.Tensor, torch.Tensor, Group], object]
+ITEM = 4  # bytes of an element
+# Bytes that one way moves at one size, in as many repeats.
+BYTES_IN_ALL, LEAST_REPEATS, MOST_REPEATS = 500_000_000, 7, 50
+
+
+def exchange(pairs: list[tuple[int, torch.Tensor | None, torch.Tensor | None]], group: Group) -> None:
+    """For each (peer, sent, received): messages to and from that peer, all under way at the same time."""
+    messages = []
+    for peer, sent, received in pairs:
+        if sent is not None:
+            messages.append(dist.P2POp(dist.isend, sent, peer, group))
+        if received is not None:
+            messages.append(dist.P2POp(dist.irecv, received, peer, group))
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+
+
+def peers() -> list[int]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return [(rank + step) % world_size for step in range(1, world_size)]
+
+
+def slices(full: torch.Tensor) -> list[torch.Tensor]:
+    return list(full.chunk(dist.get_world_size()))
+
+
+def sum_in_order(out: torch.Tensor, terms: list[torch.Tensor]) -> None:
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        out.add_(term)
+
+
+# -- all_gather: `full` from all ranks' `shard`
+
+
+def gather_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(full, shard, group=group)
+
+
+def gather_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    parts = slices(full)
+    parts[dist.get_rank()].copy_(shard)
+    exchange([(peer, parts[dist.get_rank()], parts[peer]) for peer in peers()], group)
+
+
+def gather_by_broadcasts(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    parts = slices(full)
+    parts[dist.get_rank()].copy_(shard)
+    for work in [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]:
+        work.wait()
+
+
+# -- reduce_scatter: `shard` is the sum of this rank's slices of all ranks' `full`
+
+
+def scatter_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(shard, full, group=group)
+
+
+def scatter_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    terms, parts = slices(full), slices(full)
+    for peer in peers():
+        terms[peer] = torch.empty_like(shard)
+    exchange([(peer, parts[peer], terms[peer]) for peer in peers()], group)
+    sum_in_order(shard, terms)
+
+
+def scatter_by_all_to_all(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    received = torch.empty_like(full)
+    dist.all_to_all_single(received, full, group=group)
+    sum_in_order(shard, slices(received))
+
+
+# -- all_reduce: every rank's `full` becomes the sum of all
+
+
+def reduce_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    dist.all_reduce(full, group=group)
+
+
+def reduce_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    """Everybody sends everything to everybody."""
+    terms = [torch.empty_like(full) for _ in range(dist.get_world_size())]
+    terms[dist.get_rank()].copy_(full)
+    exchange([(peer, full, terms[peer]) for peer in peers()], group)
+    sum_in_order(full, terms)
+
+
+def reduce_in_two(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    """Everybody sums a slice, and sends it to everybody."""
+    scatter_by_messages(full, shard, group)
+    gather_by_messages(full, shard, group)
+
+
+# -- broadcast: rank 0's `full` to all ranks
+
+
+def broadcast_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    dist.broadcast(full, src=0, group=group)
+
+
+def broadcast_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    exchange([(peer, full, None) for peer in peers()] if dist.get_rank() == 0 else [(0, None, full)], group)
+
+
+def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
+    """By operation and name; "engine" is `comm`'s own."""
+
+    def scatter_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+        comm.reduce_scatter(shard, full, False, full.numel()).wait()
+
+    return {
+        "all_reduce": {
+            "torch": reduce_by_torch,
+            "messages": reduce_by_messages,
+            "messages, in two": reduce_in_two,
+            "engine": lambda full, shard, group: comm.all_reduce(full),
+        },
+        "all_gather": {
+            "torch": gather_by_torch,
+            "messages": gather_by_messages,
+            "broadcasts": gather_by_broadcasts,
+            "engine": lambda full, shard, group: comm.all_gather(full, shard).wait(),
+        },
+        "reduce_scatter": {
+            "torch": scatter_by_torch,
+            "messages": scatter_by_messages,
+            "all-to-all": scatter_by_all_to_all,
+            "engine": scatter_by_engine,
+        },
+        "broadcast": {
+            "torch": broadcast_by_torch,
+            "messages": broadcast_by_messages,
+            "engine": lambda full, shard, group: comm.broadcast(full, src=0),
+        },
+    }
+
+
+def values(rank: int, numel: int) -> torch.Tensor:
+    """Whole numbers, so that every order of a sum has the same result."""
+    return torch.randint(1000, (numel,), generator=torch.Generator().manual_seed(rank)).float()
+
+
+def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
+    """Raise RuntimeError unless the way computes what its operation is, on a few numbers."""
+    rank, world_size = comm.rank, comm.world_size
+    full = values(rank, 1001 * world_size).to(comm.device)
+    shard = full[:1001].clone()
+    way(full, shard, comm._group)
+    whole = [values(other, full.numel()) for other in range(world_size)]
+    if operation == "all_gather":
+        found, expected = full, torch.cat([each[: shard.numel()] for each in whole])
+    elif operation == "broadcast":
+        found, expected = full, whole[0]
+    elif operation == "all_reduce":
+        found, expected = full, torch.stack(whole).sum(0)
+    else:
+        found, expected = shard, slices(torch.stack(whole).sum(0))[rank]
+        if name == "engine":
+            found = found * comm.mean_factor * world_size
+    if not torch.allclose(found.cpu(), expected):
+        raise RuntimeError(f"{operation} by {name}: another result than expected")
+
+
+def timed(way: Way, full: torch.Tensor, shard: torch.Tensor, comm: Communicator) -> tuple[float, float]:
+    """Wall and CPU seconds of this process (all its threads), from when all ranks are there."""
+    comm.barrier()
+    _synchronize()
+    wall, cpu = time.perf_counter(), time.process_time()
+    way(full, shard, comm._group)
+    _synchronize()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(comm: Communicator, megabytes: float) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By operation and way: seconds of each repeat at one size of `full`."""
+    n = max(1, round(megabytes * 1e6 / ITEM / comm.world_size))
+    full = torch.zeros(n * comm.world_size, device=comm.device)
+    shard = torch.zeros(n, device=comm.device)
+    repeats = min(MOST_REPEATS, max(LEAST_REPEATS, int(BYTES_IN_ALL / full.nbytes)))
+    order = random.Random(0)
+    samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for operation, by_name in ways(comm).items():
+        for way in by_name.values():
+            way(full, shard, comm._group)
+        samples[operation] = {name: [] for name in by_name}
+        for _ in range(repeats):
+            for name in order.sample(list(by_name), len(by_name)):
+                samples[operation][name].append(timed(by_name[name], full, shard, comm))
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes-mb", type=float, nargs="+", required=True)
+    args = parser.parse_args()
+    comm = communicator()
+    for operation, by_name in ways(comm).items():
+        for name, way in by_name.items():
+            verify(operation, name, way, comm)
+    report({"device": comm.device.type, "sizes": [measure(comm, size) for size in args.sizes_mb]})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
