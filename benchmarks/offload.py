@@ -1,0 +1,288 @@
+"""A training step with parameters and optimizer in host memory or in files, beside what no step can go below.
+
+    python -m benchmarks.offload
+    python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+    python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK           # on a GPU, bf16
+
+Ours at stage 3: without offload; all in host memory; the same with half of the optimizer's state on the device
+(`ratio`); all in files, with the whole update in the step, and with reads ahead, writes behind and the update behind
+the next forward. Peers: FSDP2 with `CPUOffloadPolicy` (on a machine without a GPU there is nothing to offload from: it
+runs without, the nearest thing, and ours in host memory is the same as ours without offload) and the real DeepSpeed
+with everything in host memory. Its files need async_io, which has to be built: not run.
+
+Every variant trains the same model on the same batches, each in fresh processes, in turns; ratios are formed within a
+round. The losses must agree with those of ours without offload. Peaks of memory are those of the counted steps.
+
+`floor` is the largest of: plain torch's forward and backward, measured; 28 bytes a parameter of an Adam in host memory
+(for the part that is there) over the bandwidth of a triad; bytes to and from files over the bandwidths of the file;
+on a GPU, gathered and reduced bytes over the bandwidths of the way there and back (for a peer: those of ours in host
+memory). On a CPU compute and update take the same cores, and no step can be as short as the larger of them.
+`cpu s`: of all threads of a rank, and `/ comp.` their ratio to those of plain torch's forward and backward: the seconds
+to look at on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.offload_worker import MODELS, VARIANTS
+
+REFERENCE, IN_MEMORY = "no offload", "cpu"
+# Bytes of Adam for a parameter: 16-bit or fp32 gradient, master and moments read; master, moments, parameter written.
+ADAM_BYTES = 28
+# Bytes of an element of a reduced gradient on its way to the host.
+GRADIENT_BYTES = 4
+# Largest relative difference of a loss: in fp32 the order of sums differs, in bf16 what is rounded where.
+LOSS_TOLERANCE = {4: 1e-3, 2: 2e-2}
+
+Row = dict[str, Any]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="t5-small")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run")
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--ranks", type=int, default=1, help="with GPUs: one for each")
+    parser.add_argument("--threads", type=int, help="of a process's computation; default: its part of the cores")
+    parser.add_argument("--batch", type=int, default=1, help="sentences per process and step")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each source and of each target")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=2, help="steps not counted, per round")
+    parser.add_argument("--steps", type=int, default=5, help="steps counted, per round")
+    parser.add_argument("--folder", type=Path, help="on the disk that takes the files; default: beside the output")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
+    args = parser.parse_args()
+    args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
+    args.variants = list(dict.fromkeys([REFERENCE, *(args.variants or VARIANTS)]))
+    if any(name.startswith("deepspeed") for name in args.variants) and not args.deepspeed_python:
+        args.variants = [name for name in args.variants if not name.startswith("deepspeed")]
+        print("DeepSpeed is missing: --deepspeed-python was not given")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.folder = (args.folder or args.output.parent).resolve()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list[Row]:
+    """One job; see `benchmarks.offload_worker` for what a rank reports."""
+    options = {name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")}
+    command = ["-m", "benchmarks.offload_worker", "--variant", variant, "--folder", folder]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    env = {"OMP_NUM_THREADS": str(args.threads)}
+    if not variant.startswith("deepspeed"):
+        return run_ranks(sys.executable, command, ranks, 3600, env)
+    if not torch.cuda.is_available():
+        env["DS_ACCELERATOR"] = "cpu"  # it would look for a GPU
+    return run_ranks(args.deepspeed_python, command, ranks, 3600, env)
+
+
+def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
+    """A job's step: seconds, tokens a second, bytes of memory of the largest rank, bytes moved by all ranks."""
+    seconds = statistics.median(second for rank in ranks for second in rank["seconds"])
+    moved = [rank["moved"] for rank in ranks if rank["moved"] is not None]
+    item, parameters = ranks[0]["item"], ranks[0]["parameters"]
+    row = {
+        "parameters": parameters,
+        "item": item,
+        "seconds": seconds,
+        "cpu": statistics.mean(rank["cpu"] for rank in ranks),
+        "tokens_per_s": len(ranks) * args.batch * 2 * args.length / seconds,
+        "host": max(rank["host"] for rank in ranks),
+        "device": max(rank["device"] for rank in ranks),
+        "phases": ranks[0]["phases"],
+        "waits": ranks[0]["waits"],
+        "adam_on_host": host_share(variant) * ADAM_BYTES * parameters,
+    }
+    if moved:
+        # The counters of one rank have whole buffers, of which each rank sends its own part.
+        row |= {"gathered": moved[0]["gathered"] * item, "reduced": moved[0]["reduced"] * item}
+        row |= {name: sum(rank[name] for rank in moved) for name in ("read", "written")}
+        row["to_device"] = moved[0]["gathered"] * item / len(ranks)
+        row["from_device"] = moved[0]["reduced"] * GRADIENT_BYTES / len(ranks)
+    return row
+
+
+def host_share(variant: str) -> float:
+    """How much of the optimizer's state is updated in host memory."""
+    if not torch.cuda.is_available():
+        return 1.0
+    return {REFERENCE: 0.0, "cpu, half": 0.5}.get(variant, 1.0)
+
+
+def add_floors(rows: dict[str, Row], limits: Row) -> None:
+    """To every row the seconds of what bounds it, and its ratios to them and to the reference."""
+    for variant, row in rows.items():
+        bounds = {"compute": limits["compute"], "adam": row["adam_on_host"] / limits["triad"]}
+        if "read" in row:
+            bounds["files"] = row["read"] / limits["read"] + row["written"] / limits["written"]
+        ways = row if "to_device" in row else rows.get(IN_MEMORY, {})
+        if "to_device" in limits and variant != REFERENCE and "to_device" in ways:
+            # Both directions at the same time.
+            bounds["pcie"] = max(ways[way] / limits[way] for way in ("to_device", "from_device"))
+        row["bound_by"] = max(bounds, key=bounds.get)
+        row["bounds"], row["floor"] = bounds, bounds[row["bound_by"]]
+        row["to_floor"] = row["seconds"] / row["floor"]
+        row["cpu_to_compute"] = row["cpu"] / limits["compute_cpu"]
+        row["to_reference"] = row["seconds"] / rows[REFERENCE]["seconds"]
+
+
+def check_losses(variant: str, ranks: list[Row], reference: list[Row]) -> None:
+    tolerance = LOSS_TOLERANCE[ranks[0]["item"]]
+    for rank, other in zip(ranks, reference, strict=True):
+        pairs = zip(rank["losses"], other["losses"], strict=True)
+        difference = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
+        if not difference <= tolerance:
+            sys.exit(f"error: {variant}: losses differ from {REFERENCE!r} by {difference:.1e}: another training")
+
+
+def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) -> dict[str, Row]:
+    """Every variant once, and the floor; those that fail go to `missing`, with the last line of what they said."""
+    rows, reference = {}, []
+    limits = run("floor", 1, folder, args)[0]
+    print(f"  floor: {', '.join(f'{name} {of_limit(name, value)}' for name, value in limits.items())}", flush=True)
+    for variant in args.variants:
+        if variant in missing:
+            continue
+        try:
+            ranks = run(variant, args.ranks, folder, args)
+        except RuntimeError as error:
+            missing[variant] = cause(str(error))
+            print(f"  {variant}: failed: {missing[variant]}", flush=True)
+            continue
+        reference = reference or ranks
+        check_losses(variant, ranks, reference)
+        rows[variant] = row_of(variant, ranks, args)
+        print(f"  {variant}: {rows[variant]['seconds']:.3f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+    if REFERENCE not in rows:
+        sys.exit(f"error: {REFERENCE!r}, to which the others are compared, did not run: {missing[REFERENCE]}")
+    add_floors(rows, limits)
+    return rows
+
+
+def of_limit(name: str, value: float) -> str:
+    return f"{value:.3f} s" if name.startswith("compute") else f"{value / 1e9:.2f} GB/s"
+
+
+def cause(output: str) -> str:
+    """The line of a failed job's output that names the exception, or its last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (named or lines)[-1][:300]
+
+
+def over_rounds(rounds: list[dict[str, Row]]) -> dict[str, Row]:
+    """Medians of the numbers over the rounds; the rest as in the last one."""
+    rows: dict[str, Row] = {}
+    for variant in rounds[-1]:
+        each = [found[variant] for found in rounds]
+        rows[variant] = {
+            name: statistics.median(row[name] for row in each) if isinstance(value, (int, float)) else value
+            for name, value in each[-1].items()
+        }
+    return rows
+
+
+def table(rows: dict[str, Row]) -> str:
+    """Seconds; MB of memory at its peak, and MB moved in a step."""
+    titles = [
+        "step s",
+        "tokens/s",
+        "floor s",
+        "/ floor",
+        "/ none",
+        "cpu s",
+        "/ comp.",
+        "device",
+        "host",
+        "gathered",
+        "reduced",
+    ]
+    lines = ["  ".join([f"{'variant':<14}", *(f"{title:>8}" for title in (*titles, "read", "written")), "bound by"])]
+    for variant, row in rows.items():
+        cells = [f"{row['seconds']:8.3f}", f"{row['tokens_per_s']:8.1f}", f"{row['floor']:8.3f}"]
+        cells += [f"{row[name]:8.2f}" for name in ("to_floor", "to_reference", "cpu", "cpu_to_compute")]
+        for name in ("device", "host", "gathered", "reduced", "read", "written"):
+            cells.append(f"{row[name] / 1e6:8.0f}" if name in row else f"{'':>8}")
+        lines.append("  ".join([f"{variant:<14}", *cells, row["bound_by"]]))
+    return "\n".join(lines)
+
+
+def table_of_waits(rows: dict[str, Row]) -> str:
+    """Of a step of ours: seconds of each phase, and those in it that were waited."""
+    lines = []
+    for variant, row in rows.items():
+        parts = []
+        for phase, spent in row["phases"].items():
+            waits = [f"{name.split(': ')[1]} {s:.3f}" for name, s in row["waits"].items() if name.startswith(phase)]
+            parts.append(f"{phase} {spent:.3f}" + (f" (waits: {', '.join(waits)})" if waits else ""))
+        if parts:
+            lines.append(f"{variant:<14}  {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def plot(rows: dict[str, Row], path: Path) -> None:
+    """Left: seconds of a step, with the floor of each; right: memory at its peak."""
+    import matplotlib  # here, so that the table can be had without it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    names = list(rows)
+    places = range(len(names))
+    left.barh(places, [rows[name]["seconds"] for name in names], color="C0", label="step")
+    left.barh(places, [rows[name]["floor"] for name in names], height=0.3, color="black", label="floor")
+    left.set(xlabel="seconds", title="a step", yticks=places, yticklabels=names)
+    right.barh(places, [rows[name]["host"] / 1e9 for name in names], height=0.4, color="C1", label="host")
+    if any(row["device"] for row in rows.values()):
+        above = [place + 0.4 for place in places]
+        right.barh(above, [rows[name]["device"] / 1e9 for name in names], height=0.4, color="C2", label="device")
+    right.set(xlabel="GB", title="memory at its peak", yticks=places, yticklabels=names)
+    for axis in (left, right):
+        axis.invert_yaxis()
+        axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    args = parse_arguments()
+    missing: dict[str, str] = {}
+    rounds = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for number in range(1, args.rounds + 1):
+            print(f"round {number}/{args.rounds}", flush=True)
+            rounds.append(one_round(folder, missing, args))
+    rows = over_rounds(rounds)
+    some = rows[REFERENCE]
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: fsdp2 runs without offload"
+    print(
+        f"\n{args.model}, {some['parameters'] / 1e6:.1f}M parameters, {'bf16' if some['item'] == 2 else 'fp32'}, "
+        f"{args.batch} x ({args.length} + {args.length}) tokens, {args.ranks} rank(s); {where}\n\n{table(rows)}\n\n"
+        f"seconds of a step by phase\n{table_of_waits(rows)}\n\nDeepSpeed with files: not run, async_io is not built"
+    )
+    for variant, reason in missing.items():
+        print(f"{variant}: failed: {reason}")
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("output", "deepspeed_python")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    result = {"settings": settings, "versions": versions, "missing": missing, "rows": rows, "rounds": rounds}
+    args.output.write_text(json.dumps(result, indent=2))
+    plot(rows, args.output.with_suffix(".png"))
+    print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")
+    sys.exit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    main()
