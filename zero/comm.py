@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -69,6 +70,7 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds())
+        weakref.finalize(self, self.watchdog.stop)
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()

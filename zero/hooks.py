@@ -28,6 +28,7 @@ the order in which its units completed (as DistributedDataParallel rebuilds its 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
@@ -106,6 +107,15 @@ class WatchedParameters(dict):
         return unit.on_read(unit, param)
 
 
+def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, param: nn.Parameter) -> None:
+    """The parameter's gradient is complete. The parameter's hook owns neither the hooks nor the unit.
+
+    Autograd keeps such hooks where Python's garbage collector does not look: they would keep engine and model for ever.
+    """
+    if (found := hooks()) is not None:
+        found.gradient_ready(found.units[number], index)
+
+
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
@@ -169,10 +179,10 @@ class ModuleHooks:
             self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of units that the root module itself owns.
         self.forward_hooks.append(model.register_forward_hook(self._root_post_forward))
-        for unit in self.units:
+        for number, unit in enumerate(self.units):
             if unit.trainable:
                 for i, param in enumerate(unit.params):
-                    hook = partial(self._gradient_ready, unit, i)
+                    hook = partial(_gradient_ready, weakref.ref(self), number, i)
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not unit.persistent:
                 unit.on_read = self._read_outside
@@ -316,7 +326,8 @@ class ModuleHooks:
     def _inputs_done(self, unit: Unit, grads: Sequence[torch.Tensor | None]) -> None:
         self._leave_backward(unit)
 
-    def _gradient_ready(self, unit: Unit, index: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, unit: Unit, index: int) -> None:
+        """The gradient of the unit's parameter number `index` is complete."""
         self._backward_begins()
         if not self._has_gradients:
             self._has_gradients = True

@@ -8,12 +8,12 @@ first one prints all answers; all processes end with exit code 1.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -24,14 +24,11 @@ _ALARM = "zero_watchdog/alarm"
 
 
 class Watchdog:
-    """Watches the waits of one rank; `timeout` in seconds.
-
-    `position` is where the main thread was last: set it to anything with a useful `str()`.
-    """
+    """Watches the waits of one rank until `stop`; `timeout` in seconds."""
 
     def __init__(self, rank: int, world_size: int, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self.position: object = "before the first module"
+        self._position: Callable[[], object] = lambda: "before the first module"
         self._waiting: tuple[float, object] | None = None
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
@@ -40,13 +37,21 @@ class Watchdog:
             self._store = dist.distributed_c10d._get_default_store().clone()
             self._thread = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
             self._thread.start()
-            # A thread that is inside of the store's C++ code when the interpreter ends would abort the process.
-            atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, as must be done before the interpreter ends: in the store's C++ code it would abort then."""
         self._stopped.set()
-        self._thread.join()
+        if self.world_size > 1:
+            self._thread.join()
+
+    @property
+    def position(self) -> object:
+        """Where the main thread was last: anything with a useful `str()`. It is not kept alive by this."""
+        return self._position() or "a module that is gone"
+
+    @position.setter
+    def position(self, where: object) -> None:
+        self._position = weakref.ref(where)
 
     def wait(self, wait: Callable[[], object], what: object) -> None:
         """Call `wait()`, which blocks until other ranks have done their part in `what`."""

@@ -290,3 +290,19 @@ def attributes(rank: int, world_size: int) -> dict[str, bool]:
 def test_attributes():
     for found in run_on(2, attributes):
         assert found == dict.fromkeys(found, True)
+
+
+def dropped(rank: int, world_size: int) -> tuple[int, int]:
+    """How many threads there are, and engines, after engines were made, used and dropped."""
+    threads = []
+    for _ in range(3):
+        engine, _ = start(build("t5"), ds_config())
+        train_zero(engine, batches("t5", 1))
+        engine = weakref.ref(engine)
+        gc.collect()
+        threads.append(threading.active_count())
+    return engine(), threads[-1] - threads[0]
+
+
+def test_an_engine_goes_with_its_last_reference():
+    assert run_on(2, dropped) == [(None, 0)] * 2
