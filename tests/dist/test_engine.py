@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -296,8 +299,8 @@ def dropped(rank: int, world_size: int) -> tuple[int, int]:
     """How many threads there are, and engines, after engines were made, used and dropped."""
     threads = []
     for _ in range(3):
-        engine, _ = start(build("t5"), ds_config())
-        train_zero(engine, batches("t5", 1))
+        engine, _ = start(toy(), CONFIG)
+        train_zero(engine, toy_batches(1))
         engine = weakref.ref(engine)
         gc.collect()
         threads.append(threading.active_count())
