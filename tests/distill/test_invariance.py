@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.launch import run, torchrun
+from tests.warm import warm_ranks
 
 # On top of the limits of the processes themselves, of which a fixture starts two.
 pytestmark = pytest.mark.timeout(600)
@@ -58,15 +57,12 @@ TWO_RANKS = [
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("invariance")
-    for jobs, ranks in ((ONE_RANK, 1), (TWO_RANKS, 2)):
+    for jobs, ranks in ((ONE_RANK, 0), (TWO_RANKS, 2)):
         for number, job in enumerate(jobs):
             job["report"] = str(folder / f"{ranks}_{number}.json")
         path = folder / f"jobs{ranks}.json"
         path.write_text(json.dumps(jobs), encoding="utf-8")
-        if ranks == 1:
-            process = run([sys.executable, SCRIPT, path], timeout=TIMEOUT)
-        else:
-            process = torchrun(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
+        process = warm_ranks(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
         assert process.returncode == 0, process.stdout + process.stderr
     jobs = {job["name"]: Path(job["report"]) for job in ONE_RANK + TWO_RANKS}
     return {name: json.loads(path.read_text()) | {"path": str(path)} for name, path in jobs.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config,
 from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from tests.launch import REPOSITORY, run, torchrun
+from tests.launch import REPOSITORY
+from tests.warm import warm_ranks
 
 # On top of the limits of the processes themselves, of which the fixtures start two.
 pytestmark = pytest.mark.timeout(600)
@@ -157,10 +157,7 @@ def folder(tmp_path_factory) -> Path:
 def run_jobs(folder: Path, jobs: dict[str, list[str]], ranks: int) -> dict[str, Any]:
     path = folder / f"jobs{ranks}.json"
     path.write_text(json.dumps([[word.format(folder) for word in job] for job in jobs.values()]))
-    if ranks == 1:
-        process = run([sys.executable, COMMANDS, path], timeout=240)
-    else:
-        process = torchrun(COMMANDS, path, nproc=ranks, timeout=240)
+    process = warm_ranks(COMMANDS, path, nproc=ranks, timeout=240)
     assert process.returncode == 0, process.stdout + process.stderr
     results = dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
     return {"folder": folder, "results": results, "stdout": process.stdout}
@@ -168,7 +165,7 @@ def run_jobs(folder: Path, jobs: dict[str, list[str]], ranks: int) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def finished(folder) -> dict[str, Any]:
-    return run_jobs(folder, JOBS, ranks=1)
+    return run_jobs(folder, JOBS, ranks=0)
 
 
 @pytest.fixture(scope="module")

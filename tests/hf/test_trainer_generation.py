@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
 
 from tests.hf.trainer_runs import SCRIPTS, SHIPPED_CONFIG, column, run_plain, run_unmodified
-from tests.launch import run
+from tests.warm import warm_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 6,
@@ -43,7 +42,7 @@ def reports(folder):
 
 
 def _reload(folder) -> dict[str, Any]:
-    process = run([sys.executable, SCRIPTS / "reload.py", folder], timeout=120)
+    process = warm_ranks(SCRIPTS / "reload.py", folder, nproc=0, timeout=120, imported="transformers")
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 

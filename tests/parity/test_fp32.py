@@ -72,7 +72,7 @@ def test_every_micro_batch_is_bit_for_bit_what_summing_slices_gives(name, world_
     assert relative(found.norms, expected.norms) <= 1e-6
 
 
-@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (4, 1), (3, 2)])
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 4), (3, 2)])
 def test_accumulation_and_ranks_are_interchangeable(world_size, accumulation):
     assert_close(curve_on(world_size, sharded, "t5", 1.0, accumulation), reference("t5", 1.0))
 

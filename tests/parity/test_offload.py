@@ -58,8 +58,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size, dtype", [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+# Everything on one rank in fp32 and on two in bf16; on two in fp32 what these leave open.
+RUNS = [(*run, case) for run in ((1, torch.float32), (2, torch.bfloat16)) for case in CASES]
+RUNS += [(2, torch.float32, case) for case in ("cpu, step behind", "all in files", "odd tiles")]
+
+
+@pytest.mark.parametrize("world_size, dtype, case", RUNS)
 def test_same_bits(tmp_path, world_size, dtype, case):
     param, optimizer, others = CASES[case]
     found = curve_on(world_size, offloaded, str(tmp_path), dtype, param, optimizer, others)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,14 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import REPOSITORY, run
+from tests.launch import run
+from tests.warm import warm_ranks
 from zero.__main__ import main
 
 
-def python(code: str, tmp_path: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, tmp_path: Path, env: dict[str, str] | None = None, site: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """In a process that has imported torch and zero, but nothing that looks for DeepSpeed; `site` is in its path."""
     script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code), encoding="utf-8")
-    return run([sys.executable, script], timeout=120, env=env)
+    first = f"import sys; sys.path.insert(0, {str(site)!r})\n" if site else ""
+    script.write_text(first + textwrap.dedent(code), encoding="utf-8")
+    return warm_ranks(script, nproc=0, timeout=120, imported="zero", env=env)
 
 
 def zero(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -141,21 +145,19 @@ def test_real_deepspeed_stays_unless_zero_is_asked_for(real_deepspeed, tmp_path)
     import deepspeed
     print(importlib.metadata.version("deepspeed"), hasattr(deepspeed, "real"))
     """
-    env = {"PYTHONPATH": os.pathsep.join([str(real_deepspeed), str(REPOSITORY)])}
-    without = python(code.format(enable=False), tmp_path, env)
+    without = python(code.format(enable=False), tmp_path, site=real_deepspeed)
     assert without.stdout.split() == ["0.17.1", "0.17.1", "True"], without.stderr
     assert "zero:" not in without.stderr
-    asked = python(code.format(enable=True), tmp_path, env)
+    asked = python(code.format(enable=True), tmp_path, site=real_deepspeed)
     assert asked.stdout.split() == ["0.17.1", "0.19.8", "False"], asked.stderr
     said = [line for line in asked.stderr.splitlines() if line.startswith("zero:")]
     assert said == ["zero: DeepSpeed 0.17.1 is installed too; this run uses zero in its place"]
-    other_rank = python(code.format(enable=True), tmp_path, {**env, "RANK": "1", "WORLD_SIZE": "1"})
+    other_rank = python(code.format(enable=True), tmp_path, {"RANK": "1", "WORLD_SIZE": "1"}, real_deepspeed)
     assert other_rank.returncode == 0 and "zero:" not in other_rank.stderr
 
 
 def test_real_deepspeed_already_imported(real_deepspeed, tmp_path):
-    env = {"PYTHONPATH": os.pathsep.join([str(real_deepspeed), str(REPOSITORY)])}
-    done = python("import deepspeed, zero.hf; zero.hf.enable()", tmp_path, env)
+    done = python("import deepspeed, zero.hf; zero.hf.enable()", tmp_path, site=real_deepspeed)
     assert done.returncode == 1
     assert "the real deepspeed is already imported" in done.stderr.splitlines()[-1]
 
@@ -206,7 +208,7 @@ def test_run_is_as_python_would_run_it(tmp_path):
 def test_exit_code_and_traceback_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(7)", encoding="utf-8")
-    assert zero("run", script).returncode == 7
+    assert warm_ranks("-m", "zero", "run", script, nproc=0, timeout=120, imported="zero").returncode == 7
     script.write_text("raise KeyError('gone')", encoding="utf-8")
     done = zero("run", script)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "KeyError: 'gone'"
