@@ -1,8 +1,8 @@
-"""Worker processes that outlive a test: they are spawned once and serve every test of `dist/` and `parity/`.
+"""Worker processes that outlive a test: they are started once and serve every test of `dist/` and `parity/`.
 
-Starting four processes that import torch and transformers takes longer than most of the tests. Each call gets a
-process group of its own, of the size it asks for, so one test's messages never reach another one. After a failure
-or a timeout all processes are killed, and the next call starts fresh ones.
+Importing torch and transformers takes longer than most of the tests. Each call gets a process group of its own, of the
+size it asks for, so one test's messages never reach another one. After a failure or a timeout all processes are killed,
+and the next call starts fresh ones.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import torch.distributed as dist
 from zero import comm
 
 SIZE = 4
+# Forked from a server that has imported everything, a process starts in a fraction of a second.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.dist.training", "tests.parity.models"])
 
 
 class _Pool:
     """`SIZE` idle processes and the store through which their groups are formed."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.connections, self.processes = [], []
         for rank in range(SIZE):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import zero
-from tests.dist.pool import run_on
+from tests.dist.pool import context, run_on
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from zero.checkpoint_folder import DamagedCheckpointError, locate, read_description, verify
@@ -136,9 +135,6 @@ def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offer
 
 
 KILLS = int(os.environ.get("ZERO_TEST_KILLS", "50"))
-# Forked from a server that has imported everything, a rank starts in a fraction of a second.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
 
 
 def fill(engine: zero.ZeroEngine, step: int) -> None:
@@ -181,9 +177,9 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
 
 
 def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
-    receiver, sender = _context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        _context.Process(target=save_until_killed, args=(rank, port, cycle, str(folder), None if rank else sender))
+        context.Process(target=save_until_killed, args=(rank, port, cycle, str(folder), None if rank else sender))
         for rank in range(2)
     ]
     for process in ranks:
