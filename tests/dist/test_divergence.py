@@ -6,6 +6,7 @@ it must give the same losses, norms, outputs and weights.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ TWICE: Script = [
     ("same graph", ()),
     ("train", ()),
 ] * 2
+
+
+SCRIPTS = {
+    "dropped layers": DROPPED,
+    "evaluation": EVALUATED,
+    "forward without backward": UNUSED,
+    "failed": FAILED,
+    "twice": TWICE,
+}
+# Each script under all settings; and with each kind of checkpointing under one of them, so that all pairs are there.
+PATHS = [(script, None, settings) for script in list(SCRIPTS)[:3] for settings in SETTINGS]
+PATHS += [
+    (script, kind, list(SETTINGS)[(number + shift) % 3])
+    for number, script in enumerate(list(SCRIPTS)[:3])
+    for shift, kind in enumerate(("reentrant", "non-reentrant"))
+]
 
 
 class _Planned(Exception):
@@ -137,30 +154,31 @@ class Player:
         raise AssertionError("the script's exception was swallowed")
 
 
-def play(rank: int, world_size: int, script: Script, *args: Any) -> list[list[float]]:
-    player = Player(*args)
+def play(rank: int, world_size: int, name: str, *args: Any) -> list[list[float]]:
+    player, script = Player(*args), SCRIPTS[name]
     batches = toy_batches(len(script))
     found = [player.play(*entry, batch) for entry, batch in zip(script, batches, strict=True)]
     assert player.engine is None or player.engine.residency.live == 0
     return found
 
 
-def assert_same_script(script: Script, checkpointing: str | None, tied: bool, settings: dict) -> None:
-    plain = run_on(1, play, script, checkpointing, tied, None)[0]
-    first, second = run_on(2, play, script, checkpointing, tied, settings)
-    for number, (expected, one, two) in enumerate(zip(plain, first, second, strict=True)):
+@cache
+def plain(name: str, checkpointing: str | None, tied: bool) -> list[list[float]]:
+    return run_on(1, play, name, checkpointing, tied, None)[0]
+
+
+def assert_same_script(name: str, checkpointing: str | None, tied: bool, settings: dict) -> None:
+    first, second = run_on(2, play, name, checkpointing, tied, settings)
+    references = plain(name, checkpointing, tied)
+    for number, (expected, one, two) in enumerate(zip(references, first, second, strict=True)):
         found = [one[0], two[0], one[1]] if len(expected) == 3 else [one[0], two[0]]
         expected = expected * 2 if len(expected) == 1 else expected
         exact = [abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, expected, strict=True)]
-        assert all(exact), f"{number}: {script[number]}: {found} is not {expected}"
+        assert all(exact), f"{number}: {SCRIPTS[name][number]}: {found} is not {expected}"
         assert len(one) == 1 or one[1] == two[1], "ranks report different norms"
 
 
-@pytest.mark.parametrize("settings", list(SETTINGS))
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize(
-    "script", [DROPPED, EVALUATED, UNUSED], ids=["dropped layers", "evaluation", "forward without backward"]
-)
+@pytest.mark.parametrize("script, checkpointing, settings", PATHS)
 def test_other_paths(script, checkpointing, settings):
     assert_same_script(script, checkpointing, tied=False, settings=SETTINGS[settings])
 
@@ -168,13 +186,13 @@ def test_other_paths(script, checkpointing, settings):
 @pytest.mark.parametrize("settings", list(SETTINGS))
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_exceptions_within_a_pass(tied, settings):
-    assert_same_script(FAILED, None, tied, SETTINGS[settings])
+    assert_same_script("failed", None, tied, SETTINGS[settings])
 
 
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
-    assert_same_script(TWICE, checkpointing, tied, SETTINGS["tight"])
+    assert_same_script("twice", checkpointing, tied, SETTINGS["tight"])
 
 
 def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list[list[int]]]:
