@@ -2,9 +2,11 @@
 
 import contextlib
 import logging
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,15 +24,22 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("c++") and cpu_adam._ninja
 
 
 @pytest.fixture(scope="module", autouse=True)
-def extensions(tmp_path_factory):
-    """One build for all tests, in a folder where a killed process has left the loader's lock."""
+def kernels(tmp_path_factory):
+    """One build for all tests, asked for by three threads at once; what each got.
+
+    The threads stand for ranks: nothing but the lock on the folder keeps them apart. In the folder a killed process
+    has left the loader's lock.
+    """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("extensions")
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
         (folder / cpu_adam._name()).mkdir()
         (folder / cpu_adam._name() / "lock").touch()
         cpu_adam._kernel_once.cache_clear()
-        yield
+        with patch.context() as ranks, ThreadPoolExecutor(3) as pool:
+            ranks.setattr(cpu_adam, "_building", contextlib.nullcontext())
+            calls = [pool.submit(cpu_adam._kernel) for _ in range(3)]
+        yield [call.result() for call in calls]
         cpu_adam._kernel_once.cache_clear()
 
 
@@ -246,14 +255,9 @@ def afresh(monkeypatch):
 
 
 @needs_compiler
-def test_ranks_that_build_at_once_all_get_the_kernel(afresh, tmp_path, monkeypatch):
-    """Threads stand for the ranks: nothing but the lock on the folder keeps them apart."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu_adam, "_building", contextlib.nullcontext())
-    with ThreadPoolExecutor(3) as ranks:
-        kernels = [built.result() for built in [ranks.submit(cpu_adam._kernel) for _ in range(3)]]
+def test_ranks_that_build_at_once_all_get_the_kernel(kernels):
     assert None not in kernels
-    assert len(list(tmp_path.glob("*/*.so"))) == 1
+    assert len(list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so"))) == 1
 
 
 @needs_compiler
