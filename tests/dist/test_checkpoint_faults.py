@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -104,7 +105,8 @@ def test_folder_that_cannot_exist(tmp_path):
 def load_damaged(rank: int, world_size: int, folder: str) -> list[str]:
     engine = two_saves(folder)
     messages = []
-    for name in sorted(path.name for path in (Path(folder) / "global_step2").iterdir()):
+    description = json.loads((Path(folder) / "global_step2" / "checkpoint.json").read_text())
+    for name in [*sorted(description["files"]), "checkpoint.json"]:
         path = Path(folder) / "global_step2" / name
         content = path.read_bytes()
         if rank == 0:
