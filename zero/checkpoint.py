@@ -89,7 +89,9 @@ def save_checkpoint(
     what = f"saving a checkpoint to {target}"
     tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
-    background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save else None
+    # A copy in host memory of what is in files because it does not fit there would be no help.
+    in_files = any(unit.tier.file or unit.optimizer_tier.file for unit in engine.units)
+    background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save and not in_files else None
     if background is not None:
         background.wait()
     if ranks.rank == 0 and any(engine.reducer.is_fresh(unit) for unit in engine.units):
@@ -297,6 +299,8 @@ def _read(
     engine: ZeroEngine, ranks: Ranks, what: str, folder: Path, description: dict, strict: bool, with_optimizer: bool
 ) -> None:
     plain = plain_tensors(engine.module)
+    if engine.optimizer is not None:
+        engine.optimizer.end_updates()
 
     def prepare() -> tuple[dict[str, Slices], OptimizerTarget | None]:
         names = _names_to_load(engine, description, strict)

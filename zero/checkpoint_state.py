@@ -148,6 +148,7 @@ class OptimizerTarget:
 
     def __init__(self, engine: ZeroEngine, kinds: dict[str, dict]):
         self.optimizer, self.kinds = engine.optimizer, kinds
+        self.optimizer.state.clear()  # what is read needs its room
         self.slices: dict[str, Slices] = {}
         self._states = []
         for tile in self.optimizer.tiles:
@@ -178,7 +179,6 @@ class OptimizerTarget:
 
     def install(self) -> None:
         """Give the optimizer what was read; ValueError if one tile's parameters disagree about a number."""
-        self.optimizer.state.clear()
         for state in self._states:
             values: dict[str, object] = dict(state.tensors)
             for key, numbers in state.numbers.items():

@@ -253,10 +253,11 @@ class Communicator:
         self._count("broadcast", tensor.numel())
         self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. Blocking."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Sum ("sum") or least value ("min") over ranks, in place. Blocking."""
         self._count("all_reduce", tensor.numel())
-        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, group=self._group))
+        operation = getattr(dist.ReduceOp, op.upper())
+        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
 
     def barrier(self) -> None:

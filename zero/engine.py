@@ -220,7 +220,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def _overlaps_step(self, offload: OffloadOptimizerConfig) -> bool:
         """Whether updates are made behind the step: by default where they do not take the computing cores' time."""
-        if offload.overlap_step is not None:
+        if offload.overlap_step is not None and offload.device != "none":
             return offload.overlap_step
         return offload.device == "nvme" or (offload.device == "cpu" and self.comm.device.type != "cpu")
 
@@ -476,9 +476,9 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
-        if self.optimizer is not None:
-            self.optimizer.wait()
         self.hooks.remove()
+        if self.optimizer is not None:
+            self.optimizer.end_updates()
         self.reducer.clear()
         for unit in self.units:
             unit.optimizer = unit.grad = unit.master = None

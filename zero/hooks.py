@@ -413,6 +413,9 @@ class ModuleHooks:
             if unit.state is State.SHARDED:
                 if not self.schedule.may_prefetch(i, in_flight, self.residency.live):
                     return
+                # Several ranks must decide alike, so there it is waited for.
+                if unit.is_late and self.comm.world_size == 1:
+                    return
                 unit.fetch()
             if unit.state is State.FETCHING:
                 in_flight += unit.layout.numel

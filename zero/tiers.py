@@ -12,10 +12,13 @@ import torch
 from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.files import AioSettings, ScratchFile
-from zero.files_memory import PAGE, new_block, round_up
+from zero.files_memory import PAGE, HostMemory, new_block, round_up
 
 # A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
 LEAST_BYTES_IN_A_FILE = 1 << 20
+
+# Pinned buffers between a file and a GPU.
+_staging = HostMemory(sys.maxsize, pin=True)
 
 _files: dict[tuple[str, AioSettings], ScratchFile] = {}
 
@@ -96,23 +99,36 @@ class Tier:
             return Pending()
         if target.device.type == "cpu":
             return Pending([self.file.read(source, target)])
-        staged = self.in_memory().empty(source.numel(), source.dtype)
-        return Pending([self.file.read(source, staged)], lambda: target.copy_(staged, non_blocking=True))
+        staged = _staging.like(source)
+
+        def finish() -> None:
+            target.copy_(staged)  # blocking: the buffer is used again
+            _staging.release(staged)
+
+        return Pending([self.file.read(source, staged)], finish)
 
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
+class _Event:
+    """A moment on a device's stream, for any number of threads to wait for."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self.wait = event.synchronize
+
+
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy from the device to pinned host memory beside the device's computation."""
     device = values.device
-    stream = _copy_streams.setdefault(device, torch.cuda.Stream(device))
+    if device not in _copy_streams:
+        _copy_streams[device] = torch.cuda.Stream(device)
+    stream = _copy_streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        values = values.to(target.dtype)
         target.copy_(values, non_blocking=True)
     values.record_stream(stream)
-    return Pending((), stream.record_event().synchronize, (values,))
+    return Pending([_Event(stream.record_event())], keep=(values,))
 
 
 class HostTrimmer:

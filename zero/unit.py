@@ -127,7 +127,8 @@ class Unit:
         self.state, self.users = State.SHARDED, 0
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        self._pending, self._stored, self._given_up = Pending(), Pending(), 0
+        self._pending, self._given_up = Pending(), 0
+        self._writes: list[Pending] = []
         if self.persistent:
             self.full = self._take_values()
             self.shard = self._own_slice(self.full) if on_device else self._keep_own_slice(self.full)
@@ -239,7 +240,9 @@ class Unit:
         with self.comm.clock.waiting("optimizer"):
             if self.optimizer is not None:
                 self.optimizer.wait(self)
-            self._stored.wait()
+            writes, self._writes = self._writes, []
+            for each in writes:
+                each.wait()
 
     @torch.no_grad()
     def publish(self, start: int, values: torch.Tensor) -> Pending:
@@ -249,9 +252,18 @@ class Unit:
             return Pending()
         return self.tier.store(target, values)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the optimizer has still to update it."""
+        return self.optimizer is not None and self.optimizer.is_late(self)
+
+    def forget_writes(self) -> None:
+        """Wait for none of the writes under way: they failed, or their result is not wanted any more."""
+        self._writes.clear()
+
     def is_stored_by(self, writes: Pending) -> None:
         """`writes` make the last update complete; whoever needs the unit waits for them."""
-        self._stored = Pending([self._stored, writes])
+        self._writes.append(writes)
 
     @torch.no_grad()
     def publish_master(self) -> None:

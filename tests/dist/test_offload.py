@@ -4,6 +4,7 @@ import errno
 import io
 import os
 from contextlib import redirect_stderr
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from zero import tiers
-from zero.optim import placement
+from zero.optim import cpu_adam, placement
 from zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
 STEPS = 8
@@ -162,6 +163,53 @@ def failing(rank: int, world_size: int, folder: str, checkpoint: str, call: str)
     finally:
         setattr(os, call, healthy)
     return "nothing"
+
+
+def interrupted(rank: int, world_size: int, folder: str, checkpoint: str) -> Curve:
+    engine = engine_on(folder, FILES, {"device": "nvme", "overlap_step": False})
+    train_zero(engine, batches("t5", STEPS // 2))
+    engine.save_checkpoint(checkpoint)
+    adam, calls = cpu_adam.adam, []
+
+    def interrupts(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        adam(*args, **kwargs)
+
+    with mock.patch.object(cpu_adam, "adam", interrupts), pytest.raises(KeyboardInterrupt):
+        train_zero(engine, batches("t5", 1))
+    with pytest.raises(RuntimeError, match="interrupted; load a checkpoint"):
+        train_zero(engine, batches("t5", 1))
+    engine.load_checkpoint(checkpoint)
+    return train_zero(engine, batches("t5", STEPS)[STEPS // 2 :])
+
+
+def test_a_step_that_was_interrupted_is_no_step_and_a_checkpoint_mends_it(tmp_path):
+    found = curve_on(1, interrupted, str(tmp_path / "files"), str(tmp_path / "checkpoint"))
+    expected = curve_on(1, plain)
+    assert found.losses == expected.losses[STEPS // 2 :]
+    assert_same_weights(found.weights, expected.weights)
+
+
+def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
+    """The script's optimizer with a tensor for its learning rate, a scheduler, and calls of `zero_grad` at any time."""
+    model = build("t5")
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**BEHIND, "nvme_path": folder}}
+    config = ds_config(**SMALL, **(offload if folder else {}))
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    curve = Curve()
+    for batch in batches("t5", 4):
+        curve.losses += train_zero(engine, [batch]).losses
+        optimizer.zero_grad()
+    return curve
+
+
+def test_what_a_script_does_to_its_optimizer_does_not_reach_a_late_update(tmp_path):
+    assert curve_on(1, own_optimizer, str(tmp_path)).losses == curve_on(1, own_optimizer, "").losses
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

@@ -370,3 +370,17 @@ def test_steps_that_somebody_listens_to_are_not_served():
     handle.remove()
     optimizer.step = lambda closure=None: None
     assert not cpu_adam.serves(optimizer)
+
+
+@needs_compiler
+def test_a_default_dtype_that_scripts_set_changes_nothing():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        cpu_adam._roots.cache_clear()
+        ours = [tensor.float() for tensor in state(1003)]
+        before = ours[0].clone()
+        assert cpu_adam.new_state(ours[0])["step"].dtype == torch.float32
+        adam(ours, before, step=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ours[0].dtype == torch.float32 and not torch.equal(ours[0], before)

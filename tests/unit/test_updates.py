@@ -19,6 +19,7 @@ class Unit:
 
     def __init__(self, name):
         self.name, self.grad, self.optimizer_tier = name, torch.ones(4), Tier(torch.device("cpu"))
+        self.master = torch.zeros(4)
 
     def is_stored_by(self, writes):
         writes.wait()
@@ -84,7 +85,7 @@ def test_an_error_behind_the_step_is_raised_wherever_somebody_waits(updates):
             updates.wait(unit)
 
 
-def test_an_error_in_the_step_leaves_nothing_to_wait_for(updates):
+def test_an_error_in_the_step_is_raised_until_the_values_are_given_up(updates):
     units = [Unit("a")]
 
     def update(tile, grad):
@@ -92,4 +93,7 @@ def test_an_error_in_the_step_leaves_nothing_to_wait_for(updates):
 
     with pytest.raises(ValueError, match="wrong"):
         updates.run(tiles_of(units), update)
+    with pytest.raises(ValueError, match="wrong"):
+        updates.wait()
+    updates.drop()
     updates.wait()

@@ -236,8 +236,9 @@ def _roots() -> ctypes.c_void_p | None:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).VMSSQRT_
     except (OSError, AttributeError):
         return None
-    values = torch.rand(1000, generator=torch.Generator().manual_seed(0))
-    found, count, mode = torch.empty(1000), ctypes.c_int32(1000), ctypes.c_int64(0x2 | 0x140000 | 0x100)
+    # With every dtype and device named: scripts change the defaults.
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    found, count, mode = torch.empty_like(values), ctypes.c_int32(1000), ctypes.c_int64(0x2 | 0x140000 | 0x100)
     function(ctypes.byref(count), *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)), ctypes.byref(mode))
     return ctypes.cast(function, ctypes.c_void_p) if torch.equal(found, values.sqrt()) else None
 
@@ -278,7 +279,11 @@ def is_compiled() -> bool:
 
 def new_state(master: torch.Tensor) -> dict[str, torch.Tensor]:
     """What torch's Adam keeps for a parameter before its first step."""
-    return {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+    return {
+        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
+        "exp_avg": torch.zeros_like(master),
+        "exp_avg_sq": torch.zeros_like(master),
+    }
 
 
 def _kernel() -> Callable[..., None] | None:

@@ -33,19 +33,24 @@ def headroom(device: torch.device) -> tuple[int, int]:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device), total
     known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    limit, used = (_of_container(name) for name in ("memory.max", "memory.current"))
+    limit, used, cached = (
+        _of_container("memory.max"),
+        _of_container("memory.current"),
+        _of_container("memory.stat", "file"),
+    )
     if limit is not None and used is not None:
-        available, total = min(available, limit - used), min(total, limit)
+        available, total = min(available, limit - used + (cached or 0)), min(total, limit)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return available // ranks - max(0, peak - resident), total // ranks
 
 
-def _of_container(name: str) -> int | None:
-    """A number of this process's control group (version 2), or None if there is none."""
+def _of_container(name: str, line: str = "") -> int | None:
+    """A number of this process's control group (version 2), in one of the file's lines; None if there is none."""
     path = Path("/sys/fs/cgroup") / name
-    text = path.read_text().strip() if path.exists() else ""
+    lines = path.read_text().splitlines() if path.exists() else []
+    text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
     return int(text) if text.isdigit() else None
 
 
@@ -62,8 +67,9 @@ class Placement:
         self._steps = 0
         stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
         for unit in units:
-            stays -= unit.layout.shard_numel
-            unit.optimizer_tier = here if stays >= 0 else away
+            fits = unit.layout.shard_numel <= stays
+            stays -= unit.layout.shard_numel if fits else 0
+            unit.optimizer_tier = here if fits else away
 
     def adjust(self, tiles: Sequence[Tile], state: dict) -> None:
         """At the beginning of a step, nothing being under way: bring units here while there is room, or send them away.
@@ -73,15 +79,14 @@ class Placement:
         self._steps += 1
         if not self.automatic or self._steps < STEPS_TO_WATCH:
             return
-        free, total = headroom(self.here.device)
+        free, total = self._agreed(headroom(self.here.device))
         reserve = max(1 << 30, total // 10)
         if self._steps == STEPS_TO_WATCH:
             for unit in self.units:
                 size = _bytes_of(unit, tiles, state)
-                if free - size < reserve:
-                    break
-                free -= size
-                _move(unit, self.here, tiles, state)
+                if free - size >= reserve:
+                    free -= size
+                    _move(unit, self.here, tiles, state)
         elif free < reserve // 2 and any(unit.optimizer_tier == self.here for unit in self.units):
             for unit in reversed([unit for unit in self.units if unit.optimizer_tier == self.here]):
                 if free >= reserve:
@@ -91,6 +96,11 @@ class Placement:
         else:
             return
         self._tell(free, reserve)
+
+    def _agreed(self, room: tuple[int, int]) -> tuple[int, int]:
+        """The least of all ranks: they gather in one order, which depends on where weights are."""
+        comm = self.units[0].comm
+        return tuple(comm.all_reduce(torch.tensor(room, device=comm.device), op="min").tolist())
 
     def _tell(self, free: int, reserve: int) -> None:
         here = [unit for unit in self.units if unit.optimizer_tier == self.here]

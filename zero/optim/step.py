@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -32,6 +33,12 @@ logger = logging.getLogger("zero")
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     """The index of each parameter's param group."""
     return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+
+def _frozen(group: dict) -> dict:
+    """A param group as it is now, without parameters: schedulers change groups, and tensors in them."""
+    values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+    return values | {"params": []}
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -127,6 +134,7 @@ class ZeroOptimizer(OptimizerAttributes):
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's part of the masters, tile by tile, each 1-D; DeepSpeed's name for it."""
+        self.wait()
         return [tile.master for tile in self.tiles]
 
     @property
@@ -199,13 +207,27 @@ class ZeroOptimizer(OptimizerAttributes):
         """Until the last step's update of `unit`, or of everything, is made; raises what went wrong behind it."""
         self._updates.wait(unit)
 
+    def is_late(self, unit: Unit) -> bool:
+        """Whether `unit` is still to be updated."""
+        return self._updates.is_late(unit)
+
+    def end_updates(self) -> None:
+        """Finish what is still to be updated; if that has failed, forget it: other values, or none, will come."""
+        try:
+            self.wait()
+        except Exception as error:
+            logger.warning("the last update was not finished: %s", error)
+        self._updates.drop()
+        for unit in self.units:
+            unit.forget_writes()
+
     def _update(self, factor: float) -> None:
         # The settings as they are now: a scheduler may change them while tiles are still to be updated.
         seen = object.__new__(type(self.optimizer))
         seen.__dict__ |= self.optimizer.__dict__
         seen.__dict__.pop("step", None)  # torch's schedulers put a counting one there, and ask whether it was called:
         self.optimizer._opt_called = True
-        seen.param_groups = [dict(group, params=[]) for group in self.param_groups]
+        seen.param_groups = [_frozen(group) for group in self.param_groups]
         # Asked each time: scripts put hooks on their optimizers.
         by_kernel = self._has_kernel and cpu_adam.serves(self.optimizer)
         update = partial(self._update_tile, factor, seen, by_kernel)
@@ -230,13 +252,14 @@ class ZeroOptimizer(OptimizerAttributes):
         if by_kernel and tile.master.device.type == "cpu":
             values = self._adam(factor, seen.param_groups[tile.group], tile, grad)
         else:
-            grad = grad.to(tile.master.dtype)
-            tile.master.grad = grad if factor == 1.0 else grad.mul_(factor)
-            seen.param_groups[tile.group]["params"] = [tile.master]
+            # Under another object than the user's optimizer has: its zero_grad() may come while this runs.
+            values, grad = tile.master.detach(), grad.to(tile.master.dtype)
+            values.grad = grad if factor == 1.0 else grad.mul_(factor)
+            seen.state = defaultdict(dict, {values: self.optimizer.state[tile.master]})
+            seen.param_groups[tile.group]["params"] = [values]
             seen.step()
             seen.param_groups[tile.group]["params"] = []
-            tile.master.grad = None
-            values = tile.master
+            self.optimizer.state[tile.master] = seen.state[values]
         return tile.unit.publish(tile.start, values)
 
     def _adam(self, factor: float, group: dict, tile: Tile, grad: torch.Tensor) -> torch.Tensor:
@@ -251,7 +274,7 @@ class ZeroOptimizer(OptimizerAttributes):
         elif shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard):
             rounded = shard
         else:
-            rounded = torch.empty(shard.shape, dtype=shard.dtype)
+            rounded = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
         cpu_adam.adam(
             tile.master,
             grad,

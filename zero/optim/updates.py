@@ -13,11 +13,12 @@ is read (`pipeline_read`) and the last one is written (`pipeline_write`).
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -80,15 +81,20 @@ class _Staged:
         for tensor, _, buffer in self._moved:
             tensor.data = buffer
 
+    def point_back(self) -> None:
+        """The tensors are those in the file again."""
+        for tensor, home, _ in self._moved:
+            tensor.data = home
+
     def leave(self, written: Pending) -> Pending:
         """Point the tensors back and start to write them; state that is new gets its place in the file."""
+        self.point_back()
         tier, writes = self.tile.unit.optimizer_tier, [written]
-        for tensor, home, buffer in self._moved:
-            tensor.data = home
-            writes.append(tier.store(home, buffer))
-        for value in self._state_tensors():
-            if tier.puts_in_file(value.nbytes) and not tier.holds_in_file(value):
-                home = tier.empty(value.numel(), value.dtype)
+        writes += [tier.store(home, buffer) for _, home, buffer in self._moved]
+        goes = tier.puts_in_file(self.tile.unit.master.nbytes)  # tiles may be small: they are many
+        for value in self._state_tensors() if goes else ():
+            if not tier.holds_in_file(value):
+                home = tier.file.empty(value.numel(), value.dtype)
                 writes.append(tier.store(home, value.data))
                 value.data = home
         self.tile.unit.is_stored_by(Pending(writes))
@@ -97,6 +103,16 @@ class _Staged:
     def _give_back(self) -> None:
         for raw in self._taken:
             self._memory.release(raw)
+
+
+_all: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_all() -> None:
+    """At exit nobody wants the rest of the updates, and a thread must not be at work when the interpreter goes."""
+    for updates in list(_all):
+        updates.drop()
 
 
 class Updates:
@@ -114,23 +130,23 @@ class Updates:
         self._busy = False
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        _all.add(self)
 
     def run(self, tiles: Iterable[Tile], update: Update) -> None:
         """Update `tiles` before returning."""
         self._plan(tiles)
         try:
             self._work(update)
-        finally:
-            self._plan(())
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def start(self, tiles: Iterable[Tile], update: Update) -> None:
         """Update `tiles` in a thread. The earlier ones must have been waited for."""
         self._plan(tiles)
         if self._open:
             self._busy = True
-            self._thread = self._thread or ThreadPoolExecutor(1, "zero optimizer")
-            self._thread.submit(self._work_in_thread, update)
+            threading.Thread(target=self._work_in_thread, args=(update,), name="zero optimizer", daemon=True).start()
 
     def wait(self, unit: Unit | None = None) -> None:
         """Until `unit` is updated, or everything is, and written; raises what went wrong in the thread."""
@@ -141,7 +157,27 @@ class Updates:
                 self._todo = deque(sorted(self._todo, key=lambda tile: tile.unit is not unit))
             self._changed.wait_for(lambda: self._failure or not (self._busy if unit is None else self._open[unit]))
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)
+
+    def is_late(self, unit: Unit) -> bool:
+        """Whether tiles of `unit` are still to be updated."""
+        return self._open[unit] > 0
+
+    def drop(self) -> None:
+        """Leave out what is not updated yet, and forget a failure: the values are not wanted any more."""
+        with self._changed:
+            self._todo.clear()
+            self._changed.wait_for(lambda: not self._busy)
+        self._open.clear()
+        self._failure = None
+
+    def _fail(self, error: BaseException) -> None:
+        """Some tiles were updated and others not: all that follows is wrong until a checkpoint is loaded."""
+        if not isinstance(error, Exception):
+            error = RuntimeError("an optimizer step was interrupted; load a checkpoint before going on")
+        self._failure = error
+        self._todo.clear()
+        self._open.clear()
 
     def _plan(self, tiles: Iterable[Tile]) -> None:
         self._todo = deque(tiles)
@@ -152,7 +188,7 @@ class Updates:
             with torch.no_grad():
                 self._work(update)
         except BaseException as error:
-            self._failure = error
+            self._fail(error)
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -166,7 +202,11 @@ class Updates:
             staged.enter()
             if self._read_ahead and following is not None and not ahead:
                 ahead[following] = self._stage(following)
-            written = update(tile, staged.grad)
+            try:
+                written = update(tile, staged.grad)
+            except BaseException:
+                staged.point_back()
+                raise
             behind.wait()
             behind = staged.leave(written)
             if not self._write_behind:
