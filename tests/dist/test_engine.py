@@ -299,7 +299,7 @@ def dropped(rank: int, world_size: int) -> tuple[int, int]:
     """How many threads there are, and engines, after engines were made, used and dropped."""
     threads = []
     for _ in range(3):
-        engine, _ = start(toy(), CONFIG)
+        engine = start(toy(), CONFIG)[0]
         train_zero(engine, toy_batches(1))
         engine = weakref.ref(engine)
         gc.collect()
