@@ -221,8 +221,7 @@ class Communicator:
             works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
 
         def finish() -> None:
-            # `out` may be host memory (offload): add there what arrives in pinned pages.
-            part = result.to(out.device, dtype=out.dtype)
+            part = result.to(out.dtype)
             out.add_(part) if accumulate else out.copy_(part)
 
         return Pending(works, finish, (source,), self.watchdog, unit)

@@ -136,7 +136,7 @@ def save_16bit_model(
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
 
-    The tensors lie in a temporary file, see `zero.model_folder.on_disk`: besides two gathered units a rank needs no
+    The tensors lie in a temporary file, see `zero.checkpoint_model.on_disk`: besides two gathered units a rank needs no
     memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
     """
     ranks, values = Ranks.of(weights.comm), weights.values()
