@@ -68,6 +68,12 @@ JOBS: dict[str, list[str]] = {
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
         "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--output_dir", "{}/out_layers",
     ],
+    "teacher_device": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
+        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--teacher_device", "cpu",
+        "--output_dir", "{}/out_teacher_device",
+    ],
     "minicodformer": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
         "--train_file", "{}/dialogues.json", "--validation_file", "{}/turns.jsonl", "--export_dtype", "float16",
@@ -119,6 +125,11 @@ JOBS: dict[str, list[str]] = {
 
 
 SHIPPED = REPOSITORY / "configs" / "ds_config_distill.json"
+RESUMABLE = [
+    *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
+    "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json",
+    "--lr_scheduler_type", "constant", "--save_strategy", "steps", "--save_steps", "2",
+]  # fmt: skip
 SHARDED: dict[str, list[str]] = {
     "shipped": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
@@ -129,6 +140,12 @@ SHARDED: dict[str, list[str]] = {
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3", "--lmbda", "0.5",
         "--seq_kd", "True", "--max_new_tokens", "5", "--loss_type", "jsd", "--train_file", "{}/turns.jsonl",
         "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir", "{}/out_on_policy",
+    ],
+    "whole": [*RESUMABLE, "--max_steps", "4", "--output_dir", "{}/out_whole"],
+    "half": [*RESUMABLE, "--max_steps", "2", "--output_dir", "{}/out_resumed"],
+    "resumed": [
+        *RESUMABLE, "--max_steps", "4", "--output_dir", "{}/out_resumed",
+        "--resume_from_checkpoint", "{}/out_resumed/checkpoint-2",
     ],
     "cache": [
         "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
@@ -192,6 +209,11 @@ def test_a_student_cut_out_of_its_teacher(finished):
     assert "| `loss_type` | skew_reverse_kl |" in card and "eval_ppl" in card
 
 
+def test_a_teacher_on_a_device_of_its_own_says_the_same(finished):
+    found, expected = figures(finished, "teacher_device"), figures(finished, "layers")
+    assert all(found[key] == value for key, value in expected.items() if "loss" in key or key == "eval_teacher_ce")
+
+
 def test_minicodformer_learns_from_dialogues_and_is_exported_in_fp16(finished):
     figures(finished, "minicodformer")
     folder = finished["folder"] / "out_minicodformer"
@@ -240,6 +262,14 @@ def test_the_shipped_configuration_shards_student_and_teacher(sharded):
     assert figures(sharded, "shipped")["eval_kd_loss"] > 0
     student = MiniCodformerForCausalLM.from_pretrained(sharded["folder"] / "out_shipped")
     assert all(parameter.isfinite().all() for parameter in student.parameters())
+
+
+def test_a_distillation_goes_on_from_a_checkpoint(sharded):
+    assert sharded["results"]["half"] == [0, ""]
+    found, expected = figures(sharded, "resumed"), figures(sharded, "whole")
+    assert found["eval_loss"] == expected["eval_loss"] and found["eval_kd_loss"] == expected["eval_kd_loss"]
+    history = json.loads((sharded["folder"] / "out_resumed" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4]
 
 
 def test_models_write_their_batches_under_sharding(sharded):
