@@ -37,8 +37,8 @@ from unittest import mock
 import torch
 
 from benchmarks.launch import REPOSITORY
-from zero.files import AioSettings, ScratchFile, Transfer
-from zero.files_memory import HostMemory
+from zero.offload.files import AioSettings, ScratchFile, Transfer
+from zero.offload.memory import HostMemory
 
 PIECE = 64 << 20  # bytes of a tensor
 THREADS, BLOCKS = (1, 2, 4, 8), (256 << 10, 1 << 20, 4 << 20)
@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
 def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioSettings) -> Move:
     """By three buffers (PIECE / 4,) of fp32. Raises RuntimeError where other bytes are read than were written."""
     direct = os.O_RDWR | os.O_DIRECT
-    with mock.patch("zero.files._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))):
+    with mock.patch("zero.offload.files._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))):
         file = ScratchFile(path.parent, settings)
     tensors = file.empty(size // 4, torch.float32).split(PIECE // 4)
 

@@ -275,8 +275,8 @@ def threads(number: int) -> Iterator[None]:
 
 def disk(folder: Path) -> tuple[float, float]:
     """Reading and writing, through `ScratchFile` as the engine does, all pieces under way at the same time."""
-    from zero.files import ScratchFile
-    from zero.files_memory import HostMemory
+    from zero.offload.files import ScratchFile
+    from zero.offload.memory import HostMemory
 
     file, memory = ScratchFile(folder), HostMemory(2 * PIECES * PIECE)
     tensors = [file.empty(PIECE // 4, torch.float32) for _ in range(PIECES)]

@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import zero.config
 from translation.records import InputError, check_data_file
-from zero import config_report
+from zero.config import report
 
 
 @dataclass
@@ -272,7 +272,7 @@ def _check_output_dir(given: argparse.Namespace) -> None:
         return
     files = set(os.listdir(folder)) if folder and os.path.isdir(folder) else set()
     # What a run that ended before its first checkpoint has written is no reason to stop.
-    if files - {config_report.FILE} and get_last_checkpoint(folder) is None:
+    if files - {report.FILE} and get_last_checkpoint(folder) is None:
         raise InputError(
             f"--output_dir {folder} has files in it and no checkpoint to resume from: name another folder,"
             f" or give --overwrite_output_dir to train into this one"

@@ -10,8 +10,8 @@ import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
-from zero.checkpoint_model import DTYPES, MAX_FILE_BYTES
-from zero.checkpoint_offline import consolidate, describe
+from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
+from zero.checkpoint.offline import consolidate, describe
 from zero.config import load_config
 from zero.hf import enable
 

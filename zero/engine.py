@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero import checkpoint, comm, config_report
+from zero import checkpoint, comm
 from zero.activations import HostActivations
 from zero.config import Config, OffloadOptimizerConfig, load_config
+from zero.config.report import announce
 from zero.engine_settings import EngineSettings
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model
@@ -23,13 +24,13 @@ from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import UnitPlan, plan_units
 from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from zero.offload.tiers import Tier
 from zero.optim.factory import build_optimizer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Schedule
-from zero.tiers import Tier
 from zero.unit import Residency, State, Unit, placeholder
 
 logger = logging.getLogger("zero")
@@ -143,7 +144,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def _report_settings(self) -> None:
         if self.comm.rank == 0:
-            config_report.announce(self.settings)
+            announce(self.settings)
             logger.info(
                 "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE
             )

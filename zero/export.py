@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero.checkpoint_model import DTYPES, MODEL_FILE, ModelWriter, TensorSpec, model_config, on_disk, write_json
-from zero.checkpoint_ranks import Ranks
-from zero.checkpoint_state import plain_tensors, tied_names, values_of
-from zero.checkpoint_values import dtype_name
+from zero.checkpoint.model import DTYPES, MODEL_FILE, ModelWriter, TensorSpec, model_config, on_disk, write_json
+from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.state import plain_tensors, tied_names, values_of
+from zero.checkpoint.values import dtype_name
 from zero.comm import Communicator, Pending
 from zero.unit import Unit
 
@@ -136,7 +136,7 @@ def save_16bit_model(
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
 
-    The tensors lie in a temporary file, see `zero.checkpoint_model.on_disk`: besides two gathered units a rank needs no
+    The tensors lie in a temporary file, see `zero.checkpoint.model.on_disk`: besides two gathered units a rank needs no
     memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
     """
     ranks, values = Ranks.of(weights.comm), weights.values()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from zero.comm import Communicator, Pending
-from zero.tiers import Tier
+from zero.offload.tiers import Tier
 from zero.unit import Unit
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from zero import comm
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
-from zero.tiers import Tier
+from zero.offload.tiers import Tier
 from zero.unit import Residency, Unit, _Exposed, unit_of
 
 logger = logging.getLogger("zero")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from zero.checkpoint_ranks import Ranks
+from zero.checkpoint.ranks import Ranks
 from zero.comm import communicator
 
 # What a shell reports of a program that SIGTERM ended.

@@ -21,7 +21,7 @@ from torch import nn
 
 from zero.comm import Communicator, Pending
 from zero.layout import UnitLayout
-from zero.tiers import HostTrimmer, Tier
+from zero.offload.tiers import HostTrimmer, Tier
 
 if TYPE_CHECKING:
     from zero.optim.step import ZeroOptimizer

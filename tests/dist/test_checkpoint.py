@@ -22,8 +22,8 @@ from tests.dist.training import (
     two_groups,
 )
 from tests.parity.models import batches, build
-from zero.checkpoint_folder import locate, read_description
-from zero.checkpoint_slices import SliceReader, whole
+from zero.checkpoint.folder import locate, read_description
+from zero.checkpoint.slices import SliceReader, whole
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}

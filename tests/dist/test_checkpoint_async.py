@@ -14,8 +14,8 @@ from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_s
 from tests.dist.training import ds_config, start, train_zero
 from tests.launch import torchrun
 from tests.parity.models import batches, build
-from zero.checkpoint_folder import find_intact, locate
-from zero.checkpoint_slices import SliceWriter
+from zero.checkpoint.folder import find_intact, locate
+from zero.checkpoint.slices import SliceWriter
 from zero.engine import ZeroEngine
 
 ASYNC = {"checkpoint": {"async_save": True}}

@@ -20,7 +20,7 @@ import zero
 from tests.dist.pool import context, run_on
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
-from zero.checkpoint_folder import DamagedCheckpointError, locate, read_description, verify
+from zero.checkpoint.folder import DamagedCheckpointError, locate, read_description, verify
 
 
 def two_saves(folder: str) -> zero.ZeroEngine:

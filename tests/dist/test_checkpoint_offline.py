@@ -18,8 +18,8 @@ from tests.dist.training import ds_config, start, train_zero
 from tests.launch import run
 from tests.parity.models import batches, build
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
-from zero.checkpoint_offline import consolidate
-from zero.checkpoint_slices import Slices
+from zero.checkpoint.offline import consolidate
+from zero.checkpoint.slices import Slices
 
 
 def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:

@@ -18,7 +18,7 @@ from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.launch import torchrun
 from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
-from zero.checkpoint_offline import consolidate
+from zero.checkpoint.offline import consolidate
 
 ZERO = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

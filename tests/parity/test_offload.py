@@ -13,7 +13,7 @@ from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start,
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
-from zero import tiers
+from zero.offload import tiers
 
 STEPS = 20
 BOTH = {"pipeline_read": True, "pipeline_write": True}

@@ -9,7 +9,7 @@ from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start,
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_offload import BOTH, NVME
-from zero import tiers
+from zero.offload import tiers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

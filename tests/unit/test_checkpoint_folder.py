@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zero import checkpoint_folder as folders
+from zero.checkpoint import folder as folders
 
 
 def save(save_dir: Path, tag: str, content: bytes = b"weights", latest: bool = True) -> Path:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from zero.checkpoint_values import decode, dtype_name, dtype_of, encode
+from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 
 
 def round_trip(value: object) -> object:

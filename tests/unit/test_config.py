@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zero.config import Config, load_config
-from zero.config_keys import Section
-from zero.config_optim import OptimizerParams
-from zero.config_report import report
+from zero.config.keys import Section
+from zero.config.optim import OptimizerParams
+from zero.config.report import report
 
 PACKAGE = Path(__file__).parents[2] / "zero"
 SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"

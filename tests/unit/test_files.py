@@ -1,4 +1,4 @@
-"""zero.files: tensors in a file are the same through their mapping and by direct I/O, and go when they should."""
+"""zero.offload.files: tensors in a file are the same by their mapping and by direct I/O, and go when they should."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zero import files, files_memory
 from zero.errors import UsageError
-from zero.files import AioSettings, ScratchFile
-from zero.files_memory import PAGE, HostMemory
+from zero.offload import files
+from zero.offload import memory as host_memory
+from zero.offload.files import AioSettings, ScratchFile
+from zero.offload.memory import PAGE, HostMemory
 
 # Requests of two pages, so that small tensors take several.
 SMALL = AioSettings(block_size=PAGE, queue_depth=4, thread_count=2)
@@ -175,7 +176,7 @@ def test_tensors_start_as_zeros_and_their_places_are_used_again(tmp_path):
 
 
 def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.files_regions._SEGMENT", 4 << 20)
+    monkeypatch.setattr("zero.offload.regions._SEGMENT", 4 << 20)
     file = ScratchFile(tmp_path, SMALL)
     tensors = [file.zeros(numel, torch.uint8) for numel in (100, 6 << 20, 3 << 20, 100, 100)]
     hosts = [torch.empty_like(tensor) for tensor in tensors]
@@ -338,7 +339,7 @@ def test_the_end_of_the_process(tmp_path):
     """Transfers under way do not hold it up, atexit handlers may make some, and so may a thread that is still there."""
     program = """
         import atexit, sys, threading, torch
-        from zero.files import ScratchFile
+        from zero.offload.files import ScratchFile
         file = ScratchFile(sys.argv[1])
         tensor = file.empty(1 << 20, torch.float32)
         def last(name):
@@ -434,7 +435,7 @@ def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
     runtime = Runtime(code)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(files_memory, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(host_memory, "_clear_cuda_error", lambda: None)
     return runtime, HostMemory(limit=1 << 20, pin=True)
 
 

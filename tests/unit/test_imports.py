@@ -13,19 +13,14 @@ PACKAGE = Path(zero.__file__).parent
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
     "zero.errors",
-    "zero.config_keys",
-    "zero.config_reading",
-    "zero.config_optim",
     "zero.config",
-    "zero.config_report",
     "zero.layout",
     "zero.leaf",
     "zero.schedule",
     "zero.clock",
-    "zero.files",
     "zero.watchdog",
     "zero.comm",
-    "zero.tiers",
+    "zero.offload",
     "zero.unit",
     "zero.activations",
     "zero.gradients",
@@ -43,9 +38,10 @@ LAYERS = [
     "zero.hf",
     "zero.__main__",
 ]
-# Within one layer: a package, or modules whose names begin alike.
+# Within a package.
 INSIDE = {
-    "zero.files": ["memory", "regions", "__init__"],
+    "zero.config": ["keys", "reading", "optim", "settings", "report", "__init__"],
+    "zero.offload": ["__init__", "memory", "regions", "files", "tiers"],
     "zero.checkpoint": [
         "files",
         "folder",
@@ -56,6 +52,7 @@ INSIDE = {
         "state",
         "background",
         "offline",
+        "training",
         "__init__",
     ],  # fmt: skip
     "zero.optim": [
@@ -83,7 +80,7 @@ def dotted(path: Path) -> str:
 
 def rank(module: str) -> tuple[int, int]:
     """Position in `LAYERS`, then in the layer."""
-    layer = next((name for name in INSIDE if module == name or module.startswith((name + ".", name + "_"))), module)
+    layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
     inside = INSIDE.get(layer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero.config import load_config
-from zero.config_optim import SCHEDULE_PARAMS
+from zero.config.optim import SCHEDULE_PARAMS
 from zero.optim import lr_schedules
 from zero.optim.lr_schedules import (
     VALID_LR_SCHEDULES,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero.config import load_config
-from zero.config_optim import ELEMENTWISE, OptimizerParams, optimizer_keys
+from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_keys
 from zero.optim.factory import build_optimizer
 from zero.optim.torch_optimizers import (
     DeepSpeedCPUAdagrad,

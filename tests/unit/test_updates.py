@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zero.comm import Pending
+from zero.offload.tiers import Tier
 from zero.optim.updates import Tile, Updates
-from zero.tiers import Tier
 
 TIMEOUT = 20
 

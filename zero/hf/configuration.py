@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from zero import comm
 from zero.config import BF16Config, Config, ZeroConfig, load_config
-from zero.config_reading import rename_deprecated
+from zero.config.reading import rename_deprecated
 from zero.errors import UsageError
 
 

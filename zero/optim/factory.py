@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.config_optim import OptimizerConfig, why_not_sharded
+from zero.config.optim import OptimizerConfig, why_not_sharded
 from zero.errors import UsageError
 from zero.optim.torch_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 

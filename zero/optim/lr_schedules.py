@@ -9,7 +9,7 @@ import logging
 import math
 from typing import Any
 
-from zero.config_optim import SchedulerConfig
+from zero.config.optim import SchedulerConfig
 
 logger = logging.getLogger("zero")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from zero.offload.tiers import Tier
 from zero.optim.updates import Tile
-from zero.tiers import Tier
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")

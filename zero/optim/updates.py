@@ -25,7 +25,7 @@ import torch
 
 from zero.clock import Progress
 from zero.comm import Pending
-from zero.files_memory import PAGE, HostMemory
+from zero.offload.memory import PAGE, HostMemory
 from zero.unit import Unit
 
 # Of a tile with its gradient; the result is what of it is still being written.

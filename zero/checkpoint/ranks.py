@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zero import checkpoint_folder as folders
+from zero.checkpoint import folder as folders
 from zero.comm import Communicator, default_timeout
 
 T = TypeVar("T")

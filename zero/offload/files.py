@@ -26,8 +26,8 @@ from queue import SimpleQueue
 import torch
 
 from zero.errors import UsageError
-from zero.files_memory import PAGE, round_up
-from zero.files_regions import Regions
+from zero.offload.memory import PAGE, round_up
+from zero.offload.regions import Regions
 
 logger = logging.getLogger("zero")
 

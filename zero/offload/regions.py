@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from zero.files_memory import PAGE, round_up
+from zero.offload.memory import PAGE, round_up
 
 # The page cache drops and writes back whole folios, which have up to 2 MiB: no two regions share one.
 _REGION = 2 << 20

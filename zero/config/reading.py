@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from zero.config_keys import AUTO_KEYS, DEPRECATED_KEYS, Section
+from zero.config.keys import AUTO_KEYS, DEPRECATED_KEYS, Section
 
 
 def read(source: Any) -> tuple[str, dict]:

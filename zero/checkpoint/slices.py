@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization
 
-from zero.checkpoint_files import ChecksummedFile, FileReader
-from zero.checkpoint_ranks import Ranks
+from zero.checkpoint.files import ChecksummedFile, FileReader
+from zero.checkpoint.ranks import Ranks
 
 # Elements in one record of a file, which a reader reads at a time. Small enough for malloc to use its memory again.
 MAX_SLICE = 1 << 22

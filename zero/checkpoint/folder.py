@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from zero.checkpoint_files import checksum
+from zero.checkpoint.files import checksum
 
 DESCRIPTION = "checkpoint.json"
 LATEST = "latest"

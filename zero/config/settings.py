@@ -1,7 +1,7 @@
 """The DeepSpeed configuration (``ds_config.json``) as typed, validated settings.
 
 :func:`load_config` is the way in. Every key is in one of four states: used (the fields below), without effect
-(:mod:`zero.config_keys`; :mod:`zero.config_report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
+(:mod:`zero.config.keys`; :mod:`zero.config.report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
 error that names the dotted key, the file it is in and the nearest valid key. All errors of a configuration are
 reported together, one line each.
 
@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field, PrivateAttr, model_validator
 
-from zero.config_keys import (
+from zero.config.keys import (
     AUTO_WITHOUT_DEFAULT,
     BATCH_KEYS,
     NOT_YET,
@@ -37,8 +37,8 @@ from zero.config_keys import (
     only,
     unused,
 )
-from zero.config_optim import OptimizerConfig, SchedulerConfig
-from zero.config_reading import pop, read, rename_deprecated, take_auto, validate
+from zero.config.optim import OptimizerConfig, SchedulerConfig
+from zero.config.reading import pop, read, rename_deprecated, take_auto, validate
 from zero.errors import UsageError
 
 

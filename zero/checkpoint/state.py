@@ -4,7 +4,7 @@
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter; or a number, such as step
     plain/NAME             a buffer, or a parameter that is not sharded
 
-All keys but the last kind name slices of flattened tensors. See `zero.checkpoint_slices`.
+All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.slices`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint_slices import Slices, add, whole
-from zero.checkpoint_values import decode, dtype_name, dtype_of, encode
+from zero.checkpoint.slices import Slices, add, whole
+from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.layout import Piece
 from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from zero.checkpoint_ranks import Ranks
-from zero.checkpoint_slices import Slices
+from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.slices import Slices
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine

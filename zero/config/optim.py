@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from zero.config_keys import Betas, Count, Int, KeywordSection, NonNegative, Positive, Rates, Section, only, unused
+from zero.config.keys import Betas, Count, Int, KeywordSection, NonNegative, Positive, Rates, Section, only, unused
 
 # Lower-case class name -> why its state cannot be cut into shards at any element.
 NOT_ELEMENTWISE = {

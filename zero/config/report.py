@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from zero.config import Config
-from zero.config_keys import Section
-from zero.config_reading import read, walk
+from zero.config.keys import Section
+from zero.config.reading import read, walk
+from zero.config.settings import Config
 
 # The argument of transformers' TrainingArguments that replaces "auto" for a key, where it has another name.
 _TRAINER_ARGUMENTS = {

@@ -11,8 +11,8 @@ import torch
 
 from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
-from zero.files import AioSettings, ScratchFile
-from zero.files_memory import PAGE, HostMemory, new_block, round_up
+from zero.offload.files import AioSettings, ScratchFile
+from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 
 # A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
 LEAST_BYTES_IN_A_FILE = 1 << 20

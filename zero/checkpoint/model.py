@@ -22,7 +22,7 @@ from typing import BinaryIO
 import torch
 from torch import nn
 
-from zero.checkpoint_folder import megabytes
+from zero.checkpoint.folder import megabytes
 
 # safetensors' names of dtypes; see its documentation of the format.
 _SAFETENSORS = {

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero import checkpoint_folder as folders
-from zero.checkpoint_background import BackgroundSaves
-from zero.checkpoint_folder import find_resumable
-from zero.checkpoint_model import model_config
-from zero.checkpoint_offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
-from zero.checkpoint_ranks import Ranks, StoreRanks
-from zero.checkpoint_slices import SliceReader, Slices, whole, write
-from zero.checkpoint_state import (
+from zero.checkpoint import folder as folders
+from zero.checkpoint.background import BackgroundSaves
+from zero.checkpoint.model import model_config
+from zero.checkpoint.ranks import Ranks, StoreRanks
+from zero.checkpoint.slices import SliceReader, Slices, whole, write
+from zero.checkpoint.state import (
     OptimizerTarget,
     classes_of,
     group_settings,
@@ -40,21 +38,13 @@ from zero.checkpoint_state import (
     tied_names,
     weights,
 )
-from zero.checkpoint_values import decode, dtype_name, encode
+from zero.checkpoint.values import decode, dtype_name, encode
 from zero.errors import UsageError
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
-
-__all__ = [
-    "find_resumable",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-    "save_checkpoint",
-]
 
 # Each slice is a record of its own in a file; an upper bound of what surrounds its bytes there and in the index.
 _BYTES_PER_SLICE = 4096
@@ -79,7 +69,7 @@ def save_checkpoint(
         save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
 
-    With `checkpoint.async_save` it returns before the checkpoint is written; see `zero.checkpoint_background`.
+    With `checkpoint.async_save` it returns before the checkpoint is written; see `zero.checkpoint.background`.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot

@@ -1,7 +1,7 @@
 """What can be done with a checkpoint in one process without an engine: look at it, read it, make a model folder of it.
 
 `consolidate` holds no more of the model in memory than a few slices as they were written, of at most
-`checkpoint_slices.MAX_SLICE` elements each.
+`zero.checkpoint.slices.MAX_SLICE` elements each.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from zero import checkpoint_folder as folders
-from zero.checkpoint_model import MAX_FILE_BYTES, ModelWriter, TensorSpec, write_json
-from zero.checkpoint_slices import SliceReader, Slices, whole
-from zero.checkpoint_values import decode, dtype_name, dtype_of
+from zero.checkpoint import folder as folders
+from zero.checkpoint.model import MAX_FILE_BYTES, ModelWriter, TensorSpec, write_json
+from zero.checkpoint.slices import SliceReader, Slices, whole
+from zero.checkpoint.values import decode, dtype_name, dtype_of
 
 
 def open_checkpoint(path: str | os.PathLike, tag: str | None = None) -> tuple[Path, dict]:

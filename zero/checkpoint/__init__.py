@@ -1,0 +1,20 @@
+"""Training checkpoints: what scripts and the engine call. The modules say what each of them does."""
+
+from zero.checkpoint.folder import find_resumable
+from zero.checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from zero.checkpoint.training import (
+    check_background_save,
+    load_checkpoint,
+    save_checkpoint,
+    wait_for_background_saves,
+)
+
+__all__ = [
+    "check_background_save",
+    "find_resumable",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "save_checkpoint",
+    "wait_for_background_saves",
+]

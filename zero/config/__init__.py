@@ -1,0 +1,25 @@
+"""The DeepSpeed configuration, read, checked and reported."""
+
+from zero.config.settings import (
+    AioConfig,
+    BF16Config,
+    Config,
+    FP16Config,
+    OffloadConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    ZeroConfig,
+    load_config,
+)
+
+__all__ = [
+    "AioConfig",
+    "BF16Config",
+    "Config",
+    "FP16Config",
+    "OffloadConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "ZeroConfig",
+    "load_config",
+]

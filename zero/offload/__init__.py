@@ -1,0 +1,1 @@
+"""Where shards lie: device memory, host memory or a file."""
