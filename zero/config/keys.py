@@ -13,7 +13,7 @@ So a key that gains an effect is one edited line. Names, types and bounds follow
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 
 class Section(BaseModel):
@@ -24,17 +24,6 @@ class Section(BaseModel):
     def idle(self, key: str) -> str | None:
         """Why `key` has no effect; None if it acts."""
         return (type(self).model_fields[key].json_schema_extra or {}).get("unused")
-
-
-class KeywordSection(Section):
-    """Settings that can be passed on with ``**``."""
-
-    def keys(self) -> list[str]:
-        """Names of the keyword arguments."""
-        raise NotImplementedError
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
 
 
 def unused(default: Any, reason: str) -> Any:
@@ -122,15 +111,16 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
 
 
-def inert(name: str, **keys: Any) -> Any:
-    """An optional section whose keys are known by name and type only; every key may be null."""
-    return create_model(name, __base__=Section, **{key: (kind | None, None) for key, kind in keys.items()}) | None
-
-
 NOT_YET = "not available yet"
 _TORCH_PROFILER = "not measured here; use torch.profiler"
 _TRACKERS = "metrics are written by the Trainer's report_to"
 _NO_TENSOR_PARALLEL = "the model is sharded over data-parallel ranks only"
+
+
+def _without_tensor_parallel(section: dict | None) -> dict | None:
+    if section and section.get("autotp_size", 0) not in (0, 1):
+        raise ValueError(f"autotp_size {section['autotp_size']} is not available: {_NO_TENSOR_PARALLEL}; use 1")
+    return section
 
 
 class SectionsWithoutEffect(Section):
@@ -155,51 +145,21 @@ class SectionsWithoutEffect(Section):
     weight_quantization: dict | None = unused(None, "weights are not quantized")
     pipeline: dict | None = unused(None, "there is no pipeline parallelism")
     data_efficiency: dict | None = unused(None, "batches come from the script's own data loader")
-    # fmt: off
-    hybrid_engine: inert(
-        "HybridEngine", enabled=bool, max_out_tokens=Int, inference_tp_size=Int, release_inference_cache=bool,
-        pin_parameters=bool, tp_gather_partition_size=Int, enable_cuda_graph=bool,
-    ) = unused(None, "generation runs on the training engine")
-    torch_autocast: inert(
-        "TorchAutocast", enabled=bool, dtype=str, lower_precision_safe_modules=list,
-    ) = unused(None, "precision follows the fp16 and bf16 sections; use torch.autocast in the script")
-    flops_profiler: inert(
-        "FlopsProfiler", enabled=bool, recompute_fwd_factor=float, profile_step=Int, module_depth=Int,
-        top_modules=Int, detailed=bool, output_file=str,
-    ) = unused(None, _TORCH_PROFILER)
-    comms_logger: inert(
-        "CommsLogger", enabled=bool, prof_all=bool, prof_ops=list, verbose=bool, debug=bool,
-    ) = unused(None, _TORCH_PROFILER)
-    timers: inert("Timers", throughput=dict) = unused(None, _TORCH_PROFILER)
-    tensorboard: inert("Tensorboard", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
-    wandb: inert("Wandb", enabled=bool, group=str, team=str, project=str) = unused(None, _TRACKERS)
-    csv_monitor: inert("CsvMonitor", enabled=bool, output_path=str, job_name=str) = unused(None, _TRACKERS)
-    comet: inert(
-        "Comet", enabled=bool, samples_log_interval=Int, project=str, workspace=str, api_key=str,
-        experiment_name=str, experiment_key=str, online=bool, mode=str,
-    ) = unused(None, _TRACKERS)
-    autotuning: inert(
-        "Autotuning", enabled=bool, fast=bool, results_dir=str, exps_dir=str, overwrite=bool, start_profile_step=Int,
-        end_profile_step=Int, metric=str, metric_path=str, tuner_type=str, tuner_early_stopping=Int,
-        tuner_num_trials=Int, arg_mappings=dict, model_info=dict, model_info_path=str, mp_size=Int,
-        max_train_batch_size=Int, min_train_batch_size=Int, max_train_micro_batch_size_per_gpu=Int,
-        min_train_micro_batch_size_per_gpu=Int, num_tuning_micro_batch_sizes=Int,
-    ) = unused(None, "settings are never searched for; what the file says is used")
-    compile: inert(
-        "Compile", deepcompile=bool, autoep_non_moe=bool, free_activation=bool, free_activation_threshold=Int,
-        offload_activation=bool, offload_activation_pin_memory=bool, offload_opt_states=bool, double_buffer=bool,
-        symmetric_memory=bool, debug_log=bool, offload_parameters=bool, sync_before_reduce=bool,
-        sync_after_reduce=bool, sync_before_allgather=bool, sync_after_allgather=bool, keep_int_input_tensors=bool,
-        keep_all_input_tensors=bool, passes=list,
-    ) = unused(None, "there is no DeepCompile")
-    tensor_parallel: inert(
-        "TensorParallel", dtype=str, autotp_size=Annotated[Count, Field(le=1)], tp_overlap_comm=bool,
-        vocab_parallel_lm_head=bool, vocab_parallel_ce_backend=str, tensor_parallel=dict, tp=dict,
-        injection_policy_tuple=list, partition_config=dict, preset_model=str, keep_module_on_host=bool,
-        replace_with_kernel_inject=bool, kernel_inject=bool,
-    ) = unused(None, _NO_TENSOR_PARALLEL)
+    hybrid_engine: dict | None = unused(None, "generation runs on the training engine")
+    torch_autocast: dict | None = unused(None, "precision follows fp16 and bf16; use torch.autocast in the script")
+    flops_profiler: dict | None = unused(None, _TORCH_PROFILER)
+    comms_logger: dict | None = unused(None, _TORCH_PROFILER)
+    timers: dict | None = unused(None, _TORCH_PROFILER)
+    tensorboard: dict | None = unused(None, _TRACKERS)
+    wandb: dict | None = unused(None, _TRACKERS)
+    csv_monitor: dict | None = unused(None, _TRACKERS)
+    comet: dict | None = unused(None, _TRACKERS)
+    autotuning: dict | None = unused(None, "settings are never searched for; what the file says is used")
+    compile: dict | None = unused(None, "there is no DeepCompile")
+    tensor_parallel: Annotated[dict | None, AfterValidator(_without_tensor_parallel)] = unused(
+        None, _NO_TENSOR_PARALLEL
+    )
     expert_parallel: dict | None = unused(None, _NO_TENSOR_PARALLEL)
-    # fmt: on
 
 
 _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"

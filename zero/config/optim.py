@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from zero.config.keys import Betas, Count, Int, KeywordSection, NonNegative, Positive, Rates, Section, only, unused
+from zero.config.keys import Betas, Count, Int, NonNegative, Positive, Rates, Section, only, unused
 
 # Lower-case class name -> why its state cannot be cut into shards at any element.
 NOT_ELEMENTWISE = {
@@ -63,11 +63,14 @@ def optimizer_keys(kind: str) -> set[str]:
     return keys - {"decoupled_weight_decay"} if kind == "Adam" else keys
 
 
-class Settings(KeywordSection):
-    """Keyword arguments: what the user wrote, without the keys that have no effect."""
+class Settings(Section):
+    """Settings that are passed on with ``**``: what the user wrote, without the keys that have no effect."""
 
     def keys(self) -> list[str]:
         return sorted(key for key in self.model_fields_set if not type(self).model_fields[key].json_schema_extra)
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
 
 
 _NOT_COMPILED = "the engine's step is neither captured nor differentiated"
@@ -132,47 +135,23 @@ class OptimizerConfig(Section):
         yield from _misplaced("optimizer", self.type, self.params.model_fields_set, kinds)
 
 
-class _PositionParams(Settings):
+class SchedulerParams(Settings):
+    """``scheduler.params`` of all schedules; None stands for a schedule's own default (rates: per step, not scaled)."""
+
     last_batch_iteration: Annotated[Int, Field(ge=-1)] = -1
 
-
-class _WarmupParams(_PositionParams):
     warmup_num_steps: Count = 1000
     warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupLRParams(_WarmupParams):
-    """Settings of WarmupLR."""
-
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates | None = None
-
-
-class WarmupDecayLRParams(WarmupLRParams):
-    """Settings of WarmupDecayLR."""
-
-    total_num_steps: Positive | None = None
-
-
-class WarmupCosineLRParams(_WarmupParams):
-    """Settings of WarmupCosineLR."""
-
     total_num_steps: Positive | None = None
     warmup_min_ratio: NonNegative = 0.0
     cos_min_ratio: NonNegative = 0.0001
-
-
-class LRRangeTestParams(_PositionParams):
-    """Settings of LRRangeTest."""
 
     lr_range_test_min_lr: Rates = 1e-3
     lr_range_test_step_size: Positive = 2000
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-
-
-class OneCycleParams(_PositionParams):
-    """Settings of OneCycle."""
 
     cycle_min_lr: Rates | None = None
     cycle_max_lr: Rates | None = None
@@ -188,16 +167,17 @@ class OneCycleParams(_PositionParams):
     decay_mom_rate: NonNegative = 0.0
 
 
-class SchedulerParams(WarmupDecayLRParams, WarmupCosineLRParams, LRRangeTestParams, OneCycleParams):
-    """``scheduler.params``; ``**params`` are the keyword arguments that the user set (rates: per step, not scaled)."""
+def _keys_like(*beginnings: str) -> set[str]:
+    return {key for key in SchedulerParams.model_fields if key.startswith(("last_batch", *beginnings))}
 
 
-SCHEDULE_PARAMS: dict[str, type[Section]] = {
-    "WarmupLR": WarmupLRParams,
-    "WarmupDecayLR": WarmupDecayLRParams,
-    "WarmupCosineLR": WarmupCosineLRParams,
-    "OneCycle": OneCycleParams,
-    "LRRangeTest": LRRangeTestParams,
+_WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_max_lr")
+SCHEDULE_KEYS = {
+    "WarmupLR": _WARMUP_LR,
+    "WarmupDecayLR": _WARMUP_LR | {"total_num_steps"},
+    "WarmupCosineLR": _keys_like("warmup_num", "warmup_type", "warmup_min_ratio", "total_num", "cos_"),
+    "OneCycle": _keys_like("cycle_", "decay_"),
+    "LRRangeTest": _keys_like("lr_range_test_"),
 }
 _REQUIRED = {
     "WarmupDecayLR": ("total_num_steps",),
@@ -219,8 +199,7 @@ class SchedulerConfig(Section):
             if getattr(self.params, key) is None and key not in coming:
                 yield f"scheduler.params.{key}", f"is required by {self.type}"
         given = self.params.model_fields_set | coming
-        kinds = {kind: params.model_fields.keys() for kind, params in SCHEDULE_PARAMS.items()}
-        yield from _misplaced("scheduler", self.type, given, kinds)
+        yield from _misplaced("scheduler", self.type, given, SCHEDULE_KEYS)
 
 
 def _misplaced(section: str, kind: str, given: Iterable[str], keys_of: dict[str, Any]) -> Iterator[tuple[str, str]]:
