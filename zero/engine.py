@@ -84,25 +84,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         for unit in self.units:
             unit.strict = zero.enable_sanity_checks
         self._place_buffers()
-        self.reducer = GradientReducer(
-            self.comm,
-            bucket_size=zero.reduce_bucket_size,
-            overlap=zero.overlap_comm,
-            contiguous=zero.contiguous_gradients,
-            dtype=settings.communication_data_type,
-            sum_dtype=settings.data_types.grad_accum_dtype or torch.float32,
-            deferred=zero.stage < 2,
-            last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
-        )
-        ahead = zero.stage3_prefetch_bucket_size
-        if zero.offloads_params and zero.offload_param.device == "nvme":
-            ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
-        self.schedule = Schedule(
-            [unit.layout.numel for unit in self.units],
-            ahead,
-            zero.stage3_max_live_parameters,
-            zero.stage3_max_reuse_distance,
-        )
+        self.reducer = self._make_reducer()
+        self.schedule = self._make_schedule()
         self.hooks = ModuleHooks(
             model,
             self.units,
@@ -117,27 +100,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
-        self.optimizer: ZeroOptimizer | None = None
-        if inner is not None:
-            offload = zero.offload_optimizer or OffloadOptimizerConfig()
-            here, away = Tier(self.comm.device), Tier.of(offload, settings.aio, self.comm.device)
-            trainable = [unit for unit in self.units if unit.trainable]
-            self.optimizer = ZeroOptimizer(
-                inner,
-                self.units,
-                self.reducer,
-                self.comm,
-                Placement(trainable, here, away, offload.ratio),
-                sub_group_size=zero.sub_group_size,
-                clipping=settings.gradient_clipping,
-                scaler=self.scaler,
-                reduce_op=settings.gradient_allreduce_op,
-                overlap=self._overlaps_step(offload),
-                read_ahead=offload.pipeline_read,
-                write_behind=offload.pipeline_write,
-                forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
-            )
-            self.optimizer.parameter_offload = self.hooks
+        self.optimizer = None if inner is None else self._make_optimizer(inner)
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
     # -- construction
@@ -218,6 +181,49 @@ class ZeroEngine(EngineSettings, nn.Module):
                     placed = placed.contiguous()
                     self.comm.broadcast(placed, src=0)
                 module._buffers[name] = placed
+
+    def _make_reducer(self) -> GradientReducer:
+        zero = self.settings.zero_optimization
+        return GradientReducer(
+            self.comm,
+            bucket_size=zero.reduce_bucket_size,
+            overlap=zero.overlap_comm,
+            contiguous=zero.contiguous_gradients,
+            dtype=self.settings.communication_data_type,
+            sum_dtype=self.settings.data_types.grad_accum_dtype or torch.float32,
+            deferred=zero.stage < 2,
+            last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
+        )
+
+    def _make_schedule(self) -> Schedule:
+        zero, sizes = self.settings.zero_optimization, [unit.layout.numel for unit in self.units]
+        ahead = zero.stage3_prefetch_bucket_size
+        if zero.offloads_params and zero.offload_param.device == "nvme":
+            ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
+        return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+    def _make_optimizer(self, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+        zero = self.settings.zero_optimization
+        offload = zero.offload_optimizer or OffloadOptimizerConfig()
+        here, away = Tier(self.comm.device), Tier.of(offload, self.settings.aio, self.comm.device)
+        trainable = [unit for unit in self.units if unit.trainable]
+        optimizer = ZeroOptimizer(
+            inner,
+            self.units,
+            self.reducer,
+            self.comm,
+            Placement(trainable, here, away, offload.ratio),
+            sub_group_size=zero.sub_group_size,
+            clipping=self.settings.gradient_clipping,
+            scaler=self.scaler,
+            reduce_op=self.settings.gradient_allreduce_op,
+            overlap=self._overlaps_step(offload),
+            read_ahead=offload.pipeline_read,
+            write_behind=offload.pipeline_write,
+            forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
+        )
+        optimizer.parameter_offload = self.hooks
+        return optimizer
 
     def _overlaps_step(self, offload: OffloadOptimizerConfig) -> bool:
         """Whether updates are made behind the step: by default where they do not take the computing cores' time."""
@@ -305,6 +311,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         if self._inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary:
+            self._refuse_shown()
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
@@ -320,6 +328,13 @@ class ZeroEngine(EngineSettings, nn.Module):
         else:
             self.skipped_steps += 1
             self._log_skip()
+
+    def _refuse_shown(self) -> None:
+        """Values that are shown cannot be renewed under whoever looks at them."""
+        self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
+        for unit in self.units:
+            if unit.users and not unit.persistent:
+                raise UsageError(f"step: {unit} is shown by GatheredParameters: leave that context before the step")
 
     def _report_times(self) -> None:
         if self.settings.wall_clock_breakdown and self.comm.rank == 0:
@@ -407,42 +422,9 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     # -- checkpoints
 
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike,
-        tag: str | None = None,
-        client_state: dict | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the training state to `save_dir/tag`; see `zero.checkpoint.save_checkpoint`."""
-        return checkpoint.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-
-    def wait_for_checkpoint(self) -> None:
-        """Until an asynchronous save is complete; raises its error."""
-        checkpoint.wait_for_background_saves()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable | None = None,
-    ) -> tuple[str | None, dict]:
-        """Restore a training state, on any number of ranks; see `zero.checkpoint.load_checkpoint`."""
-        return checkpoint.load_checkpoint(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            load_optimizer_states,
-            load_lr_scheduler_states,
-            load_module_only,
-            custom_load_fn,
-        )
+    save_checkpoint = checkpoint.save_checkpoint
+    load_checkpoint = checkpoint.load_checkpoint
+    wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
 
     # -- module behaviour
 

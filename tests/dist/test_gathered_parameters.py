@@ -14,6 +14,7 @@ from tests.dist.training import (
     assert_same_weights,
     curve_on,
     ds_config,
+    loss_of,
     start,
     step,
     train_in_slices,
@@ -69,6 +70,22 @@ def sets(rank: int, world_size: int) -> list[str]:
 def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument():
     first, second = run_on(2, sets)
     assert first == second == ["stem.weight", *(f"blocks.{i}" for i in range(4)), "head.weight"]
+
+
+def stepping_inside(rank: int, world_size: int) -> list[int]:
+    engine, _ = start(toy(), SOME_PERSISTENT)
+    engine.backward(loss_of(engine(**toy_batches(1)[0])))
+    with (
+        zero.GatheredParameters(engine.module.head.weight),
+        pytest.raises(ValueError, match="unit 'head.weight' .* leave that context before the step"),
+    ):
+        engine.step()
+    engine.step()
+    return [engine.global_steps, gathered(engine)]
+
+
+def test_a_step_while_values_are_shown_is_refused_and_can_be_made_after():
+    assert run_on(2, stepping_inside) == [[1, 0], [1, 0]]
 
 
 def doubled(model: nn.Module) -> None:
