@@ -3,15 +3,23 @@
 Formulas, parameter names and defaults are those of ``deepspeed.runtime.lr_schedules`` (0.19.8). All are functions of
 ``n``, the number of calls of ``step`` so far, minus one: -1 for a schedule just made. Optimizer step 1 uses the rate
 for -1, optimizer step 2 that for 0, and so on. Rates do not depend on batch size or number of ranks.
+
+Arguments that are common to all: ``optimizer``, anything with ``param_groups``, whose ``lr`` is set on construction and
+by every step (a tensor there is filled in place); ``last_batch_iteration``, the ``n`` to start from. Rates and momenta
+are one number or a list of one for each parameter group. Raises ValueError for a list of another length and for a
+number of steps that is too small.
 """
 
 import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from zero.config.optim import SchedulerConfig
 
 logger = logging.getLogger("zero")
+
+Rates = float | list[float]
 
 # What DeepSpeed's module calls the schedules and their parameters.
 # fmt: off
@@ -31,17 +39,13 @@ DECAY_STEP_SIZE = "decay_step_size"
 
 
 class Schedule:
-    """What all schedules share. A subclass stores its settings, then calls ``super().__init__``.
+    """What all schedules share; they are dataclasses of their settings."""
 
-    Args:
-        optimizer: anything with ``param_groups``; their ``lr`` is set on construction and by every step. A tensor there
-            is filled in place.
-        last_batch_iteration: the ``n`` to start from.
-    """
+    optimizer: Any
+    last_batch_iteration: int
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int):
-        self.optimizer = optimizer
-        self._move_to(last_batch_iteration)
+    def __post_init__(self) -> None:
+        self._move_to(self.last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each parameter group by the formula."""
@@ -72,74 +76,50 @@ class Schedule:
             else:
                 group["lr"] = rate
 
+    def _given_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-def _one_per_group(optimizer: Any, name: str, values: float | list[float]) -> list[float]:
-    groups = len(optimizer.param_groups)
-    if not isinstance(values, list | tuple):
-        return [values] * groups
-    if len(values) != groups:
-        raise ValueError(
-            f"scheduler.params.{name}: {len(values)} values for {groups} parameter groups; give one number"
-        )
-    return list(values)
+    def _per_group(self, name: str) -> list[float]:
+        """The values of a setting, one for each parameter group."""
+        values, groups = getattr(self, name), len(self.optimizer.param_groups)
+        values = list(values) if isinstance(values, list | tuple) else [values] * groups
+        if len(values) != groups:
+            found = f"{len(values)} values for {groups} parameter groups; give one number"
+            raise ValueError(f"scheduler.params.{name}: {found}")
+        return values
 
-
-def _check_steps(name: str, value: Any, minimum: int) -> None:
-    if not isinstance(value, int | float) or value < minimum:
-        raise ValueError(f"scheduler.params.{name}: expected a number of steps of at least {minimum}, got {value!r}")
-
-
-def _rates_of(optimizer: Any) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    def _check_steps(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int | float) or value < minimum:
+            wanted = f"expected a number of steps of at least {minimum}, got {value!r}"
+            raise ValueError(f"scheduler.params.{name}: {wanted}")
 
 
 class _Warmup(Schedule):
     """The warm-up from 0 to 1 in ``warmup_num_steps`` steps, which its subclasses scale; fewer than 2 act as 2."""
 
-    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int):
-        _check_steps("warmup_num_steps", warmup_num_steps, 0)
-        if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            logger.warning("warmup_type %r is neither 'log' nor 'linear'; 'log' is used", warmup_type)
-            warmup_type = WARMUP_LOG_RATE
-        self.warmup_num_steps = max(2, warmup_num_steps)
-        self.warmup_type = warmup_type
-        super().__init__(optimizer, last_batch_iteration)
+    def __post_init__(self) -> None:
+        self._check_steps("warmup_num_steps", 0)
+        self.warmup_num_steps = max(2, self.warmup_num_steps)
+        if self.warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            logger.warning("warmup_type %r is neither 'log' nor 'linear'; 'log' is used", self.warmup_type)
+            self.warmup_type = WARMUP_LOG_RATE
+        super().__post_init__()
 
     def _warmed_up(self) -> float:
-        """log(n + 1) / log(warmup_num_steps) or n / warmup_num_steps."""
         if self.warmup_type == WARMUP_LOG_RATE:
             return math.log(self.last_batch_iteration + 1) / math.log(self.warmup_num_steps)
         return self.last_batch_iteration / self.warmup_num_steps
 
 
-class WarmupLR(_Warmup):
-    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
+class _WarmupToRate(_Warmup):
+    """From ``warmup_min_lr`` to ``warmup_max_lr``; with n = -1 the rate is ``warmup_min_lr``, and with n = 0 again."""
 
-    With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again.
-
-    Args:
-        optimizer, last_batch_iteration: see :class:`Schedule`.
-        warmup_min_lr: rate at the start, one number or one for each parameter group.
-        warmup_max_lr: rate after the warm-up, likewise; by default the ``lr`` that each group has.
-        warmup_num_steps: length of the warm-up; fewer than 2 act as 2.
-        warmup_type: "log", log(n + 1) / log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps.
-
-    Raises ValueError for a list that does not have one number for each parameter group, and a negative number of steps.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ):
-        self.min_lrs = _one_per_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        top = _rates_of(optimizer) if warmup_max_lr is None else warmup_max_lr
-        self.max_lrs = _one_per_group(optimizer, "warmup_max_lr", top)
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+    def __post_init__(self) -> None:
+        if self.warmup_max_lr is None:
+            self.warmup_max_lr = self._given_rates()
+        self.min_lrs, self.max_lrs = self._per_group("warmup_min_lr"), self._per_group("warmup_max_lr")
+        super().__post_init__()
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
@@ -152,49 +132,57 @@ class WarmupLR(_Warmup):
         return 1.0
 
 
-class WarmupDecayLR(WarmupLR):
+@dataclass(eq=False, repr=False)
+class WarmupLR(_WarmupToRate):
+    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
+
+    ``warmup_max_lr`` is by default the ``lr`` that each group has. ``warmup_type``: "log", log(n + 1) /
+    log(warmup_num_steps) of the way after n, or "linear", n / warmup_num_steps.
+    """
+
+    optimizer: Any
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = WARMUP_LOG_RATE
+    last_batch_iteration: int = -1
+
+
+@dataclass(eq=False, repr=False)
+class WarmupDecayLR(_WarmupToRate):
     """As :class:`WarmupLR`, then down to ``warmup_min_lr`` in a straight line until step ``total_num_steps``."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_lr: float | list[float] = 0.0,
-        warmup_max_lr: float | list[float] = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ):
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates = 0.001
+    warmup_num_steps: int = 1000
+    warmup_type: str = WARMUP_LOG_RATE
+    last_batch_iteration: int = -1
 
     def _after_warmup(self) -> float:
         left = self.total_num_steps - self.last_batch_iteration
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
+@dataclass(eq=False, repr=False)
 class WarmupCosineLR(_Warmup):
     """Scale each group's own ``lr``: from ``warmup_min_ratio`` up to 1, then along a cosine to ``cos_min_ratio``.
 
     The cosine ends at step ``total_num_steps``; the ratio stays there. With n = -1 the rate is 0.
-
-    Raises ValueError as :class:`WarmupLR`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ):
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self.base_lrs = _rates_of(optimizer)
-        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = WARMUP_LOG_RATE
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        self.base_lrs = self._given_rates()
+        super().__post_init__()
 
     def get_lr_ratio(self) -> float:
         """The present factor on the groups' own rates."""
@@ -212,90 +200,73 @@ class WarmupCosineLR(_Warmup):
         return [rate * ratio for rate in self.base_lrs]
 
 
+@dataclass(eq=False, repr=False)
 class LRRangeTest(Schedule):
     """Rates that rise without end, to see where training diverges (arXiv 1803.09820).
 
     The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) / lr_range_test_step_size)``; with
     ``lr_range_test_staircase`` the quotient is rounded down.
-
-    Raises ValueError for a step size below 1, and a list that does not have one rate for each parameter group.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: float | list[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ):
-        _check_steps("lr_range_test_step_size", lr_range_test_step_size, 1)
-        self.min_lr = _one_per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
-        self.staircase = lr_range_test_staircase
-        super().__init__(optimizer, last_batch_iteration)
+    optimizer: Any
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        self._check_steps("lr_range_test_step_size", 1)
+        self.min_lrs = self._per_group("lr_range_test_min_lr")
+        super().__post_init__()
 
     def get_lr(self) -> list[float]:
-        intervals = (self.last_batch_iteration + 1) / self.step_size
-        if self.staircase:
+        intervals = (self.last_batch_iteration + 1) / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
             intervals = math.floor(intervals)
-        return [rate * (1 + self.step_rate * intervals) for rate in self.min_lr]
+        return [rate * (1 + self.lr_range_test_step_rate * intervals) for rate in self.min_lrs]
 
 
+@dataclass(eq=False, repr=False)
 class OneCycle(Schedule):
     """One cycle of the rate, and of the momentum the other way round, then decay (arXiv 1803.09820).
 
-    The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back. Afterwards it is divided by
-    ``1 + decay_lr_rate * steps / decay_step_size`` and the momentum multiplied by the same with ``decay_mom_rate``.
-    Momentum is the first of ``betas``; the second becomes 0.99.
-
-    Args:
-        optimizer, last_batch_iteration: see :class:`Schedule`.
-        cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: one number or one for each parameter group.
-        cycle_first_step_size, cycle_second_step_size: steps up and down; the second is by default the first.
-        cycle_first_stair_count, cycle_second_stair_count: number of stairs in which to climb and descend, 0 for a
-            line; the second is by default the first.
-        decay_step_size: steps to which the decay rates refer, 0 for no decay.
-        cycle_momentum: also change the momentum, if the optimizer has ``betas``.
-
-    Raises ValueError for a half cycle that is too short, and a list that does not fit the parameter groups.
+    The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back, in ``cycle_first_step_size``
+    steps up and ``cycle_second_step_size`` down, by default as many; or in stairs where their number is not 0.
+    Afterwards it is divided by ``1 + decay_lr_rate * steps / decay_step_size`` (if that is not 0), and the momentum
+    multiplied by the same with ``decay_mom_rate``. Momentum is the first of the optimizer's ``betas``; the second
+    becomes 0.99. ``cycle_momentum=False``, or an optimizer without ``betas``: both are left alone.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: float | list[float],
-        cycle_max_lr: float | list[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: float = 2000,
-        cycle_second_step_size: float | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float | list[float] = 0.8,
-        cycle_max_mom: float | list[float] = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ):
-        second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        _check_steps("cycle_first_step_size", cycle_first_step_size, 1)
-        _check_steps("cycle_second_step_size", second, 0)
-        self.first_step_size, self.second_step_size = cycle_first_step_size, second
-        stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.first_stair_count, self.second_stair_count = cycle_first_stair_count, stairs
-        self.total_size = cycle_first_step_size + second
-        self.step_ratio = cycle_first_step_size / self.total_size
-        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.min_lrs = _one_per_group(optimizer, "cycle_min_lr", cycle_min_lr)
-        self.max_lrs = _one_per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self.min_moms = _one_per_group(optimizer, "cycle_min_mom", cycle_min_mom)
-        self.max_moms = _one_per_group(optimizer, "cycle_max_mom", cycle_max_mom)
-        self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        if cycle_momentum and not self.cycle_momentum:
-            logger.warning("cycle_momentum has no effect: %s has no betas", type(optimizer).__name__)
-        super().__init__(optimizer, last_batch_iteration)
+    optimizer: Any
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: float = 2000
+    cycle_second_step_size: float | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        if self.cycle_second_step_size is None:
+            self.cycle_second_step_size = self.cycle_first_step_size
+        if self.cycle_second_stair_count is None:
+            self.cycle_second_stair_count = self.cycle_first_stair_count
+        self._check_steps("cycle_first_step_size", 1)
+        self._check_steps("cycle_second_step_size", 0)
+        self.total_size = self.cycle_first_step_size + self.cycle_second_step_size
+        self.min_lrs, self.max_lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
+        self.min_moms, self.max_moms = self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom")
+        if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
+            logger.warning("cycle_momentum has no effect: %s has no betas", type(self.optimizer).__name__)
+            self.cycle_momentum = False
+        super().__post_init__()
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
@@ -317,9 +288,10 @@ class OneCycle(Schedule):
     def _height(self) -> float:
         """Where in the cycle, from 0 at its ends to 1 at the peak."""
         position = (self.last_batch_iteration + 1) % self.total_size
-        done, size, stairs = position, self.first_step_size, self.first_stair_count
-        if position > self.first_step_size:
-            done, size, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
+        done, size, stairs = position, self.cycle_first_step_size, self.cycle_first_stair_count
+        if position > self.cycle_first_step_size:
+            done = self.total_size - position
+            size, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
         return math.floor(done * stairs / size) / stairs if stairs > 0 else done / size
 
     def _decay(self, rate: float) -> float:
