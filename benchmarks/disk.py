@@ -174,7 +174,7 @@ def variants(path: Path, size: int) -> dict[str, Move]:
     """All of them use the same file: on a virtual disk one file is read a third faster than another."""
     path.touch()
     buffered(path, size)("write")
-    memory, moves, default = HostMemory(limit=7 * PIECE), {}, AioSettings()
+    memory, moves, default = HostMemory(), {}, AioSettings()
     buffers = [memory.take(PIECE).view(torch.float32) for _ in range(3)]
     unaligned = [memory.take(PIECE, phase=128).view(torch.float32) for _ in range(3)]
     for threads in THREADS:

@@ -278,7 +278,7 @@ def disk(folder: Path) -> tuple[float, float]:
     from zero.offload.files import ScratchFile
     from zero.offload.memory import HostMemory
 
-    file, memory = ScratchFile(folder), HostMemory(2 * PIECES * PIECE)
+    file, memory = ScratchFile(folder), HostMemory()
     tensors = [file.empty(PIECE // 4, torch.float32) for _ in range(PIECES)]
     buffers = [memory.like(tensor).fill_(1.0) for tensor in tensors]
 

@@ -41,7 +41,7 @@ LAYERS = [
 # Within a package.
 INSIDE = {
     "zero.config": ["keys", "reading", "optim", "settings", "report", "__init__"],
-    "zero.offload": ["__init__", "memory", "regions", "files", "tiers"],
+    "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "files",
         "folder",

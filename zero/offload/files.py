@@ -10,6 +10,7 @@ share; but do not change a slice through its mapping while a neighbour in the sa
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import errno
 import logging
@@ -18,20 +19,26 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
 from zero.errors import UsageError
-from zero.offload.memory import PAGE, round_up
-from zero.offload.regions import Regions
+from zero.offload.memory import PAGE, HostMemory, round_up
 
 logger = logging.getLogger("zero")
 
 _NVME_PATH = "zero_optimization.offload_*.nvme_path"
+# The page cache drops and writes back whole folios, which have up to 2 MiB: no two tensors share one.
+_FOLIO = 2 << 20
+# What the file grows by at least; that takes no space on disk.
+_SEGMENT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -54,38 +61,17 @@ class AioSettings:
 class Transfer:
     """A number of requests under way."""
 
-    def __init__(self, requests: int):
-        self._left, self._error = requests, None
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        if requests == 0:
-            self._ended.set()
+    def __init__(self, ends: list[Future[None]]):
+        self._ends = ends
 
     def wait(self) -> None:
-        """Until all requests have ended; raises the OSError of the first that failed."""
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-    def end_one(self, error: Exception | None) -> None:
-        with self._lock:
-            self._left -= 1
-            self._error = self._error or error
-            if self._left == 0:
-                self._ended.set()
+        """Until all requests have ended; raises the OSError of the first that failed. Any thread may wait."""
+        concurrent.futures.wait(self._ends)
+        for end in self._ends:
+            end.result()
 
 
-@dataclass
-class _Request:
-    """`nbytes` between a position in the file and an address in memory; `direct`: these are whole pages of the file."""
-
-    position: int
-    address: int
-    nbytes: int
-    direct: bool
-    is_read: bool
-    transfer: Transfer
-    file: ScratchFile
-    tensors: tuple[torch.Tensor, torch.Tensor]  # kept until the end
+Requests = SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
 
 
 class ScratchFile:
@@ -98,9 +84,8 @@ class ScratchFile:
     def __init__(self, folder: str | os.PathLike[str], settings: AioSettings | None = None):
         self.folder, self.settings = Path(folder), settings or AioSettings()
         self._file, self._direct = _open(self.folder)
-        self._regions, self._process = Regions(self._file), os.getpid()
-        self._bounce = threading.local()
-        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._regions, self._bounces, self._process = _Regions(self._file), HostMemory(), os.getpid()
+        self._requests: Requests = SimpleQueue()
         threads = [
             # Daemons: at exit nobody has to wait for a file that goes anyhow, and an executor would refuse work then.
             threading.Thread(target=_work, args=(self._requests,), name="zero files", daemon=True)
@@ -125,7 +110,7 @@ class ScratchFile:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor, which is not empty, is one of this file's or a part of one."""
-        return self._regions.hold(tensor.data_ptr())
+        return self._regions.position(tensor.data_ptr()) is not None
 
     def read(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Start to copy `source`, one of this file's tensors or a part of one, to `target` on the CPU.
@@ -161,49 +146,47 @@ class ScratchFile:
         if mapped.nbytes != host.nbytes:
             raise ValueError(f"{mapped.nbytes} bytes in the file, {host.nbytes} in memory")
         position = self._regions.position(mapped.data_ptr()) if mapped.nbytes else 0
-        pieces = list(_pieces(position, mapped.nbytes, self.settings.request))
-        transfer, address = Transfer(len(pieces)), host.data_ptr()
-        for start, nbytes, direct in pieces:
-            place = (position + start, address + start, nbytes)
-            self._requests.put(_Request(*place, direct, is_read, transfer, self, (mapped, host)))
-        return transfer
+        if position is None:
+            raise ValueError("not a tensor of this file")
+        ends = []
+        for start, nbytes, direct in _pieces(position, mapped.nbytes, self.settings.request):
+            ends.append(Future())
+            place = (position + start, host.data_ptr() + start, nbytes)
+            self._requests.put((ends[-1], partial(self._carry_out, *place, direct, is_read, (mapped, host))))
+        return Transfer(ends)
 
-    def carry_out(self, request: _Request) -> None:
-        """In a thread: one request, from its beginning to its end."""
-        failure: Exception | None = None
+    def _carry_out(
+        self, position: int, address: int, nbytes: int, direct: bool, is_read: bool, kept: tuple[torch.Tensor, ...]
+    ) -> None:
+        """In a thread: move `nbytes` between a position in the file and memory; `direct`: whole pages of the file.
+
+        `kept`: the tensors, which must not die before the end.
+        """
         try:
-            if request.direct and self._direct != self._file and (request.address - request.position) % PAGE:
-                self._move_by_bounce(request)
+            if direct and self._direct != self._file and (address - position) % PAGE:
+                # By an aligned buffer, as the memory is not aligned as the file is.
+                buffer = self._bounces.take(nbytes)
+                if not is_read:
+                    ctypes.memmove(buffer.data_ptr(), address, nbytes)
+                self._move(self._direct, position, buffer.data_ptr(), nbytes, is_read)
+                if is_read:
+                    ctypes.memmove(address, buffer.data_ptr(), nbytes)
             else:
                 # Pages that other slices may share go by system calls, not through the mapping: the kernel lets these
                 # and direct writes exclude one another, so that a folio is not made dirty while one of its pages is
                 # written past it.
-                self._move(self._direct if request.direct else self._file, request, request.address)
+                self._move(self._direct if direct else self._file, position, address, nbytes, is_read)
         except OSError as error:
-            action = "reading from" if request.is_read else "writing to"
-            text = f"{action} {self.folder}, {request.nbytes} bytes: {error.strerror}; is that disk in order?"
-            failure = OSError(error.errno, f"{text} It is the one of {_NVME_PATH}")
-        except Exception as error:
-            failure = error  # for the one who waits; the thread goes on
-        request.transfer.end_one(failure)
+            action = "reading from" if is_read else "writing to"
+            text = f"{action} {self.folder}, {nbytes} bytes: {error.strerror}; is that disk in order?"
+            raise OSError(error.errno, f"{text} It is the one of {_NVME_PATH}") from error
 
-    def _move_by_bounce(self, request: _Request) -> None:
-        """By an aligned buffer of this thread, as the request's memory is not aligned as the file is."""
-        if not hasattr(self._bounce, "memory"):
-            self._bounce.memory = torch.frombuffer(mmap.mmap(-1, self.settings.request), dtype=torch.uint8)
-        buffer = self._bounce.memory.data_ptr()
-        if not request.is_read:
-            ctypes.memmove(buffer, request.address, request.nbytes)
-        self._move(self._direct, request, buffer)
-        if request.is_read:
-            ctypes.memmove(request.address, buffer, request.nbytes)
-
-    def _move(self, file: int, request: _Request, address: int) -> None:
-        memory = memoryview((ctypes.c_char * request.nbytes).from_address(address))
-        call, done = (os.preadv if request.is_read else os.pwritev), 0
-        while done < request.nbytes:
+    def _move(self, file: int, position: int, address: int, nbytes: int, is_read: bool) -> None:
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+        call, done = (os.preadv if is_read else os.pwritev), 0
+        while done < nbytes:
             try:
-                count = call(file, [memory[done:]], request.position + done)
+                count = call(file, [memory[done:]], position + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or file == self._file:
                     raise
@@ -211,7 +194,7 @@ class ScratchFile:
                 self._direct = file = self._file
                 continue
             if count == 0:
-                raise OSError(errno.EIO, f"the file ends {request.nbytes - done} bytes before that")
+                raise OSError(errno.EIO, f"the file ends {nbytes - done} bytes before that")
             done += count
 
 
@@ -239,14 +222,23 @@ def _log_buffered(folder: Path) -> None:
     logger.warning("%s does not allow direct I/O: transfers there go through the page cache, more slowly", folder)
 
 
-def _work(requests: SimpleQueue[_Request | None]) -> None:
+def _work(requests: Requests) -> None:
     """A thread: requests until None comes. It keeps no file alive while it waits for one."""
     while (request := requests.get()) is not None:
-        request.file.carry_out(request)
-        del request
+        end, carry_out = request
+        failure = None
+        try:
+            carry_out()
+        except Exception as error:
+            failure = error  # for the one who waits; the thread goes on
+        del request, carry_out  # and the tensors with them, before the one who waits wants their memory
+        if failure is None:
+            end.set_result(None)
+        else:
+            end.set_exception(failure)
 
 
-def _close(requests: SimpleQueue[_Request | None], threads: list[threading.Thread], files: set[int]) -> None:
+def _close(requests: Requests, threads: list[threading.Thread], files: set[int]) -> None:
     for _ in threads:
         requests.put(None)
     for thread in threads:
@@ -266,3 +258,68 @@ def _pieces(position: int, nbytes: int, step: int) -> Iterator[tuple[int, int, b
         yield start, min(step, tail - start), True
     if tail < nbytes:
         yield tail, nbytes - tail, False
+
+
+class _Regions:
+    """Parts of an open file for tensors to be mapped onto: reserved on disk, given back when these die, used again."""
+
+    def __init__(self, file: int):
+        self._file, self._lock = file, threading.Lock()
+        self._segments: list[tuple[int, int, memoryview]] = []  # position in the file, address, memory
+        # From `_top` to `_end` nothing was ever used. `_free`, sorted by position, and `_returned`, which is to be
+        # merged into it: the garbage collector may give back in the middle of anything, so that takes no lock.
+        self._top = self._end = 0
+        self._free: list[tuple[int, int]] = []
+        self._returned: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> tuple[memoryview, bool]:
+        """Mapped memory, the caller's until it dies, and whether it was never used: then it holds zeros.
+
+        `nbytes` > 0. Raises OSError where the disk has no space for them, or the process no addresses.
+        """
+        size = round_up(nbytes, _FOLIO)
+        with self._lock:
+            start, fresh = self._find(size)
+            first, _, memory = next(segment for segment in reversed(self._segments) if segment[0] <= start)
+        view = memory[start - first : start - first + nbytes]
+        weakref.finalize(view, self._returned.append, (start, size)).atexit = False
+        os.posix_fallocate(self._file, start, round_up(nbytes, PAGE))
+        return view, fresh
+
+    def position(self, address: int) -> int | None:
+        """Where in the file the byte at an address is; None where it is in no region."""
+        for start, begin, memory in self._segments:
+            if begin <= address < begin + len(memory):
+                return start + address - begin
+        return None
+
+    def _find(self, size: int) -> tuple[int, bool]:
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        self._free = _merged(self._free)
+        for index, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[index : index + 1] = [(start + size, room - size)] if room > size else []
+                return start, False
+        if self._end - self._top < size:
+            self._grow(max(size, _SEGMENT))
+        self._top += size
+        return self._top - size, True
+
+    def _grow(self, size: int) -> None:
+        """A gap lies before the new segment: regions of two mappings are never merged."""
+        start = self._end + _FOLIO
+        os.ftruncate(self._file, start + size)
+        memory = memoryview(mmap.mmap(self._file, size, offset=start))
+        self._segments.append((start, torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), memory))
+        self._top, self._end = start, start + size
+
+
+def _merged(free: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted by position, neighbours joined."""
+    merged: list[tuple[int, int]] = []
+    for start, size in sorted(free):
+        if merged and sum(merged[-1]) == start:
+            start, size = merged[-1][0], merged.pop()[1] + size
+        merged.append((start, size))
+    return merged

@@ -18,7 +18,7 @@ from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 LEAST_BYTES_IN_A_FILE = 1 << 20
 
 # Pinned buffers between a file and a GPU.
-_staging = HostMemory(sys.maxsize, pin=True)
+_staging = HostMemory(pin=True)
 
 _files: dict[tuple[str, AioSettings], ScratchFile] = {}
 
@@ -68,7 +68,7 @@ class Tier:
         if self.pinned and numel:
             # Not torch's pinned memory, which rounds sizes up to powers of two.
             block = new_block(round_up(numel * dtype.itemsize, PAGE), pin=True)
-            return block[: numel * dtype.itemsize].view(dtype)
+            return torch.frombuffer(block, dtype=dtype, count=numel)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,12 +100,8 @@ class Tier:
         if target.device.type == "cpu":
             return Pending([self.file.read(source, target)])
         staged = _staging.like(source)
-
-        def finish() -> None:
-            target.copy_(staged)  # blocking: the buffer is used again
-            _staging.release(staged)
-
-        return Pending([self.file.read(source, staged)], finish)
+        # Blocking, as the buffer is used again.
+        return Pending([self.file.read(source, staged)], lambda: target.copy_(staged))
 
 
 _copy_streams: dict[torch.device, torch.cuda.Stream] = {}

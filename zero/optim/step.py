@@ -258,8 +258,9 @@ class ZeroOptimizer(OptimizerAttributes):
             seen.state = defaultdict(dict, {values: self.optimizer.state[tile.master]})
             seen.param_groups[tile.group]["params"] = [values]
             seen.step()
-            seen.param_groups[tile.group]["params"] = []
             self.optimizer.state[tile.master] = seen.state[values]
+            # Nothing shall keep the tile's buffers from being used again.
+            seen.param_groups[tile.group]["params"], seen.state = [], {}
         return tile.unit.publish(tile.start, values)
 
     def _adam(self, factor: float, group: dict, tile: Tile, grad: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,6 @@ is read (`pipeline_read`) and the last one is written (`pipeline_write`).
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import weakref
 from collections import Counter, deque
@@ -25,7 +24,7 @@ import torch
 
 from zero.clock import Progress
 from zero.comm import Pending
-from zero.offload.memory import PAGE, HostMemory
+from zero.offload.memory import HostMemory
 from zero.unit import Unit
 
 # Of a tile with its gradient; the result is what of it is still being written.
@@ -50,27 +49,26 @@ class _Staged:
     """One tile with everything it needs in memory; `grad` is its gradient there."""
 
     def __init__(self, tile: Tile, state_of: Callable[[Tile], dict], memory: HostMemory):
-        self.tile, self._state_of, self._memory = tile, state_of, memory
-        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._taken: list[torch.Tensor] = []
+        self._tile, self._state_of, self._memory = tile, state_of, memory
         self._reads: list[Pending] = []
         self.grad = self._read(tile.unit.grad[tile.start : tile.end])
-        for tensor in (tile.master, *self._state_tensors()):
-            if tile.unit.optimizer_tier.holds_in_file(tensor):
-                self._moved.append((tensor, tensor.data, self._read(tensor)))
+        # Each tensor that lies in a file, its memory there, and the buffer in place of that.
+        self._moved = [
+            (tensor, tensor.data, self._read(tensor))
+            for tensor in (tile.master, *self._state_tensors())
+            if tile.unit.optimizer_tier.holds_in_file(tensor)
+        ]
 
     def _state_tensors(self) -> list[torch.Tensor]:
-        values = self._state_of(self.tile).values()
+        values = self._state_of(self._tile).values()
         return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a buffer to which it is being read."""
-        tier = self.tile.unit.optimizer_tier
+        tier = self._tile.unit.optimizer_tier
         if not tier.holds_in_file(tensor):
             return tensor
-        raw = self._memory.take(tensor.nbytes, phase=tensor.data_ptr() % PAGE)
-        self._taken.append(raw)
-        buffer = raw.view(tensor.dtype)
+        buffer = self._memory.like(tensor)
         self._reads.append(tier.load(buffer, tensor))
         return buffer
 
@@ -89,20 +87,17 @@ class _Staged:
     def leave(self, written: Pending) -> Pending:
         """Point the tensors back and start to write them; state that is new gets its place in the file."""
         self.point_back()
-        tier, writes = self.tile.unit.optimizer_tier, [written]
-        writes += [tier.store(home, buffer) for _, home, buffer in self._moved]
-        goes = tier.puts_in_file(self.tile.unit.master.nbytes)  # tiles may be small: they are many
+        unit, tier = self._tile.unit, self._tile.unit.optimizer_tier
+        writes = [written, *(tier.store(home, buffer) for _, home, buffer in self._moved)]
+        goes = tier.puts_in_file(unit.master.nbytes)  # tiles may be small: they are many
         for value in self._state_tensors() if goes else ():
             if not tier.holds_in_file(value):
                 home = tier.file.empty(value.numel(), value.dtype)
                 writes.append(tier.store(home, value.data))
                 value.data = home
-        self.tile.unit.is_stored_by(Pending(writes))
-        return Pending(writes, self._give_back)
-
-    def _give_back(self) -> None:
-        for raw in self._taken:
-            self._memory.release(raw)
+        stored = Pending(writes)
+        unit.is_stored_by(stored)
+        return stored
 
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()
@@ -123,7 +118,7 @@ class Updates:
     """
 
     def __init__(self, state_of: Callable[[Tile], dict], read_ahead: bool, write_behind: bool, shows: bool):
-        self._state_of, self._shows, self._memory = state_of, shows, HostMemory(sys.maxsize)
+        self._state_of, self._shows, self._memory = state_of, shows, HostMemory()
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._todo: deque[Tile] = deque()
         self._open: Counter[Unit] = Counter()
@@ -209,6 +204,7 @@ class Updates:
                 raise
             behind.wait()
             behind = staged.leave(written)
+            del staged, written  # and with them what keeps the buffers from being used again
             if not self._write_behind:
                 behind.wait()
             self._done(tile)
