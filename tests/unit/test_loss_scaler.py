@@ -3,7 +3,7 @@
 import pytest
 
 from zero.config import load_config
-from zero.optim.loss_scaler import LossScaleExhausted, LossScaler
+from zero.optim.loss_scaler import LossScaler
 
 
 def scales(scaler, events):
@@ -48,8 +48,6 @@ def test_an_overflow_at_the_minimum_with_no_hysteresis_left_is_the_end():
     assert scaler.at_minimum and not scaler.exhausted
     scaler.update(True)
     assert scaler.exhausted
-    with pytest.raises(LossScaleExhausted, match="loss scale 2.*bf16"):
-        scaler.update(True)
 
 
 def test_good_steps_at_the_minimum_lead_away_from_it():

@@ -1,10 +1,11 @@
 """Loss scaling for float16: the factor on the loss, and how it answers overflows. Pure Python, the same on every rank.
 
 The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the loss by
-:attr:`LossScaler.scale`, finds out whether any rank's gradient is not finite, skips the optimizer step if so, and
-calls :meth:`LossScaler.update` once for each optimizer step, skipped or not.
+:attr:`LossScaler.scale`, finds out whether any rank's gradient is not finite, skips the optimizer step if so (or gives
+up if the scaler is :attr:`~LossScaler.exhausted`), and calls :meth:`LossScaler.update` once for each optimizer step.
 """
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from zero.config import FP16Config
@@ -12,10 +13,7 @@ from zero.config import FP16Config
 _FACTOR = 2.0
 
 
-class LossScaleExhausted(RuntimeError):
-    """A gradient overflowed at the smallest loss scale: scaling cannot help any more."""
-
-
+@dataclass(eq=False)
 class LossScaler:
     """A static loss scale, or a dynamic one that halves on overflow and doubles after a stable window.
 
@@ -28,41 +26,27 @@ class LossScaler:
         min_loss_scale: the scale never falls below this.
     """
 
-    def __init__(
-        self,
-        loss_scale: float = 0.0,
-        initial_scale_power: int = 16,
-        loss_scale_window: int = 1000,
-        hysteresis: int = 2,
-        consecutive_hysteresis: bool = False,
-        min_loss_scale: float = 1,
-    ):
-        self.dynamic = loss_scale == 0
-        self.scale: float = _FACTOR**initial_scale_power if self.dynamic else float(loss_scale)
-        self.window = loss_scale_window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
-        self.min_scale = min_loss_scale
-        self._overflows_left = hysteresis
-        self._steps = 0
-        self._last_overflow = -1
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1
+
+    def __post_init__(self) -> None:
+        self.dynamic = self.loss_scale == 0
+        self.scale = _FACTOR**self.initial_scale_power if self.dynamic else float(self.loss_scale)
+        self._overflows_left, self._steps, self._last_overflow = self.hysteresis, 0, -1
 
     @classmethod
     def from_config(cls, fp16: FP16Config) -> "LossScaler":
         """The scaler that an ``fp16`` section describes."""
-        return cls(
-            fp16.loss_scale,
-            fp16.initial_scale_power,
-            fp16.loss_scale_window,
-            fp16.hysteresis,
-            fp16.consecutive_hysteresis,
-            fp16.min_loss_scale,
-        )
+        return cls(**{field.name: getattr(fp16, field.name) for field in fields(cls)})
 
     @property
     def at_minimum(self) -> bool:
         """True if a dynamic scale cannot fall further."""
-        return self.dynamic and self.scale <= self.min_scale
+        return self.dynamic and self.scale <= self.min_loss_scale
 
     @property
     def exhausted(self) -> bool:
@@ -70,38 +54,23 @@ class LossScaler:
         return self.at_minimum and self._overflows_left == 1
 
     def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step; ``overflow`` means that it was skipped for a gradient that is not finite.
-
-        Raises:
-            LossScaleExhausted: an overflow while :attr:`exhausted`. A static scale never raises.
-        """
+        """Take note of one optimizer step; ``overflow``: it was skipped for a gradient that is not finite."""
         if not self.dynamic:
             return
         if overflow:
-            self._overflowed()
+            if self._overflows_left == 1:
+                self.scale = max(self.scale / _FACTOR, self.min_loss_scale)
+            else:
+                self._overflows_left -= 1
+            self._last_overflow = self._steps
         else:
-            self._went_well()
+            stable = self._steps - self._last_overflow - 1
+            doubles = stable > 0 and stable % self.loss_scale_window == 0
+            if doubles:
+                self.scale *= _FACTOR
+            if doubles or self.consecutive_hysteresis:
+                self._overflows_left = self.hysteresis
         self._steps += 1
-
-    def _overflowed(self) -> None:
-        if self.exhausted:
-            raise LossScaleExhausted(
-                f"a gradient is not finite at loss scale {self.scale:g}, which is fp16.min_loss_scale; "
-                "use bf16, or a lower learning rate"
-            )
-        if self._overflows_left == 1:
-            self.scale = max(self.scale / _FACTOR, self.min_scale)
-        else:
-            self._overflows_left -= 1
-        self._last_overflow = self._steps
-
-    def _went_well(self) -> None:
-        if self.consecutive_hysteresis:
-            self._overflows_left = self.hysteresis
-        stable = self._steps - self._last_overflow - 1
-        if stable > 0 and stable % self.window == 0:
-            self._overflows_left = self.hysteresis
-            self.scale *= _FACTOR
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from step to step; the settings come from the configuration."""
@@ -114,7 +83,5 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self.scale = state["scale"]
-        self._overflows_left = state["overflows_left"]
-        self._steps = state["steps"]
-        self._last_overflow = state["last_overflow"]
+        self.scale, self._overflows_left = state["scale"], state["overflows_left"]
+        self._steps, self._last_overflow = state["steps"], state["last_overflow"]
