@@ -25,11 +25,11 @@ from zero.hooks import ModuleHooks
 from zero.layout import UnitPlan, plan_units
 from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zero.offload.tiers import Tier
-from zero.optim.factory import build_optimizer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.optim.torch_optimizers import build_optimizer
 from zero.schedule import Schedule
 from zero.unit import Residency, State, Unit, placeholder
 

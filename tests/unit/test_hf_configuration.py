@@ -10,7 +10,7 @@ from torch import nn
 from zero.config import OffloadOptimizerConfig
 from zero.hf import configuration as facade
 from zero.hf.definitions import register_grad_hook
-from zero.optim.factory import build_optimizer
+from zero.optim.torch_optimizers import build_optimizer
 
 
 def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):

@@ -59,7 +59,6 @@ INSIDE = {
         "loss_scaler",
         "lr_schedules",
         "torch_optimizers",
-        "factory",
         "cpu_adam",
         "updates",
         "placement",

@@ -8,7 +8,6 @@ from torch import nn
 
 from zero.config import load_config
 from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_keys
-from zero.optim.factory import build_optimizer
 from zero.optim.torch_optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -16,6 +15,7 @@ from zero.optim.torch_optimizers import (
     FusedAdam,
     FusedLion,
     Lion,
+    build_optimizer,
 )
 
 # Further settings with which each kind is tried; a kind without settings of its own has its defaults.
