@@ -76,48 +76,45 @@ class ZeroOptimizer(OptimizerAttributes):
         self.optimizer, self.reducer, self.comm = optimizer, reducer, comm
         self.units = [unit for unit in units if unit.trainable]
         self.sub_group_size, self.clipping, self.scaler = sub_group_size, clipping, scaler
+        self._placement, self._overlap, self._forward_order = placement, overlap, forward_order
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
+        self._replicated = any(unit.layout.replicated for unit in self.units)
         self.overflow = False
         self.grad_norm: float | None = None
         self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
+        self._number_parameters(group_of, {param for unit in units for param in unit.params})
         on_host = any(unit.optimizer_tier.device.type == "cpu" for unit in self.units)
         # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
         offloaded = placement.here != placement.away
         self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
-        known = {param for unit in units for param in unit.params}
-        if strangers := [param for param in group_of if param not in known and param.numel()]:
-            raise UsageError(
-                f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
-                f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
-            )
-        self._replicated = any(unit.layout.replicated for unit in self.units)
-        self._placement = placement
-        self._overlap, self._forward_order = overlap, forward_order
         self._updates = Updates(self._state_of, read_ahead, write_behind, comm.clock.shows)
         for unit in self.units:
             unit.make_master(unit.optimizer_tier)
             unit.optimizer = self
         self.tiles = [tile for unit in self.units for tile in self._cut(unit, group_of)]
-        idle = [
-            unit.param_names[i] for unit in self.units for i, param in enumerate(unit.params) if param not in group_of
-        ]
-        if idle and comm.rank == 0:
-            logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
-        order = {param: number for number, param in enumerate(group_of)}
-        self._slots = sorted(
-            ((unit, slot) for unit in self.units for slot, param in enumerate(unit.params) if param in group_of),
-            key=lambda place: order[place[0].params[place[1]]],
-        )
-        number_of = {place: number for number, place in enumerate(self._slots)}
-        self._pieces = [
-            (number_of[unit, piece.slot], unit, piece.start, piece.start + piece.numel)
-            for unit in self.units
-            for piece in unit.layout.pieces(comm.rank)
-            if (unit, piece.slot) in number_of
-        ]
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [tile.master for tile in self.tiles if tile.group == index]
+
+    def _number_parameters(self, group_of: dict[nn.Parameter, int], known: set[nn.Parameter]) -> None:
+        """Number what is trained in the order of the param groups, and find this rank's pieces of it."""
+        if strangers := [param for param in group_of if param not in known and param.numel()]:
+            raise UsageError(
+                f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
+                f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+            )
+        names = {p: name for unit in self.units for p, name in zip(unit.params, unit.param_names, strict=True)}
+        idle = [name for param, name in names.items() if param not in group_of]
+        if idle and self.comm.rank == 0:
+            logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
+        self._names = [names[param] for param in group_of if param in names]
+        number_of = {param: number for number, param in enumerate(param for param in group_of if param in names)}
+        self._pieces = [
+            (number_of[unit.params[piece.slot]], unit, piece.start, piece.start + piece.numel)
+            for unit in self.units
+            for piece in unit.layout.pieces(self.comm.rank)
+            if unit.params[piece.slot] in number_of
+        ]
 
     @property
     def param_groups(self) -> list[dict]:
@@ -269,29 +266,20 @@ class ZeroOptimizer(OptimizerAttributes):
         if not state:
             state |= cpu_adam.new_state(tile.master)
         state["step"] += 1
-        shard = tile.unit.shard[tile.start : tile.end]
-        if tile.unit.dtype == torch.float32:
-            rounded = None
-        elif shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard):
-            rounded = shard
-        else:
-            rounded = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+        shard, rounded = tile.unit.shard[tile.start : tile.end], None
+        if shard.dtype != torch.float32:
+            in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
+            rounded = shard if in_memory else torch.empty_like(shard, device="cpu")
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("lr", "eps", "weight_decay")} | {"beta1": beta1, "beta2": beta2}
         cpu_adam.adam(
-            tile.master,
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            rounded,
+            *(tile.master, grad, state["exp_avg"], state["exp_avg_sq"], rounded),
             step=int(state["step"]),
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
             factor=factor,
             # Where the model computes on the CPU its updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
+            **numbers,
         )
         return tile.master if rounded is None else rounded
 
@@ -307,7 +295,7 @@ class ZeroOptimizer(OptimizerAttributes):
 
     def _global_norm(self) -> float:
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
-        squares = torch.zeros(len(self._slots), dtype=torch.float64, device=self.comm.device)
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         norms = [self._norm(unit, start, end).to(squares.device) for _, unit, start, end in self._pieces]
         if norms:
             index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
@@ -327,8 +315,7 @@ class ZeroOptimizer(OptimizerAttributes):
 
     def _explain_non_finite(self) -> str:
         """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
-        unit, slot = self._slots[int(torch.argmin(self._param_norms.isfinite().int()))]
-        name = unit.param_names[slot]
+        name = self._names[int(torch.argmin(self._param_norms.isfinite().int()))]
         if self.scaler is None:
             return f"the gradient of parameter {name!r} is not finite; this step was skipped on every rank"
         return (

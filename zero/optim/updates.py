@@ -17,7 +17,7 @@ import atexit
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -145,12 +145,15 @@ class Updates:
 
     def wait(self, unit: Unit | None = None) -> None:
         """Until `unit` is updated, or everything is, and written; raises what went wrong in the thread."""
-        if self._failure is None and not (self._busy if unit is None else self._open[unit]):
-            return
-        with self._changed:
-            if unit is not None:
-                self._todo = deque(sorted(self._todo, key=lambda tile: tile.unit is not unit))
-            self._changed.wait_for(lambda: self._failure or not (self._busy if unit is None else self._open[unit]))
+
+        def is_over() -> bool:
+            return self._failure is not None or not (self._busy if unit is None else self._open[unit])
+
+        if not is_over():
+            with self._changed:
+                if unit is not None:
+                    self._todo = deque(sorted(self._todo, key=lambda tile: tile.unit is not unit))
+                self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
@@ -192,7 +195,8 @@ class Updates:
         ahead: dict[Tile, _Staged] = {}
         behind = Pending()
         progress, total = Progress(self._shows, "optimizer"), len(self._todo)
-        for tile, following in self._take():
+        tile, following = self._next()
+        while tile is not None:
             staged = ahead.pop(tile, None) or self._stage(tile)
             staged.enter()
             if self._read_ahead and following is not None and not ahead:
@@ -209,20 +213,17 @@ class Updates:
                 behind.wait()
             self._done(tile)
             progress.advance(total)
+            tile, following = self._next()
         behind.wait()
 
     def _stage(self, tile: Tile) -> _Staged:
         return _Staged(tile, self._state_of, self._memory)
 
-    def _take(self) -> Iterator[tuple[Tile, Tile | None]]:
+    def _next(self) -> tuple[Tile | None, Tile | None]:
         """The next tile and the one that will probably follow."""
-        while True:
-            with self._changed:
-                if not self._todo:
-                    return
-                tile = self._todo.popleft()
-                following = self._todo[0] if self._todo else None
-            yield tile, following
+        with self._changed:
+            tile = self._todo.popleft() if self._todo else None
+            return tile, self._todo[0] if self._todo else None
 
     def _done(self, tile: Tile) -> None:
         with self._changed:
