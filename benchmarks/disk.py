@@ -30,14 +30,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from benchmarks.launch import REPOSITORY
-from zero.offload.files import AioSettings, ScratchFile, Transfer
+from zero.config import AioConfig
+from zero.offload.files import ScratchFile, Transfer
 from zero.offload.memory import HostMemory
 
 PIECE = 64 << 20  # bytes of a tensor
@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioSettings) -> Move:
+def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig) -> Move:
     """By three buffers (PIECE / 4,) of fp32. Raises RuntimeError where other bytes are read than were written."""
     direct = os.O_RDWR | os.O_DIRECT
     with mock.patch("zero.offload.files._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))):
@@ -166,7 +166,7 @@ def mapped(path: Path, size: int) -> Move:
     return move
 
 
-def label(settings: AioSettings) -> str:
+def label(settings: AioConfig) -> str:
     return f"{settings.thread_count} x {settings.block_size >> 10}K"
 
 
@@ -174,12 +174,12 @@ def variants(path: Path, size: int) -> dict[str, Move]:
     """All of them use the same file: on a virtual disk one file is read a third faster than another."""
     path.touch()
     buffered(path, size)("write")
-    memory, moves, default = HostMemory(), {}, AioSettings()
+    memory, moves, default = HostMemory(), {}, AioConfig()
     buffers = [memory.take(PIECE).view(torch.float32) for _ in range(3)]
     unaligned = [memory.take(PIECE, phase=128).view(torch.float32) for _ in range(3)]
     for threads in THREADS:
         for block in BLOCKS:
-            settings = AioSettings(block, thread_count=threads)
+            settings = AioConfig(block_size=block, thread_count=threads)
             moves[f"ours {label(settings)}"] = ours(path, size, buffers, settings)
     moves[f"ours {label(default)} unaligned"] = ours(path, size, unaligned, default)
     if program := shutil.which("fio"):
@@ -225,7 +225,7 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     lines = ["  ".join([f"{'variant':<24}", *(f"{title:>10}" for title in titles)])]
     for name, row in rows.items():
         cells = [f"{row[column]:10.{0 if column in DIRECTIONS else 2}f}" for column in columns]
-        lines.append("  ".join([f"{name + ' *' * (name == f'ours {label(AioSettings())}'):<24}", *cells]))
+        lines.append("  ".join([f"{name + ' *' * (name == f'ours {label(AioConfig())}'):<24}", *cells]))
     return "\n".join(lines)
 
 
@@ -239,7 +239,7 @@ def plot(rows: dict[str, dict[str, float]], best: dict[str, str], path: Path) ->
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, (direction, peer) in zip(axes, best.items(), strict=True):
         for block in BLOCKS:
-            names = {threads: f"ours {label(AioSettings(block, thread_count=threads))}" for threads in THREADS}
+            names = {threads: f"ours {label(AioConfig(block_size=block, thread_count=threads))}" for threads in THREADS}
             rates = {threads: rows[name][direction] for threads, name in names.items() if name in rows}
             axis.plot(list(rates), list(rates.values()), marker="o", label=f"ours, blocks of {block >> 10}K")
         for color, name in enumerate(dict.fromkeys([peer, "dd direct, 4", "page cache", "mapping"]), start=3):
@@ -273,7 +273,11 @@ def main() -> None:
     if not any(name.startswith("fio") for name in rows):
         print("fio is not installed: it is not among the peers")
     print(f"\n{table(rows)}")
-    settings = {"bytes": size, "repeats": args.repeats, "default": asdict(AioSettings())}
+    settings = {
+        "bytes": size,
+        "repeats": args.repeats,
+        "default": AioConfig().model_dump(include={"block_size", "queue_depth", "thread_count"}),
+    }
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(

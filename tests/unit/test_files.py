@@ -21,14 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload import files
 from zero.offload import memory as host_memory
-from zero.offload.files import AioSettings, ScratchFile
+from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory
 
 # Requests of two pages, so that small tensors take several.
-SMALL = AioSettings(block_size=PAGE, queue_depth=4, thread_count=2)
+SMALL = AioConfig(block_size=PAGE, queue_depth=4, thread_count=2)
 
 
 @pytest.fixture(params=["direct", "bounced", "refused at open", "refused at transfer"])
@@ -108,7 +109,7 @@ def test_slices_of_any_phase_leave_their_neighbours_alone(tmp_path, way):
 
 
 def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
-    file = ScratchFile(tmp_path, AioSettings(block_size=PAGE, queue_depth=8, thread_count=8))
+    file = ScratchFile(tmp_path, AioConfig(block_size=PAGE, queue_depth=8, thread_count=8))
     tensor = file.zeros(300_000, torch.uint8)
     order = random.Random(1)
     for _ in range(30):
@@ -125,7 +126,7 @@ def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
 
 
 def test_mapping_and_transfers_stay_coherent_while_other_regions_are_transferred(tmp_path):
-    file = ScratchFile(tmp_path, AioSettings(block_size=PAGE, queue_depth=16, thread_count=4))
+    file = ScratchFile(tmp_path, AioConfig(block_size=PAGE, queue_depth=16, thread_count=4))
     stop = threading.Event()
 
     def disturb(seed: int) -> int:
@@ -441,6 +442,6 @@ def test_memory_that_cannot_be_pinned_is_pageable_and_told_once(monkeypatch, cap
 
 
 def test_settings_give_the_bytes_of_a_request():
-    assert AioSettings(block_size=1 << 20, queue_depth=32, thread_count=4).request == 8 << 20
-    assert AioSettings(block_size=5000, queue_depth=1, thread_count=8).request == 2 * PAGE
+    assert files.request_bytes(AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)) == 8 << 20
+    assert files.request_bytes(AioConfig(block_size=5000, queue_depth=1, thread_count=8)) == 2 * PAGE
     assert list(files._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]

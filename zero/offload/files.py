@@ -22,13 +22,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload.memory import PAGE, HostMemory, round_up
 
@@ -41,21 +41,12 @@ _FOLIO = 2 << 20
 _SEGMENT = 1 << 30
 
 
-@dataclass(frozen=True)
-class AioSettings:
-    """How transfers are made: `thread_count` threads have `queue_depth` blocks of `block_size` bytes under way.
+def request_bytes(aio: AioConfig) -> int:
+    """Bytes of one request, a multiple of `PAGE`: as many blocks on end as fall to a thread, of all under way.
 
-    One request is as many blocks on end as fall to a thread; the kernel hands all of a request to the disk at once.
+    The kernel hands all of a request to the disk at once.
     """
-
-    block_size: int = 1 << 20
-    queue_depth: int = 32
-    thread_count: int = 4
-
-    @property
-    def request(self) -> int:
-        """Bytes of one request, a multiple of `PAGE`."""
-        return round_up(self.block_size * max(1, self.queue_depth // self.thread_count), PAGE)
+    return round_up(aio.block_size * max(1, aio.queue_depth // aio.thread_count), PAGE)
 
 
 class Transfer:
@@ -81,8 +72,8 @@ class ScratchFile:
     process that made the object, and by atexit handlers too; transfers still under way at exit are abandoned.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], settings: AioSettings | None = None):
-        self.folder, self.settings = Path(folder), settings or AioSettings()
+    def __init__(self, folder: str | os.PathLike[str], settings: AioConfig | None = None):
+        self.folder, self.settings = Path(folder), settings or AioConfig()
         self._file, self._direct = _open(self.folder)
         self._regions, self._bounces, self._process = _Regions(self._file), HostMemory(), os.getpid()
         self._requests: Requests = SimpleQueue()
@@ -149,7 +140,7 @@ class ScratchFile:
         if position is None:
             raise ValueError("not a tensor of this file")
         ends = []
-        for start, nbytes, direct in _pieces(position, mapped.nbytes, self.settings.request):
+        for start, nbytes, direct in _pieces(position, mapped.nbytes, request_bytes(self.settings)):
             ends.append(Future())
             place = (position + start, host.data_ptr() + start, nbytes)
             self._requests.put((ends[-1], partial(self._carry_out, *place, direct, is_read, (mapped, host))))

@@ -11,7 +11,7 @@ import torch
 
 from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
-from zero.offload.files import AioSettings, ScratchFile
+from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 
 # A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
@@ -20,15 +20,14 @@ LEAST_BYTES_IN_A_FILE = 1 << 20
 # Pinned buffers between a file and a GPU.
 _staging = HostMemory(pin=True)
 
-_files: dict[tuple[str, AioSettings], ScratchFile] = {}
+_files: dict[tuple[str, int, int, int], ScratchFile] = {}
 
 
 def scratch_file(folder: str, aio: AioConfig) -> ScratchFile:
     """This process's file in `folder`, which all engines share."""
-    settings = AioSettings(aio.block_size, aio.queue_depth, aio.thread_count)
-    key = (os.path.abspath(folder), settings)
+    key = (os.path.abspath(folder), aio.block_size, aio.queue_depth, aio.thread_count)
     if key not in _files:
-        _files[key] = ScratchFile(folder, settings)
+        _files[key] = ScratchFile(folder, aio)
     return _files[key]
 
 

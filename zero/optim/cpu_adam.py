@@ -85,7 +85,8 @@ def adam(
     `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above.
     Raises ValueError for tensors that are otherwise.
     """
-    _check(master, grad, exp_avg, exp_avg_sq, out)
+    tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
+    _check(tensors)
     kernel = _kernel()
     if kernel is not None:
         scalars = _Scalars(
@@ -100,7 +101,7 @@ def adam(
             step_size=-(lr / (1 - beta1**step)),
             roots=_roots() if torch_sqrt else None,
         )
-        _in_pieces(kernel, scalars, master, grad, exp_avg, exp_avg_sq, out)
+        _in_pieces(kernel, scalars, list(tensors.values()))
         return
     steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
@@ -110,24 +111,30 @@ def adam(
         out.copy_(master)
 
 
-def _in_pieces(
-    kernel: Callable[..., None],
-    scalars: _Scalars,
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    out: torch.Tensor | None,
-) -> None:
+def _check(tensors: dict[str, torch.Tensor | None]) -> None:
+    length, sixteen_bits = tensors["master"].numel(), (torch.bfloat16, torch.float16)
+    dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
+    for name, tensor in tensors.items():
+        if tensor is None and name == "out":
+            continue
+        allowed = dtypes.get(name, (torch.float32,))
+        if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
+            raise ValueError(
+                f"{name} must be a host tensor of shape ({length},) and dtype {' or '.join(map(str, allowed))}, not of "
+                f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+
+def _in_pieces(kernel: Callable[..., None], scalars: _Scalars, tensors: list[torch.Tensor | None]) -> None:
     """In pieces that a cache holds, by this thread and some helpers. The kernel knows no fp16: torch casts."""
-    starts = iter(range(0, master.numel(), PIECE))
+    numel = tensors[0].numel()
+    starts = iter(range(0, numel, PIECE))
 
     def work() -> None:
         for start in starts:  # shared by the threads: each takes the next piece
-            p, g, m, v, o = (
-                None if tensor is None else tensor[start : start + PIECE]
-                for tensor in (master, grad, exp_avg, exp_avg_sq, out)
-            )
+            p, g, m, v, o = (None if tensor is None else tensor[start : start + PIECE] for tensor in tensors)
             g = g.float() if g.dtype == torch.float16 else g
             to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
             places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
@@ -136,34 +143,11 @@ def _in_pieces(
                 o.copy_(p)
 
     threads = thread_count()
-    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, -(-master.numel() // PIECE)) - 1)]
+    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, -(-numel // PIECE)) - 1)]
     work()
     for other in others:
         if not other.cancel():
             other.result()
-
-
-def _check(
-    master: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, out: torch.Tensor | None
-) -> None:
-    fp32, fp16 = (torch.float32,), (torch.bfloat16, torch.float16)
-    for name, tensor, dtypes in (
-        ("master", master, fp32),
-        ("grad", grad, fp32 + fp16),
-        ("exp_avg", exp_avg, fp32),
-        ("exp_avg_sq", exp_avg_sq, fp32),
-        ("out", out, fp16),
-    ):
-        if tensor is None and name == "out":
-            continue
-        if tensor.dtype not in dtypes or tensor.device.type != "cpu" or tensor.shape != (master.numel(),):
-            raise ValueError(
-                f"{name} must be a host tensor of shape ({master.numel()},) and dtype "
-                f"{' or '.join(str(dtype) for dtype in dtypes)}, not of shape {tuple(tensor.shape)}, {tensor.dtype}, "
-                f"on {tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:

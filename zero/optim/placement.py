@@ -11,7 +11,7 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,13 +33,10 @@ def headroom(device: torch.device) -> tuple[int, int]:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device), total
     known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    limit, used, cached = (
-        _of_container("memory.max"),
-        _of_container("memory.current"),
-        _of_container("memory.stat", "file"),
-    )
+    limit, used = _of_container("memory.max"), _of_container("memory.current")
     if limit is not None and used is not None:
-        available, total = min(available, limit - used + (cached or 0)), min(total, limit)
+        cached = _of_container("memory.stat", "file") or 0
+        available, total = min(available, limit - used + cached), min(total, limit)
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -79,28 +76,24 @@ class Placement:
         self._steps += 1
         if not self.automatic or self._steps < STEPS_TO_WATCH:
             return
-        free, total = self._agreed(headroom(self.here.device))
+        # The least of all ranks: they gather in one order, which depends on where weights are.
+        comm, room = self.units[0].comm, headroom(self.here.device)
+        free, total = comm.all_reduce(torch.tensor(room, device=comm.device), op="min").tolist()
         reserve = max(1 << 30, total // 10)
+        near = [unit for unit in self.units if unit.optimizer_tier == self.here]
         if self._steps == STEPS_TO_WATCH:
             for unit in self.units:
                 size = _bytes_of(unit, tiles, state)
                 if free - size >= reserve:
                     free -= size
                     _move(unit, self.here, tiles, state)
-        elif free < reserve // 2 and any(unit.optimizer_tier == self.here for unit in self.units):
-            for unit in reversed([unit for unit in self.units if unit.optimizer_tier == self.here]):
-                if free >= reserve:
-                    break
-                free += _bytes_of(unit, tiles, state)
-                _move(unit, self.away, tiles, state)
+        elif free < reserve // 2 and near:
+            while near and free < reserve:
+                free += _bytes_of(near[-1], tiles, state)
+                _move(near.pop(), self.away, tiles, state)
         else:
             return
         self._tell(free, reserve)
-
-    def _agreed(self, room: tuple[int, int]) -> tuple[int, int]:
-        """The least of all ranks: they gather in one order, which depends on where weights are."""
-        comm = self.units[0].comm
-        return tuple(comm.all_reduce(torch.tensor(room, device=comm.device), op="min").tolist())
 
     def _tell(self, free: int, reserve: int) -> None:
         here = [unit for unit in self.units if unit.optimizer_tier == self.here]
@@ -114,22 +107,20 @@ class Placement:
             )
 
 
-def _parts(unit: Unit, tiles: Sequence[Tile], state: dict) -> Iterator[tuple[Tile, torch.Tensor]]:
+def _parts(unit: Unit, tiles: Sequence[Tile], state: dict) -> list[torch.Tensor]:
     """The state tensors of the unit's tiles."""
-    for tile in tiles:
-        for value in state.get(tile.master, {}).values() if tile.unit is unit else ():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                yield tile, value
+    values = [value for tile in tiles if tile.unit is unit for value in state.get(tile.master, {}).values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _bytes_of(unit: Unit, tiles: Sequence[Tile], state: dict) -> int:
-    tensors = [unit.master, unit.grad, *(value for _, value in _parts(unit, tiles, state))]
+    tensors = [unit.master, unit.grad, *_parts(unit, tiles, state)]
     shard = 0 if unit.shard is unit.master else unit.shard.nbytes
     return shard + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _move(unit: Unit, tier: Tier, tiles: Sequence[Tile], state: dict) -> None:
-    for _, value in _parts(unit, tiles, state):
+    for value in _parts(unit, tiles, state):
         value.data = tier.keep(value.data)
     unit.move(tier)
     for tile in tiles:
