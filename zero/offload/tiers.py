@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ class Tier:
         return Pending([self.file.read(source, staged)], lambda: target.copy_(staged))
 
 
-_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Event:
@@ -116,9 +119,7 @@ class _Event:
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy from the device to pinned host memory beside the device's computation."""
     device = values.device
-    if device not in _copy_streams:
-        _copy_streams[device] = torch.cuda.Stream(device)
-    stream = _copy_streams[device]
+    stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(values, non_blocking=True)

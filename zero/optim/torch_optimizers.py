@@ -54,7 +54,7 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode, **settings)
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(FusedAdam):
     """As `FusedAdam`; the argument is called `adamw_mode` here."""
 
     def __init__(
@@ -70,11 +70,8 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
         **settings: Any,
     ):
-        _refuse_false(self, bias_correction=bias_correction, fp32_optimizer_states=fp32_optimizer_states)
-        self.adam_w_mode = adamw_mode
-        super().__init__(
-            model_params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adamw_mode, **settings
-        )
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad, **settings)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
@@ -184,24 +181,21 @@ def build_optimizer(
 
 
 def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch.optim.Optimizer:
-    """The class that DeepSpeed would take, here with torch's numerics."""
-    settings = dict(config.params)
-    if config.type in ("Adam", "AdamW"):
-        return _adam(config.type, params, settings, offloaded)
+    """The class that DeepSpeed would take, here with torch's numerics.
+
+    Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights unless told to.
+    """
+    kind, settings = config.type, dict(config.params)
+    if kind in ("Adam", "AdamW"):
+        decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
+        if settings.pop("torch_adam", False):
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
+        if offloaded:
+            return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+        return FusedAdam(params, adam_w_mode=decoupled, **settings)
     classes = {"Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad), "Lion": (FusedLion, DeepSpeedCPULion)}
-    if config.type in classes:
-        return classes[config.type][offloaded](params, **settings)
-    return getattr(torch.optim, config.type)(params, **settings)
-
-
-def _adam(name: str, params: list, settings: dict[str, Any], offloaded: bool) -> torch.optim.Adam:
-    """torch's own class with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights unless told to."""
-    decoupled = settings.pop("adam_w_mode", True) or name == "AdamW"
-    if settings.pop("torch_adam", False):
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
-    if offloaded:
-        return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
-    return FusedAdam(params, adam_w_mode=decoupled, **settings)
+    make = classes[kind][offloaded] if kind in classes else getattr(torch.optim, kind)
+    return make(params, **settings)
 
 
 def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
