@@ -19,7 +19,6 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -156,7 +155,7 @@ class ScratchFile:
         try:
             if direct and self._direct != self._file and (address - position) % PAGE:
                 # By an aligned buffer, as the memory is not aligned as the file is.
-                buffer = self._bounces.take(nbytes)
+                buffer = self._bounces.take(request_bytes(self.settings))
                 if not is_read:
                     ctypes.memmove(buffer.data_ptr(), address, nbytes)
                 self._move(self._direct, position, buffer.data_ptr(), nbytes, is_read)
@@ -257,24 +256,26 @@ class _Regions:
     def __init__(self, file: int):
         self._file, self._lock = file, threading.Lock()
         self._segments: list[tuple[int, int, memoryview]] = []  # position in the file, address, memory
-        # From `_top` to `_end` nothing was ever used. `_free`, sorted by position, and `_returned`, which is to be
-        # merged into it: the garbage collector may give back in the middle of anything, so that takes no lock.
-        self._top = self._end = 0
-        self._free: list[tuple[int, int]] = []
-        self._returned: deque[tuple[int, int]] = deque()
+        # For each folio of the file whether it is taken; from number `_top` on none was ever used.
+        self._taken, self._top = bytearray(), 0
 
     def take(self, nbytes: int) -> tuple[memoryview, bool]:
         """Mapped memory, the caller's until it dies, and whether it was never used: then it holds zeros.
 
         `nbytes` > 0. Raises OSError where the disk has no space for them, or the process no addresses.
         """
-        size = round_up(nbytes, _FOLIO)
+        count = -(-nbytes // _FOLIO)
         with self._lock:
-            start, fresh = self._find(size)
-            first, _, memory = next(segment for segment in reversed(self._segments) if segment[0] <= start)
-        view = memory[start - first : start - first + nbytes]
-        weakref.finalize(view, self._returned.append, (start, size)).atexit = False
-        os.posix_fallocate(self._file, start, round_up(nbytes, PAGE))
+            first = self._taken.find(bytes(count))
+            if first < 0:
+                first = self._grow(count)
+            self._taken[first : first + count] = b"\1" * count
+            fresh, self._top = first >= self._top, max(self._top, first + count)
+        position = first * _FOLIO
+        start, _, memory = next(segment for segment in reversed(self._segments) if segment[0] <= position)
+        view = memory[position - start : position - start + nbytes]
+        weakref.finalize(view, self._give_back, first, count).atexit = False
+        os.posix_fallocate(self._file, position, round_up(nbytes, PAGE))
         return view, fresh
 
     def position(self, address: int) -> int | None:
@@ -284,33 +285,15 @@ class _Regions:
                 return start + address - begin
         return None
 
-    def _find(self, size: int) -> tuple[int, bool]:
-        while self._returned:
-            self._free.append(self._returned.popleft())
-        self._free = _merged(self._free)
-        for index, (start, room) in enumerate(self._free):
-            if room >= size:
-                self._free[index : index + 1] = [(start + size, room - size)] if room > size else []
-                return start, False
-        if self._end - self._top < size:
-            self._grow(max(size, _SEGMENT))
-        self._top += size
-        return self._top - size, True
+    def _give_back(self, first: int, count: int) -> None:
+        """The garbage collector calls this in the middle of anything, so that it takes no lock."""
+        self._taken[first : first + count] = bytes(count)
 
-    def _grow(self, size: int) -> None:
-        """A gap lies before the new segment: regions of two mappings are never merged."""
-        start = self._end + _FOLIO
-        os.ftruncate(self._file, start + size)
-        memory = memoryview(mmap.mmap(self._file, size, offset=start))
-        self._segments.append((start, torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), memory))
-        self._top, self._end = start, start + size
-
-
-def _merged(free: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted by position, neighbours joined."""
-    merged: list[tuple[int, int]] = []
-    for start, size in sorted(free):
-        if merged and sum(merged[-1]) == start:
-            start, size = merged[-1][0], merged.pop()[1] + size
-        merged.append((start, size))
-    return merged
+    def _grow(self, count: int) -> int:
+        """Map some more of the file; the number of its first folio. No region is in two mappings: a gap is between."""
+        first, size = len(self._taken) + 1, max(count * _FOLIO, _SEGMENT)
+        os.ftruncate(self._file, first * _FOLIO + size)
+        memory = memoryview(mmap.mmap(self._file, size, offset=first * _FOLIO))
+        self._segments.append((first * _FOLIO, torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), memory))
+        self._taken += b"\1" + bytes(size // _FOLIO)
+        return first
