@@ -78,8 +78,8 @@ void take_roots(Roots* roots, float* values, int32_t count) {
 }
 
 template <class Gradient>
-void update(float* master, const Gradient* grad, float* exp_avg, float* exp_avg_sq, BFloat16* out, int64_t numel,
-            const Scalars s) {
+void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
+            float* __restrict exp_avg_sq, BFloat16* __restrict out, int64_t numel, const Scalars s) {
     // torch.lerp goes from the nearer end, so that it arrives exactly.
     const bool nearer_start = std::fabs(s.to_gradient) < 0.5f;
     const float weight = nearer_start ? s.to_gradient : s.to_gradient - 1.0f;
@@ -97,11 +97,11 @@ void update(float* master, const Gradient* grad, float* exp_avg, float* exp_avg_
             v[i] = root[i] = fused(s.from_square * g, g, v[i] * s.beta2);
         }
         take_roots(s.roots, root, count);
-        for (int32_t i = 0; i < count; ++i)
-            p[i] = p[i] * s.shrink + s.step_size * m[i] / (root[i] / s.correction + s.eps);
-        if (out == nullptr) continue;
         BFloat16* __restrict copy = out + first;
-        for (int32_t i = 0; i < count; ++i) copy[i] = rounded(p[i]);
+        for (int32_t i = 0; i < count; ++i) {
+            p[i] = p[i] * s.shrink + s.step_size * m[i] / (root[i] / s.correction + s.eps);
+            if (out != nullptr) copy[i] = rounded(p[i]);
+        }
     }
 }
 

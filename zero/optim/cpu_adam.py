@@ -33,6 +33,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -129,12 +130,11 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
 
 def _in_pieces(kernel: Callable[..., None], scalars: _Scalars, tensors: list[torch.Tensor | None]) -> None:
     """In pieces that a cache holds, by this thread and some helpers. The kernel knows no fp16: torch casts."""
-    numel = tensors[0].numel()
-    starts = iter(range(0, numel, PIECE))
+    pieces = list(zip(*(repeat(None) if each is None else each.split(PIECE) for each in tensors), strict=False))
+    left = iter(pieces)
 
     def work() -> None:
-        for start in starts:  # shared by the threads: each takes the next piece
-            p, g, m, v, o = (None if tensor is None else tensor[start : start + PIECE] for tensor in tensors)
+        for p, g, m, v, o in left:  # shared by the threads: each takes the next piece
             g = g.float() if g.dtype == torch.float16 else g
             to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
             places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
@@ -143,7 +143,7 @@ def _in_pieces(kernel: Callable[..., None], scalars: _Scalars, tensors: list[tor
                 o.copy_(p)
 
     threads = thread_count()
-    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, -(-numel // PIECE)) - 1)]
+    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(pieces)) - 1)]
     work()
     for other in others:
         if not other.cancel():
@@ -245,12 +245,12 @@ def _kernel() -> Callable[..., None] | None:
 def _library() -> Path:
     """The file with the compiled kernel, made unless it is there.
 
-    Its name is a hash of all that it depends on, as the preprocessor tells it: the source and, in macros, the version
-    of the compiler and the instructions of the CPU, as machines may share a home folder. (torch's loader looks
-    at no CPU, and guards a build by a lock file that outlives a killed process.)
+    Its name is a hash of all that it depends on: the command and what the preprocessor says, the source and, as macros,
+    the compiler's version and the CPU's instructions: machines may share a home folder. (torch's loader looks at no
+    CPU, and guards a build by a lock file that outlives a killed process.)
     """
-    compiler = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, str(SOURCE)]
-    inputs = _output_of([*compiler, "-E", "-dD"])
+    compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *FLAGS, str(SOURCE)]
+    inputs = f"{compiler} {_output_of([*compiler, '-E', '-dD'])}"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "zero_cpu_adam"
     library = folder / f"{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.so"
     if not library.exists():
