@@ -43,12 +43,19 @@ class Schedule:
 
     optimizer: Any
     last_batch_iteration: int
+    min_lrs: list[float]
+    max_lrs: list[float]
 
     def __post_init__(self) -> None:
         self._move_to(self.last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         """The rate of each parameter group by the formula."""
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _height(self) -> float:
+        """Where between the smallest and the largest rate, from 0 to 1."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
@@ -76,9 +83,6 @@ class Schedule:
             else:
                 group["lr"] = rate
 
-    def _given_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
     def _per_group(self, name: str) -> list[float]:
         """The values of a setting, one for each parameter group."""
         values, groups = getattr(self, name), len(self.optimizer.param_groups)
@@ -96,7 +100,11 @@ class Schedule:
 
 
 class _Warmup(Schedule):
-    """The warm-up from 0 to 1 in ``warmup_num_steps`` steps, which its subclasses scale; fewer than 2 act as 2."""
+    """Up in ``warmup_num_steps`` steps, of which fewer than 2 act as 2; at the bottom with n = -1."""
+
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_min_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_steps("warmup_num_steps", 0)
@@ -104,40 +112,30 @@ class _Warmup(Schedule):
         if self.warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             logger.warning("warmup_type %r is neither 'log' nor 'linear'; 'log' is used", self.warmup_type)
             self.warmup_type = WARMUP_LOG_RATE
-        super().__post_init__()
-
-    def _warmed_up(self) -> float:
-        if self.warmup_type == WARMUP_LOG_RATE:
-            return math.log(self.last_batch_iteration + 1) / math.log(self.warmup_num_steps)
-        return self.last_batch_iteration / self.warmup_num_steps
-
-
-class _WarmupToRate(_Warmup):
-    """From ``warmup_min_lr`` to ``warmup_max_lr``; with n = -1 the rate is ``warmup_min_lr``, and with n = 0 again."""
-
-    def __post_init__(self) -> None:
         if self.warmup_max_lr is None:
-            self.warmup_max_lr = self._given_rates()
+            self.warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs, self.max_lrs = self._per_group("warmup_min_lr"), self._per_group("warmup_max_lr")
         super().__post_init__()
 
-    def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < 0:
-            return list(self.min_lrs)
-        warm = self.last_batch_iteration >= self.warmup_num_steps
-        gamma = self._after_warmup() if warm else self._warmed_up()
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+    def _height(self) -> float:
+        n, steps = self.last_batch_iteration, self.warmup_num_steps
+        if n < 0:
+            return 0.0
+        if n >= steps:
+            return self._after_warmup(n)
+        warm = math.log(n + 1) / math.log(steps) if self.warmup_type == WARMUP_LOG_RATE else n / steps
+        return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * warm
 
-    def _after_warmup(self) -> float:
+    def _after_warmup(self, n: int) -> float:
         return 1.0
 
 
 @dataclass(eq=False, repr=False)
-class WarmupLR(_WarmupToRate):
+class WarmupLR(_Warmup):
     """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
 
-    ``warmup_max_lr`` is by default the ``lr`` that each group has. ``warmup_type``: "log", log(n + 1) /
-    log(warmup_num_steps) of the way after n, or "linear", n / warmup_num_steps.
+    With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again. ``warmup_max_lr``: by default the ``lr`` that each
+    group has. ``warmup_type``: "log", log(n + 1) / log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps.
     """
 
     optimizer: Any
@@ -149,7 +147,7 @@ class WarmupLR(_WarmupToRate):
 
 
 @dataclass(eq=False, repr=False)
-class WarmupDecayLR(_WarmupToRate):
+class WarmupDecayLR(_Warmup):
     """As :class:`WarmupLR`, then down to ``warmup_min_lr`` in a straight line until step ``total_num_steps``."""
 
     optimizer: Any
@@ -160,9 +158,8 @@ class WarmupDecayLR(_WarmupToRate):
     warmup_type: str = WARMUP_LOG_RATE
     last_batch_iteration: int = -1
 
-    def _after_warmup(self) -> float:
-        left = self.total_num_steps - self.last_batch_iteration
-        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+    def _after_warmup(self, n: int) -> float:
+        return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
 @dataclass(eq=False, repr=False)
@@ -180,24 +177,14 @@ class WarmupCosineLR(_Warmup):
     warmup_type: str = WARMUP_LOG_RATE
     last_batch_iteration: int = -1
 
-    def __post_init__(self) -> None:
-        self.base_lrs = self._given_rates()
-        super().__post_init__()
-
     def get_lr_ratio(self) -> float:
         """The present factor on the groups' own rates."""
-        n = self.last_batch_iteration
-        if n < 0:
-            return 0.0
-        if n < self.warmup_num_steps:
-            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._warmed_up()
+        return self._height()
+
+    def _after_warmup(self, n: int) -> float:
         length = max(1, self.total_num_steps - self.warmup_num_steps)
         cosine = math.cos(math.pi * min(1.0, (n - self.warmup_num_steps + 1) / length))
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + cosine) / 2)
-
-    def get_lr(self) -> list[float]:
-        ratio = self.get_lr_ratio()
-        return [rate * ratio for rate in self.base_lrs]
 
 
 @dataclass(eq=False, repr=False)
@@ -270,8 +257,7 @@ class OneCycle(Schedule):
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+            return super().get_lr()
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
