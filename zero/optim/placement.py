@@ -7,7 +7,6 @@ free, and where it is touched later on, units go away again. Numbers never chang
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import sys
@@ -19,8 +18,6 @@ import torch
 from zero.offload.tiers import Tier
 from zero.optim.updates import Tile
 from zero.unit import Unit
-
-logger = logging.getLogger("zero")
 
 # Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
 STEPS_TO_WATCH = 2
