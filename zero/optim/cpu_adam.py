@@ -104,10 +104,13 @@ def adam(
         )
         _in_pieces(kernel, scalars, list(tensors.values()))
         return
+    wide = grad.to(torch.float32, copy=factor != 1.0)
+    if factor != 1.0:
+        wide.mul_(factor)
     steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
-    torch_adam([master], [grad.float() * factor], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
+    torch_adam([master], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
     if out is not None:
         out.copy_(master)
 
