@@ -47,8 +47,8 @@ logger = logging.getLogger("zero")
 SOURCE = Path(__file__).with_suffix(".cpp")
 # No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and selections.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Elements that a thread takes at a time, 7 MB of memory: a thread on a disturbed core takes fewer of them. Tensors of
-# up to this size are updated by the calling thread.
+# Elements that a thread takes at a time, 7 MB of memory, which a cache holds for the casts around the kernel. A thread
+# on a disturbed core takes fewer of them. Tensors of up to this size are updated by the calling thread.
 PIECE = 1 << 18
 
 
@@ -88,6 +88,8 @@ def adam(
     """
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
     _check(tensors)
+    parts = (repeat(None) if each is None else each.split(PIECE) for each in tensors.values())
+    pieces = list(zip(*parts, strict=False))
     kernel = _kernel()
     if kernel is not None:
         scalars = _Scalars(
@@ -102,17 +104,17 @@ def adam(
             step_size=-(lr / (1 - beta1**step)),
             roots=_roots() if torch_sqrt else None,
         )
-        _in_pieces(kernel, scalars, list(tensors.values()))
+        _by_kernel(kernel, scalars, pieces)
         return
-    wide = grad.to(torch.float32, copy=factor != 1.0)
-    if factor != 1.0:
-        wide.mul_(factor)
-    steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
-    torch_adam([master], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
-    if out is not None:
-        out.copy_(master)
+    buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
+    for p, g, m, v, o in pieces:
+        wide = buffer[: g.numel()].copy_(g).mul_(factor)
+        steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
+        torch_adam([p], [wide], [m], [v], [], [steps], **numbers, **variant)
+        if o is not None:
+            o.copy_(p)
 
 
 def _check(tensors: dict[str, torch.Tensor | None]) -> None:
@@ -131,14 +133,14 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
             raise ValueError(f"{name} must be contiguous")
 
 
-def _in_pieces(kernel: Callable[..., None], scalars: _Scalars, tensors: list[torch.Tensor | None]) -> None:
-    """In pieces that a cache holds, by this thread and some helpers. The kernel knows no fp16: torch casts."""
-    pieces = list(zip(*(repeat(None) if each is None else each.split(PIECE) for each in tensors), strict=False))
+def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
+    """Update all pieces in this thread and some helpers. The kernel knows no fp16: torch casts."""
     left = iter(pieces)
 
     def work() -> None:
+        buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
         for p, g, m, v, o in left:  # shared by the threads: each takes the next piece
-            g = g.float() if g.dtype == torch.float16 else g
+            g = buffer[: g.numel()].copy_(g) if g.dtype == torch.float16 else g
             to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
             places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
             kernel(*places, p.numel(), g.dtype == torch.bfloat16, ctypes.byref(scalars))
