@@ -22,6 +22,7 @@ from tests.dist.training import (
     assert_same_weights,
     curve_on,
     ds_config,
+    loss_of,
     start,
     step,
     train_in_slices,
@@ -222,6 +223,15 @@ def error_of(call: Callable[[], Any]) -> str:
     return "no ValueError"
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in the param groups, as schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = toy()
     others = [*model.parameters(), torch.nn.Parameter(torch.ones(3))]
@@ -249,6 +259,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
     frozen, *_ = zero.initialize(model=toy().requires_grad_(False), config=CONFIG)
     found["step"] = error_of(frozen.step)
+    model = toy()
+    counting, *_ = zero.initialize(model=model, optimizer=Counting(model.parameters(), lr=0.1), config=CONFIG)
+    counting.backward(loss_of(counting(**toy_batches(1)[0])))
+    found["numbers of its own"] = error_of(counting.step)
     return found
 
 
@@ -266,6 +280,7 @@ def test_what_is_refused_says_what_to_do():
         "device": "meta",
         "loss": "scalar tensor",
         "step": "optimizer",
+        "numbers of its own": "Counting changes 'k' of its param group",
     }
     for found in run_on(2, refusals):
         assert found.keys() == expected.keys()

@@ -253,12 +253,26 @@ class ZeroOptimizer(OptimizerAttributes):
             values, grad = tile.master.detach(), grad.to(tile.master.dtype)
             values.grad = grad if factor == 1.0 else grad.mul_(factor)
             seen.state = defaultdict(dict, {values: self.optimizer.state[tile.master]})
-            seen.param_groups[tile.group]["params"] = [values]
+            group = seen.param_groups[tile.group]
+            group["params"], before = [values], group.copy()
             seen.step()
+            self._refuse_changed(before, group)
             self.optimizer.state[tile.master] = seen.state[values]
             # Nothing shall keep the tile's buffers from being used again.
-            seen.param_groups[tile.group]["params"], seen.state = [], {}
+            group["params"], seen.state = [], {}
         return tile.unit.publish(tile.start, values)
+
+    def _refuse_changed(self, before: dict, group: dict) -> None:
+        """Numbers in a param group that a step changes would change once for each tile."""
+
+        def is_same(key: str, value: object) -> bool:
+            return value is before.get(key) or (not isinstance(value, torch.Tensor) and value == before.get(key))
+
+        if changed := [key for key, value in group.items() if not is_same(key, value)]:
+            raise UsageError(
+                f"optimizer {type(self.optimizer).__name__} changes {changed[0]!r} of its param group in step(), as "
+                "schedule-free ones do; that is not supported: take one that keeps what changes in its state"
+            )
 
     def _adam(self, factor: float, group: dict, tile: Tile, grad: torch.Tensor) -> torch.Tensor:
         """One pass over memory; returns the new values in the shard's dtype."""
