@@ -254,7 +254,8 @@ class ZeroOptimizer(OptimizerAttributes):
             values.grad = grad if factor == 1.0 else grad.mul_(factor)
             seen.state = defaultdict(dict, {values: self.optimizer.state[tile.master]})
             group = seen.param_groups[tile.group]
-            group["params"], before = [values], group.copy()
+            group["params"] = [values]
+            before = group.copy()
             seen.step()
             self._refuse_changed(before, group)
             self.optimizer.state[tile.master] = seen.state[values]
