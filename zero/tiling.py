@@ -59,7 +59,13 @@ class TiledLinear(nn.Module):
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
         """(..., in_features) to (..., out_features), either in parts if so asked for."""
         parts = x if self.input_is_already_split else x.split([b - a for a, b in pairwise(self.in_parts)], dim=-1)
-        outputs = [sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self.linears]
+        return self._combine(
+            [self._sum(tile(part) for tile, part in zip(row, parts, strict=True)) for row in self.linears]
+        )
+
+    _sum = staticmethod(sum)
+
+    def _combine(self, outputs: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
         return torch.cat(outputs, dim=-1) if self.combine_out_splits else outputs
 
     @torch.no_grad()
@@ -72,6 +78,19 @@ class TiledLinear(nn.Module):
                         tile.weight.copy_(other.weight[low:high, first:end])
                         if tile.bias is not None:
                             tile.bias.copy_(other.bias[low:high])
+
+
+class TiledLinearReturnBias(TiledLinear):
+    """`TiledLinear` of layers that return (output, bias or None) without adding the bias, and does so itself."""
+
+    @staticmethod
+    def _sum(outputs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts, biases = zip(*outputs, strict=True)
+        return sum(parts), biases[-1]
+
+    def _combine(self, outputs: list[tuple]) -> tuple:
+        parts, biases = zip(*outputs, strict=True)
+        return super()._combine(list(parts)), None if biases[0] is None else super()._combine(list(biases))
 
 
 def _cut(features: int, splits: int, side: str) -> list[int]:

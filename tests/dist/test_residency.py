@@ -13,7 +13,7 @@ from tests.dist.training import adamw, ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from zero.engine import ZeroEngine
 from zero.fragments import safe_get_full_grad
-from zero.tiling import TiledLinear
+from zero.tiling import TiledLinear, TiledLinearReturnBias
 from zero.unit import State, Unit
 
 LIMITS = [0, 1500, 12000, 10**9]
@@ -184,3 +184,19 @@ def test_a_tiled_layer_is_gathered_tile_by_tile(under_init):
 def test_more_tiles_than_features_are_refused():
     with pytest.raises(RuntimeError, match="in_splits must lie between 1 and in_features 2: 3"):
         TiledLinear(2, 2, in_splits=3)
+
+
+def test_tiles_of_layers_that_return_their_bias():
+    class ReturnsBias(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight), self.bias
+
+    whole, x = nn.Linear(3, 4), torch.randn(2, 3)
+    for bias in (True, False):
+        layer = TiledLinearReturnBias(3, 4, bias, in_splits=2, out_splits=2, linear_cls=ReturnsBias)
+        for row, rows in zip(layer.linears, whole.weight.data.split(2), strict=True):
+            for tile, columns in zip(row, rows.split([2, 1], dim=1), strict=True):
+                tile.weight.data.copy_(columns)
+        output, given = layer(x)
+        torch.testing.assert_close(output, nn.functional.linear(x, whole.weight))
+        assert (given is None) if not bias else torch.equal(given, torch.cat([row[-1].bias for row in layer.linears]))

@@ -73,13 +73,15 @@ def test_every_name_of_the_table_resolves(tmp_path):
     done = python(
         """
         import importlib, zero, zero.comm, zero.hf
-        from zero.hf.names import NAMES
+        from zero.hf.names import ABSENT, NAMES
         zero.hf.enable()
         for module, names in NAMES.items():
             imported = importlib.import_module(module)
             for name in names.keys() - {"*"}:
                 getattr(imported, name)
                 assert name in dir(imported)
+            for name in ABSENT.get(module, ()):
+                assert isinstance(getattr(imported, name), type)
         import deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine
         assert DeepSpeedEngine is deepspeed.DeepSpeedEngine is zero.ZeroEngine
@@ -100,8 +102,12 @@ def test_missing_name_is_an_error_that_says_so(tmp_path):
             deepspeed.PipelineModule
         with pytest.raises(AttributeError, match="'deepspeed.ops.adam.OneBitAdam' is not provided by zero"):
             deepspeed.ops.adam.OneBitAdam
-        with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe.layer' is not provided by zero"):
-            import deepspeed.moe.layer
+        with pytest.raises(ModuleNotFoundError, match="'deepspeed.inference' is not provided by zero"):
+            import deepspeed.inference
+        from deepspeed.moe.layer import MoE
+        assert not isinstance(deepspeed, MoE)
+        with pytest.raises(NotImplementedError, match="deepspeed.moe.layer.MoE is not provided by zero"):
+            MoE(hidden_size=4)
         """,
         tmp_path,
     )

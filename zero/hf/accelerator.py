@@ -28,8 +28,14 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """GPUs of this host; on a CPU, its ranks as the launcher counts them."""
-        return torch.cuda.device_count() if torch.cuda.is_available() else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """GPUs of this host; on a CPU, its ranks as the launcher counts them: DeepSpeed's by LOCAL_SIZE."""
+        if torch.cuda.is_available():
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+    def set_device(self, device_index: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device_index)
 
     def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
@@ -76,3 +82,7 @@ _ACCELERATOR = Accelerator()
 def get_accelerator() -> Accelerator:
     """The process's one `Accelerator`."""
     return _ACCELERATOR
+
+
+def is_current_accelerator_supported() -> bool:
+    return True

@@ -129,8 +129,26 @@ class FusedAdamBuilder(AsyncIOBuilder):
     NAME = "fused_adam"
 
 
+class NotImplementedBuilder(AsyncIOBuilder):
+    """Of every operation that is not here."""
+
+    NAME = "deepspeed_not_implemented"
+
+
 # What the names above stand for is there without a build (True), or not at all (False).
-COMPATIBLE_OPS = {"async_io": False, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True}
+COMPATIBLE_OPS = {
+    **{"async_io": False, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True},
+    "deepspeed_not_implemented": False,
+}
+
+# "0.0": there is none, or it is to be asked for at run time.
+TORCH_INFO = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": get_accelerator().is_bf16_supported(),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": "0.0",
+}
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

@@ -22,10 +22,10 @@ _MISSING = object()
 
 
 def _absent(full_name: str) -> type:
-    """A class that nothing is an instance of and that cannot be instantiated."""
+    """A class that nothing is an instance of, and that refuses to be called."""
 
-    def refuse(self: object, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"{full_name} is not part of zero; only comparisons with this class are possible")
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"{full_name} is not provided by zero: it can be imported and compared with only")
 
     return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
 

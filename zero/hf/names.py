@@ -54,7 +54,16 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedConfigError": "zero.errors:UsageError",
         "add_config_arguments": "zero.hf.definitions:add_config_arguments",
     },
-    "deepspeed.accelerator": {"get_accelerator": "zero.hf.accelerator:get_accelerator"},
+    "deepspeed.accelerator": {
+        "get_accelerator": "zero.hf.accelerator:get_accelerator",
+        "is_current_accelerator_supported": "zero.hf.accelerator:is_current_accelerator_supported",
+    },
+    "deepspeed.git_version_info": {
+        "version": "zero.hf.names:REPORTED_VERSION",
+        "git_hash": "zero.hf.names:GIT_HASH",
+        "git_branch": "zero.hf.names:GIT_BRANCH",
+        "torch_info": "zero.hf.definitions:TORCH_INFO",
+    },
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": "zero.hf.definitions:clone_tensors_for_torch_save"},
     "deepspeed.checkpointing": _names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
@@ -77,14 +86,19 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.adagrad": _names("zero.optim.torch_optimizers", "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _names("zero.optim.torch_optimizers", "DeepSpeedCPUAdam", "FusedAdam"),
     "deepspeed.ops.lion": _names("zero.optim.torch_optimizers", "DeepSpeedCPULion", "FusedLion"),
-    "deepspeed.ops.op_builder": _names(
-        "zero.hf.definitions",
-        "AsyncIOBuilder",
-        "CPUAdamBuilder",
-        "CPUAdagradBuilder",
-        "CPULionBuilder",
-        "FusedAdamBuilder",
-    ),
+    "deepspeed.ops.op_builder": {
+        **_names(
+            "zero.hf.definitions",
+            "AsyncIOBuilder",
+            "CPUAdamBuilder",
+            "CPUAdagradBuilder",
+            "CPULionBuilder",
+            "FusedAdamBuilder",
+            "NotImplementedBuilder",
+        ),
+        "FusedLambBuilder": "zero.hf.definitions:NotImplementedBuilder",
+        "QuantizerBuilder": "zero.hf.definitions:NotImplementedBuilder",
+    },
     "deepspeed.ops.aio": _names("zero.hf.definitions", "AsyncIOBuilder"),
     "deepspeed.runtime": {},
     "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
@@ -112,19 +126,24 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
     "deepspeed.runtime.zero": {
         **_ZERO,
-        **_names("zero.tiling", "TiledLinear"),
+        **_names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
         **_names("zero.hf.definitions", "unwrap_model_for_generation"),
+        "ZeroParamStatus": "zero.unit:ZeroParamStatus",
     },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "zero.hf.configuration:DeepSpeedZeroConfig",
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
     },
-    "deepspeed.runtime.zero.offload_config": _names("zero.hf.configuration", "OffloadDeviceEnum"),
+    "deepspeed.runtime.zero.offload_config": {
+        **_names("zero.hf.configuration", "OffloadDeviceEnum"),
+        "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
+        "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
+    },
     "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero.errors:UsageError"},
-    "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear"),
+    "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "ZeroParamStatus": "zero.unit:ZeroParamStatus",
@@ -133,23 +152,42 @@ NAMES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
     },
     "deepspeed.utils": {"logger": "zero.hf.definitions:logger", **_SAFE, **_LEAF},
+    "deepspeed.utils.groups": {},
+    "deepspeed.utils.tensor_fragment": _SAFE,
     "deepspeed.utils.torch": _names("zero.hf.definitions", "register_grad_hook", "required_torch_version"),
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.zero": {**_ZERO, **_names("zero.tiling", "TiledLinear")},
+    "deepspeed.zero": {**_ZERO, **_names("zero.tiling", "TiledLinear", "TiledLinearReturnBias")},
 }
 
-# Names that scripts import to compare with, by `isinstance` or `issubclass`, and that nothing here is an instance of.
+# Names that scripts import, often for one use among many, and that stand for nothing here: nothing is an instance of
+# them, and who calls them is told so.
 ABSENT: dict[str, tuple[str, ...]] = {
+    "deepspeed.checkpoint.constants": ("BASE_OPTIMIZER_STATE", "FP32_FLAT_GROUPS", "OPTIMIZER_STATE_DICT"),
+    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
+    "deepspeed.moe.layer": ("MoE",),
+    "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
+    "deepspeed.runtime.fp16.loss_scaler": (
+        *("CreateLossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler"),
+        *("CONSECUTIVE_HYSTERESIS", "DELAYED_SHIFT", "INITIAL_LOSS_SCALE", "MIN_LOSS_SCALE", "SCALE_WINDOW"),
+    ),
     "deepspeed.runtime.fp16.unfused_optimizer": ("FP16_UnfusedOptimizer",),
     "deepspeed.runtime.hybrid_engine": ("DeepSpeedHybridEngine",),
     "deepspeed.runtime.pipe.engine": ("PipelineEngine",),
     "deepspeed.runtime.pipe.module": ("PipelineModule",),
-    "deepspeed.pipe": ("PipelineModule",),
+    "deepspeed.runtime.torch_autocast": ("PARAM_COMM_DTYPE_ATTR_NAME", "get_comm_dtype", "has_comm_dtype"),
+    "deepspeed.runtime.utils": (
+        *("CheckOverflow", "call_to_str", "check_internal_apis_for_count_used_parameters", "clip_grad_norm_"),
+        *("clip_tensors_by_global_norm", "count_used_parameters_in_backward", "get_global_norm", "get_weight_norm"),
+    ),
+    "deepspeed.runtime.zero.offload_config": ("OffloadStateTypeEnum",),
+    "deepspeed.runtime.zero.offload_states": ("get_state_devices",),
+    "deepspeed.runtime.zero.partition_parameters": ("MultipleAllGatherHandles", "partitioned_param_data_shape"),
+    "deepspeed.runtime.zero.stage_1_and_2": ("split_half_float_double",),
 }
 for _module in ABSENT:
     for _depth in range(2, _module.count(".") + 2):
