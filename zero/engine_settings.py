@@ -15,6 +15,11 @@ class EngineSettings:
     comm: Communicator
 
     @property
+    def _config(self) -> Config:
+        """The settings, by the name that scripts read them."""
+        return self.settings
+
+    @property
     def device(self) -> torch.device:
         """Where the engine computes, and expects its inputs."""
         return self.comm.device
@@ -35,15 +40,15 @@ class EngineSettings:
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step, over all ranks."""
-        return self.settings.train_batch_size
+        return self._config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro-batch."""
-        return self.settings.train_micro_batch_size_per_gpu
+        return self._config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.settings.gradient_accumulation_steps
+        return self._config.gradient_accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
@@ -56,39 +61,39 @@ class EngineSettings:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of micro batch x ranks = {per_step}"
             )
-        self.settings.train_batch_size = train_batch_size
-        self.settings.gradient_accumulation_steps = train_batch_size // per_step
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // per_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch size; the number of accumulation steps stays."""
-        self.settings.train_micro_batch_size_per_gpu = micro_batch_size
-        self.settings.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
 
     def zero_optimization_stage(self) -> int:
-        return self.settings.zero_optimization.stage
+        return self._config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
-        return self.settings.zero_optimization.stage > 0
+        return self._config.zero_optimization.stage > 0
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self.settings.zero_optimization.stage >= 3
+        return self._config.zero_optimization.stage >= 3
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self.settings.zero_optimization.stage >= 2
+        return self._config.zero_optimization.stage >= 2
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def fp16_enabled(self) -> bool:
-        return self.settings.fp16.enabled
+        return self._config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        return self.settings.bf16.enabled
+        return self._config.bf16.enabled
 
     def gradient_clipping(self) -> float:
         """The largest global gradient norm, 0 for none."""
-        return self.settings.gradient_clipping
+        return self._config.gradient_clipping
 
     def dynamic_loss_scale(self) -> bool:
         return self.scaler is not None and self.scaler.dynamic

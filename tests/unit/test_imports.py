@@ -65,7 +65,17 @@ INSIDE = {
         "attributes",
         "step",
     ],
-    "zero.hf": ["names", "accelerator", "configuration", "definitions", "finder", "hook", "preemption", "__init__"],
+    "zero.hf": [
+        "names",
+        "accelerator",
+        "configuration",
+        "definitions",
+        "tuning",
+        "finder",
+        "hook",
+        "preemption",
+        "__init__",
+    ],  # fmt: skip
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"

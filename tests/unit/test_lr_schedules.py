@@ -2,12 +2,14 @@
 
 import inspect
 import math
+from argparse import ArgumentParser
 
 import pytest
 import torch
 
 from zero.config import load_config
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
+from zero.hf import tuning
 from zero.optim import lr_schedules
 from zero.optim.lr_schedules import (
     VALID_LR_SCHEDULES,
@@ -266,3 +268,22 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
         load_config({"scheduler": {"type": "WarmupDecay"}})
     with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
+
+
+@pytest.mark.parametrize("name", tuning.OPTIONS)
+def test_a_schedule_can_be_given_on_the_command_line(name):
+    parser = tuning.add_tuning_arguments(ArgumentParser())
+    assert set(tuning.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
+    arguments = ["--lr_schedule", name, "--cycle_momentum", "--lr_range_test_staircase", "--warmup_num_steps", "7"]
+    section, problem = tuning.get_config_from_args(parser.parse_args(arguments))
+    assert problem is None and section["type"] == name
+    given = {"cycle_momentum": True, "lr_range_test_staircase": True, "warmup_num_steps": 7}
+    expected = {key: given.get(key, value) for key, value in tuning.OPTIONS[name].items()}
+    assert section["params"] == {key: value for key, value in expected.items() if value is not None}
+    rate, problem = tuning.get_lr_from_config(section)
+    assert (rate is None) == (name == "WarmupCosineLR") == bool(problem)
+
+
+def test_no_schedule_on_the_command_line_is_said_so():
+    section, problem = tuning.get_config_from_args(tuning.add_tuning_arguments(ArgumentParser()).parse_args([]))
+    assert section is None and "--lr_schedule" in problem

@@ -123,7 +123,13 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.utils": {"see_memory_usage": "zero.hf.definitions:see_memory_usage"},
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names("zero.hf.definitions", "split_params_into_different_moe_groups_for_optimizer"),
-    "deepspeed.runtime.lr_schedules": {"*": "zero.optim.lr_schedules"},
+    "deepspeed.runtime.lr_schedules": {
+        "*": "zero.optim.lr_schedules",
+        **_names("zero.hf.tuning", "add_tuning_arguments", "get_config_from_args", "get_lr_from_config"),
+        **_names(
+            "zero.hf.tuning", "override_1cycle_params", "override_lr_range_test_params", "override_warmupLR_params"
+        ),
+    },
     "deepspeed.runtime.zero": {
         **_ZERO,
         **_names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
