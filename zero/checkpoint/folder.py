@@ -27,6 +27,9 @@ DESCRIPTION = "checkpoint.json"
 LATEST = "latest"
 FORMAT = "zero-checkpoint"
 FORMAT_VERSION = 1
+# Where scripts look for the state dict of a model that every rank holds whole, and for the state of an optimizer.
+MODULE_FILE = "mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _SAVING, _REPLACED = ".saving-", ".replaced-"
 
 
@@ -71,11 +74,8 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 def leave_signposts(folder: Path, stage: int, world_size: int) -> None:
     """Under the names by which scripts know a DeepSpeed checkpoint: what this one is, and how to read it."""
-    parts = "zero_pp_rank_{}_mp_rank_00" if stage == 3 else "mp_rank_00"
-    names = {f"{parts.format(rank)}_model_states.pt" for rank in range(world_size)}
-    if stage > 0:
-        names |= {f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)}
-    for name in names:
+    patterns = [f"zero_pp_rank_{{}}_{MODULE_FILE}" if stage == 3 else MODULE_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
+    for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
         (folder / name).write_text(_SIGNPOST, encoding="utf-8")
 
 
