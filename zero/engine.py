@@ -78,8 +78,9 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.residency = Residency()
 
         untested = settings.zero_allow_untested_optimizer or zero.stage == 0
+        forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
         inner = build_optimizer(
-            settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested
+            settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested, forced
         )
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         for unit in self.units:

@@ -4,7 +4,9 @@ import base64
 import copy
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -56,6 +58,16 @@ def test_file_dict_json_and_base64_give_the_same_settings(tmp_path):
     dumps = [load_config(source).model_dump() for source in (path, str(path), raw, text, encoded)]
     assert all(dump == dumps[0] for dump in dumps)
     assert dumps[0]["zero_optimization"]["sub_group_size"] == 1_000_000
+
+
+def test_hjson_is_read_where_it_is_installed(monkeypatch):
+    text = "{gradient_clipping: 0.5}"
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ValueError, match="line 1, column 2: not valid JSON"):
+        load_config(text)
+    hjson = SimpleNamespace(loads=lambda text, object_pairs_hook: object_pairs_hook([("gradient_clipping", 0.5)]))
+    monkeypatch.setitem(sys.modules, "hjson", hjson)
+    assert load_config(text).gradient_clipping == 0.5
 
 
 def test_the_users_dict_is_kept_and_left_unchanged():

@@ -231,3 +231,12 @@ def test_groups_of_a_torch_optimizer_keep_what_they_say():
 def test_deepspeeds_classes_refuse_what_they_do_not_do(make, setting):
     with pytest.raises(ValueError, match=f"{make.__name__}: {next(iter(setting))}"):
         make([nn.Parameter(torch.ones(2))], **setting)
+
+
+def test_an_offloaded_optimizer_can_be_required_to_be_deepspeeds():
+    model = nn.Linear(3, 2)
+    build = partial(build_optimizer, None, model_parameters=None, model=model, force_cpu_optimizer=True)
+    for given, offloaded in ((torch.optim.AdamW, False), (DeepSpeedCPUAdam, True)):
+        assert type(build(given, offloaded=offloaded)) is given
+    with pytest.raises(ValueError, match="AdamW is offloaded, and zero_force_ds_cpu_optimizer is true"):
+        build(torch.optim.AdamW, offloaded=True)

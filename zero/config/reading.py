@@ -37,7 +37,7 @@ def read(source: Any) -> tuple[str, dict]:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
     try:
-        value = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        value = _parse(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
     except ValueError as error:
@@ -45,6 +45,18 @@ def read(source: Any) -> tuple[str, dict]:
     if not isinstance(value, dict):
         raise ValueError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
     return place, value
+
+
+def _parse(text: str) -> Any:
+    """JSON; or Hjson (with comments, without quotes) where `hjson` is installed, as it is with DeepSpeed."""
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson
+        except ImportError:
+            raise error from None
+        return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
 
 
 def _inline_json(source: str | os.PathLike) -> str | None:

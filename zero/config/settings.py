@@ -252,7 +252,7 @@ class Config(SectionsWithoutEffect):
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     # Not DeepSpeed's default, which is false: here every element-wise optimizer works alike.
     zero_allow_untested_optimizer: Flag = True
-    # Read by accelerate from the dict: it decides whether a torch optimizer becomes DeepSpeedCPUAdam under offload.
+    # Given as true, a script's torch optimizer is refused under offload; accelerate makes it a DeepSpeedCPUAdam then.
     zero_force_ds_cpu_optimizer: bool = True
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None

@@ -151,13 +151,15 @@ def build_optimizer(
     model: nn.Module,
     offloaded: bool,
     untested: bool = True,
+    force_cpu_optimizer: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer if there is one, else the configured one over `model_parameters`, else None.
 
     `given` may be a function of the parameters; `offloaded` tells whether the optimizer's state is in host memory,
-    `untested` whether a class may be given that is neither torch's nor DeepSpeed's. Raises ValueError for such a one,
-    and for an optimizer that is not element-wise: shards cut across rows and matrices, so the update of an element must
-    depend on nothing but its own history.
+    `untested` whether a class may be given that is neither torch's nor DeepSpeed's, `force_cpu_optimizer` whether one
+    that is offloaded must be DeepSpeed's. Raises ValueError for such a one, and for an optimizer that is not
+    element-wise: shards cut across rows and matrices, so the update of an element must depend on nothing but its own
+    history.
     """
     if given is None and config is None:
         return None
@@ -173,6 +175,12 @@ def build_optimizer(
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
             "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"
+        )
+    ours = isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
+    if given is not None and offloaded and force_cpu_optimizer and not ours:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} is offloaded, and zero_force_ds_cpu_optimizer is true: take "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
         )
     if isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
