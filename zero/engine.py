@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import checkpoint, comm
 from zero.activations import HostActivations
-from zero.checkpoint.folder import OPTIMIZER_FILE
+from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
 from zero.engine_settings import EngineSettings
@@ -427,6 +427,7 @@ class ZeroEngine(EngineSettings, nn.Module):
     save_checkpoint = checkpoint.save_checkpoint
     load_checkpoint = checkpoint.load_checkpoint
     wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
+    _change_recovery_script_permissions = staticmethod(make_executable)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
         """The file that stands for a rank's optimizer state in a checkpoint; the state itself is in slices."""

@@ -86,7 +86,7 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
     first, second = run_on(2, fail_in_the_background, str(tmp_path))
     assert first == second
     assert "rank 1" in first[1] and "File too large" in first[1] and first[2] == "global_step1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "global_step1", "latest"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "global_step1", "latest", "zero_to_fp32.py"]
 
 
 SCRIPT = """

@@ -83,6 +83,14 @@ def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path
         assert "shared.weight" in file.keys() and "lm_head.weight" not in file.keys()
 
 
+def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, tmp_path):
+    folder, expected = checkpoint
+    done = run([Path(folder) / "zero_to_fp32.py", folder, tmp_path], timeout=120)
+    assert done.returncode == 0, done.stderr
+    state = from_pretrained(tmp_path, torch.float32)
+    assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_consolidated_in_several_files_and_another_dtype(dtype, checkpoint, tmp_path):
     folder, expected = checkpoint

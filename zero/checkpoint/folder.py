@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from zero.checkpoint.files import checksum
+
+logger = logging.getLogger("zero")
 
 DESCRIPTION = "checkpoint.json"
 LATEST = "latest"
@@ -52,6 +56,17 @@ Show them with `python -m zero inspect`, make a model of them with `python -m ze
 """
 
 
+RECOVERY_SCRIPT = "zero_to_fp32.py"
+_RECOVERY = '''#!/usr/bin/env python
+"""python zero_to_fp32.py CHECKPOINT OUT makes a folder with fp32 weights, as DeepSpeed's script of this name does."""
+import sys
+
+from zero.__main__ import main
+
+main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
+'''
+
+
 def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     """Clean up after dead saves, check that `nbytes` fit, and make the folder to write to.
 
@@ -77,6 +92,14 @@ def leave_signposts(folder: Path, stage: int, world_size: int) -> None:
     patterns = [f"zero_pp_rank_{{}}_{MODULE_FILE}" if stage == 3 else MODULE_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
         (folder / name).write_text(_SIGNPOST, encoding="utf-8")
+
+
+def make_executable(script: str | os.PathLike) -> None:
+    """As far as the file system lets us; it can be run by `python` anyway."""
+    try:
+        os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
+    except OSError as error:
+        logger.info("%s stays without the permission to be executed: %s", script, error)
 
 
 def remove_leftovers(save_dir: Path) -> None:
@@ -105,6 +128,8 @@ def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
+    (save_dir / RECOVERY_SCRIPT).write_text(_RECOVERY, encoding="utf-8")
+    make_executable(save_dir / RECOVERY_SCRIPT)
     _sync(save_dir)
     if latest:
         temporary = save_dir / f".{LATEST}"

@@ -10,6 +10,10 @@ import torch
 class Accelerator:
     """The device this rank computes on: its CUDA device where torch sees one, the CPU elsewhere."""
 
+    @property
+    def _name(self) -> str:
+        return self.device_name()
+
     def is_available(self) -> bool:
         return True
 
