@@ -219,6 +219,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             clipping=self.settings.gradient_clipping,
             scaler=self.scaler,
             reduce_op=self.settings.gradient_allreduce_op,
+            checks_overflow=self.settings.bf16.check_grad_overflow or not self.settings.bf16.enabled,
             overlap=self._overlaps_step(offload),
             read_ahead=offload.pipeline_read,
             write_behind=offload.pipeline_write,

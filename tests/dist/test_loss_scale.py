@@ -8,7 +8,7 @@ import torch
 import zero
 from tests.dist.pool import run_on
 from tests.dist.toys import toy, toy_batches
-from tests.dist.training import LR, ds_config, split, step
+from tests.dist.training import LR, ds_config, split, start, step
 from zero.config import load_config
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import NonFiniteGradientError
@@ -107,6 +107,19 @@ def test_without_loss_scaling_the_step_is_skipped_on_every_rank():
     for found in played(2, ".x.", {}):
         assert found["overflow"] == [False, True, False] and found["changed"] == [True, False, True]
         assert found["scales"] == [1.0] * 3 and found["skipped"] == 1
+
+
+def step_regardless(rank: int, world_size: int) -> tuple[int, bool]:
+    model = toy()
+    engine, _ = start(model, ds_config(bf16={"enabled": True, "check_grad_overflow": False}))
+    handle = model.blocks[1].down.weight.register_hook(lambda grad: grad * float("inf"))
+    step(engine, toy_batches(1))
+    handle.remove()
+    return engine.skipped_steps, all(bool(unit.master.isfinite().all()) for unit in engine.units)
+
+
+def test_a_step_with_overflow_is_taken_where_it_is_asked_for():
+    assert run_on(1, step_regardless) == [(0, False)]
 
 
 def losses(rank: int, world_size: int, scale: float) -> tuple[float, float]:

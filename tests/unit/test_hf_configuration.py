@@ -9,7 +9,7 @@ from torch import nn
 
 from zero.config import OffloadOptimizerConfig
 from zero.hf import configuration as facade
-from zero.hf.definitions import register_grad_hook
+from zero.hf.definitions import RepeatingLoader, register_grad_hook
 from zero.optim.torch_optimizers import build_optimizer
 
 
@@ -72,3 +72,16 @@ def test_an_untested_optimizer_is_refused_on_request():
         assert type(build_optimizer(None, lambda params, kind=kind: kind(params), *arguments, untested)) is kind
     with pytest.raises(ValueError, match="Untested is untested, and zero_allow_untested_optimizer is false"):
         build_optimizer(None, Untested(model.parameters(), lr=1.0), *arguments, False)
+
+
+@pytest.mark.parametrize("key", ["loss_scale", "loss_scale_window", "min_loss_scale"])
+def test_scales_of_fp16_may_be_text(key):
+    assert getattr(facade.DeepSpeedFP16Config(**{key: "3"}), key) == 3
+    for value in (True, [], None):
+        with pytest.raises(ValidationError, match="must be a number"):
+            facade.DeepSpeedFP16Config(**{key: value})
+
+
+def test_a_loader_that_begins_anew():
+    loader = RepeatingLoader([1, 2, 3])
+    assert iter(loader) is loader and [next(loader) for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]

@@ -240,3 +240,12 @@ def test_an_offloaded_optimizer_can_be_required_to_be_deepspeeds():
         assert type(build(given, offloaded=offloaded)) is given
     with pytest.raises(ValueError, match="AdamW is offloaded, and zero_force_ds_cpu_optimizer is true"):
         build(torch.optim.AdamW, offloaded=True)
+
+
+def test_the_sum_of_adagrad_begins_where_torchs_does():
+    param = nn.Parameter(torch.zeros(2))
+    group = {"params": [param], "initial_accumulator_value": 0.1}
+    optimizer = build_optimizer(None, torch.optim.Adagrad([group]), None, nn.Linear(1, 1), False)
+    param.grad = torch.full((2,), 0.5)
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["sum"], torch.full((2,), 0.25))

@@ -195,7 +195,8 @@ class BF16Config(Section):
 
     enabled: bool = False
     immediate_grad_update: bool = unused(False, "gradients are always reduced as soon as a unit's backward is done")
-    check_grad_overflow: bool = unused(True, "a step with a gradient that is not finite is always skipped")
+    # False: a step is taken with gradients that are not finite, too.
+    check_grad_overflow: bool = True
     bf16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
     bf16_optimizer_states: bool = unused(False, "masters and moments are always fp32")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from zero import comm
-from zero.config import BF16Config, Config, ZeroConfig, load_config
+from zero.config import BF16Config, Config, FP16Config, ZeroConfig, load_config
 from zero.config.reading import rename_deprecated
 from zero.errors import UsageError
 
@@ -65,6 +65,19 @@ class OffloadDeviceEnum(str, Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class DeepSpeedFP16Config(FP16Config):
+    """`fp16` as a class of its own, which takes scales as text too."""
+
+    @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return float(value)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"must be a number, got {value!r}")
+        return value
 
 
 class DeepSpeedZeroConfig(ZeroConfig):

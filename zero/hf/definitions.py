@@ -8,7 +8,7 @@ import os
 import resource
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,29 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         device = get_accelerator().memory_allocated() / 2**30
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         logger.info("%s: %.2f GiB on the device, %.2f GiB of host memory at most", message, device, host)
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on the given ranks; on all without, or with a -1 among them."""
+    if not ranks or -1 in ranks or comm.get_rank() in ranks:
+        logger.log(level, "[rank %d] %s", comm.get_rank(), message)
+
+
+class RepeatingLoader:
+    """An iterator over `loader` that begins anew at its end."""
+
+    def __init__(self, loader: Iterable):
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> object:
+        for batch in self._batches:
+            return batch
+        self._batches = iter(self.loader)
+        return next(self._batches)
 
 
 def split_params_into_different_moe_groups_for_optimizer(

@@ -119,7 +119,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.precision_config": {
         "get_bfloat16_config": "zero.hf.configuration:get_bfloat16_config",
         "DeepSpeedBF16Config": "zero.config:BF16Config",
-        "DeepSpeedFP16Config": "zero.config:FP16Config",
+        "DeepSpeedFP16Config": "zero.hf.configuration:DeepSpeedFP16Config",
     },
     "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": "zero.hf.definitions:MIN_SWAPPABLE_BYTES"},
     "deepspeed.runtime.utils": {"see_memory_usage": "zero.hf.definitions:see_memory_usage"},
@@ -159,7 +159,7 @@ NAMES: dict[str, dict[str, str]] = {
         "zero_wrapper_for_fp_tensor_constructor": "zero.hf.definitions:zero_wrapper_for_fp_tensor_constructor",
         "_orig_torch_arange": "torch:arange",
     },
-    "deepspeed.utils": {"logger": "zero.hf.definitions:logger", **_SAFE, **_LEAF},
+    "deepspeed.utils": {**_names("zero.hf.definitions", "RepeatingLoader", "log_dist", "logger"), **_SAFE, **_LEAF},
     "deepspeed.utils.groups": {},
     "deepspeed.utils.tensor_fragment": _SAFE,
     "deepspeed.utils.torch": _names("zero.hf.definitions", "register_grad_hook", "required_torch_version"),

@@ -51,9 +51,9 @@ class ZeroOptimizer(OptimizerAttributes):
     The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
     1-D fp32 views of the masters, of at most `sub_group_size` elements. Adam on host memory is `zero.optim.cpu_adam`'s.
 
-    Args: placement: has decided where the units' masters go; overlap: what can wait is updated behind the next forward;
-    read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
-    them, as far as is known.
+    Args: placement: has decided where the units' masters go; checks_overflow: False takes a step with gradients that
+    are not finite, too; overlap: what can wait is updated behind the next forward; read_ahead, write_behind: as for
+    `Updates`; forward_order: gives the units in the order in which a forward needs them, as far as is known.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class ZeroOptimizer(OptimizerAttributes):
         clipping: float = 0.0,
         scaler: LossScaler | None = None,
         reduce_op: str = "mean",
+        checks_overflow: bool = True,
         overlap: bool = False,
         read_ahead: bool = False,
         write_behind: bool = False,
@@ -79,7 +80,7 @@ class ZeroOptimizer(OptimizerAttributes):
         self._placement, self._overlap, self._forward_order = placement, overlap, forward_order
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
         self._replicated = any(unit.layout.replicated for unit in self.units)
-        self.overflow = False
+        self.overflow, self._checks_overflow = False, checks_overflow
         self.grad_norm: float | None = None
         self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
@@ -186,7 +187,7 @@ class ZeroOptimizer(OptimizerAttributes):
         self._placement.adjust(self.tiles, self.optimizer.state)
         to_mean = self.gradient_factor
         self.grad_norm = self._global_norm() * to_mean
-        self.overflow = not math.isfinite(self.grad_norm)
+        self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
             raise NonFiniteGradientError(self._explain_non_finite())
         if self.overflow and self.scaler is None:

@@ -209,7 +209,9 @@ def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch
 def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
     """Before a step, the state of parameters that have none: torch makes it on construction, of the parameters then."""
     for group in optimizer.param_groups:
-        settings = {key: group[key] for key in ("initial_accumulator_value", "fused")}
+        # As in torch, the sum begins at the optimizer's value, whatever the group says.
+        begin = optimizer.defaults["initial_accumulator_value"]
+        settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
         for param in group["params"]:
             if not optimizer.state[param]:
                 optimizer.state[param] = torch.optim.Adagrad([param], **settings).state[param]
