@@ -70,6 +70,11 @@ def test_hjson_is_read_where_it_is_installed(monkeypatch):
     assert load_config(text).gradient_clipping == 0.5
 
 
+def test_a_bucket_that_deepspeed_refuses_is_refused():
+    with pytest.raises(ValueError, match="allgather_bucket_size must be a multiple of nccl_start_alignment_factor"):
+        load_config(zero3(allgather_bucket_size=1001))
+
+
 def test_the_users_dict_is_kept_and_left_unchanged():
     raw = {"bfloat16": {"enabled": True}, "train_batch_size": "auto", **zero3(cpu_offload=True)}
     before = copy.deepcopy(raw)

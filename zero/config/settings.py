@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from zero.config.keys import (
     AUTO_WITHOUT_DEFAULT,
@@ -115,6 +115,13 @@ _UNQUANTIZED = "parameters and gradients are communicated unquantized"
 _UNITS = "parameters are gathered unit by unit, one collective each"
 
 
+def _even(elements: int) -> int:
+    if elements % 2:
+        # DeepSpeed's words, for what it refuses.
+        raise ValueError("allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2")
+    return elements
+
+
 class ZeroConfig(Section):
     """``zero_optimization``. Sizes in elements; the ``stage3_*`` names are kept as DeepSpeed documents them."""
 
@@ -135,7 +142,7 @@ class ZeroConfig(Section):
     ignore_unused_parameters: bool = True
     enable_sanity_checks: bool = False
 
-    allgather_bucket_size: Count = unused(int(5e8), _STAGE_1_2)
+    allgather_bucket_size: Annotated[Count, AfterValidator(_even)] = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
     reduce_scatter: bool = unused(True, "gradients are always reduce-scattered")
     use_multi_rank_bucket_allreduce: bool = unused(True, _STAGE_1_2)
