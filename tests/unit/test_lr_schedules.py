@@ -115,6 +115,7 @@ def test_one_cycle_goes_up_and_down_and_decays():
     scheduler = OneCycle(
         optimizer(), 0.1, 0.5, 0.5, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2
     )
+    assert scheduler.step_ratio == 4 / 6
     cycle = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
     assert rates_over(scheduler, 10) == pytest.approx(
         [*cycle, *(0.1 / (1 + 0.5 * i / 2) for i in (1, 2, 3))], rel=1e-12

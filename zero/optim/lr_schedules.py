@@ -248,6 +248,7 @@ class OneCycle(Schedule):
         self._check_steps("cycle_first_step_size", 1)
         self._check_steps("cycle_second_step_size", 0)
         self.total_size = self.cycle_first_step_size + self.cycle_second_step_size
+        self.step_ratio = self.cycle_first_step_size / self.total_size  # read by scripts
         self.min_lrs, self.max_lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
         self.min_moms, self.max_moms = self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom")
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
