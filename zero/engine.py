@@ -434,8 +434,6 @@ class ZeroEngine(EngineSettings, nn.Module):
         """The file that stands for a rank's optimizer state in a checkpoint; the state itself is in slices."""
         return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
 
-    wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
-
     # -- module behaviour
 
     def __getattr__(self, name: str) -> object:

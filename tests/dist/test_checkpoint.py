@@ -24,7 +24,6 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from zero.checkpoint.folder import locate, read_description
 from zero.checkpoint.slices import SliceReader, whole
-from zero.hf.definitions import get_model_ckpt_name_for_rank
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -358,20 +357,3 @@ def test_tags_that_differ(tmp_path, validation):
     assert all(said == "latest, of_rank_0, zero_to_fp32.py" for said in found) == (validation != "FAIL")
 
 
-def state_dict_on_disk(rank: int, world_size: int, stage: int, folder: str) -> None:
-    """What scripts read of a DeepSpeed checkpoint: the model's state dict, with and without what is frozen."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    model[0].requires_grad_(False)
-    engine, _ = start(model, ds_config(bf16={"enabled": True}, stage=stage))
-    for tag, exclude in (("all", False), ("trained", True)):
-        engine.save_checkpoint(folder, tag, exclude_frozen_parameters=exclude)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert (stage > 0) == Path(engine._get_optimizer_ckpt_name(folder, "all", rank)).exists()
-    assert_same_tensors(torch.load(Path(folder) / "all" / "mp_rank_00_model_states.pt")["module"], expected)
-    trained = torch.load(get_model_ckpt_name_for_rank(f"{folder}/trained", "00"))["module"]
-    assert_same_tensors(trained, {name: expected[name] for name in ("1.weight", "1.bias")})
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_models_state_dict_is_where_scripts_look_for_it(tmp_path, stage):
-    run_on(2, state_dict_on_disk, stage, str(tmp_path))

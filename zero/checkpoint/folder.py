@@ -31,8 +31,8 @@ DESCRIPTION = "checkpoint.json"
 LATEST = "latest"
 FORMAT = "zero-checkpoint"
 FORMAT_VERSION = 1
-# Where scripts look for the state dict of a model that every rank holds whole, and for the state of an optimizer.
-MODULE_FILE = "mp_rank_00_model_states.pt"
+# Where scripts look for a model's and for an optimizer's state.
+MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _SAVING, _REPLACED = ".saving-", ".replaced-"
 
@@ -89,7 +89,7 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 def leave_signposts(folder: Path, stage: int, world_size: int) -> None:
     """Under the names by which scripts know a DeepSpeed checkpoint: what this one is, and how to read it."""
-    patterns = [f"zero_pp_rank_{{}}_{MODULE_FILE}" if stage == 3 else MODULE_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
+    patterns = [f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
         (folder / name).write_text(_SIGNPOST, encoding="utf-8")
 

@@ -66,15 +66,6 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def module_state(engine: ZeroEngine, exclude_frozen: bool) -> dict[str, object] | None:
-    """The model's own state dict, as it is; None at stage 3, where no rank holds all of it."""
-    if engine.settings.zero_optimization.stage == 3:
-        return None
-    params = engine.module.named_parameters(remove_duplicate=False)
-    frozen = {name for name, param in params if exclude_frozen and not param.requires_grad}
-    return {name: value for name, value in engine.module.state_dict().items() if name not in frozen}
-
-
 def is_empty(value: object) -> bool:
     """Whether it is a tensor without elements."""
     return isinstance(value, torch.Tensor) and value.numel() == 0

@@ -30,7 +30,6 @@ from zero.checkpoint.state import (
     classes_of,
     group_settings,
     is_empty,
-    module_state,
     optimizer_slices,
     plain_tensors,
     random_states,
@@ -70,8 +69,7 @@ def save_checkpoint(
         save_latest: make it the one that is loaded when no tag is given.
         exclude_frozen_parameters: leave out the weights of parameters that are not trained.
 
-    With `checkpoint.async_save` it returns before the checkpoint is written; see `zero.checkpoint.background`. Without
-    it, at stages 0 to 2, the model's state dict is also in `MODULE_FILE` under "module", as with DeepSpeed.
+    With `checkpoint.async_save` it returns before the checkpoint is written; see `zero.checkpoint.background`.
 
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
@@ -94,12 +92,10 @@ def save_checkpoint(
     size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
     # At stage 0 all ranks hold the same slices, and DCP has each one written by one of them.
     combine = max if engine.settings.zero_optimization.stage == 0 else sum
-    module = None if background is not None else module_state(engine, exclude_frozen_parameters)
-    copied = sum(value.nbytes for value in (module or {}).values() if isinstance(value, torch.Tensor))
-    total = combine(ranks.gather(size)) + len(json.dumps(description)) + copied
+    total = combine(ranks.gather(size)) + len(json.dumps(description))
     folder = ranks.on_first(what, lambda: folders.begin(target, tag, total))
     if background is None:
-        _finish(ranks, what, folder, slices, description, save_latest, module)
+        _finish(ranks, what, folder, slices, description, save_latest)
         return True
     threads = StoreRanks(ranks)
 
@@ -124,33 +120,16 @@ def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
     return tags[0]
 
 
-def _finish(
-    ranks: Ranks,
-    what: str,
-    folder: Path,
-    slices: dict[str, Slices],
-    description: dict,
-    latest: bool,
-    module: dict | None = None,
-) -> None:
+def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:
     """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
     try:
         description["files"] = write(slices, folder, ranks, what)
         ranks.on_first(what, lambda: folders.leave_signposts(folder, description["stage"], description["world_size"]))
-        if module is not None:
-            ranks.on_first(what, lambda: _save_module(module, folder / folders.MODULE_FILE))
         ranks.on_first(what, lambda: folders.commit(folder, description["tag"], description, latest=latest))
     except Exception:
         if ranks.rank == 0:
             folders.abandon(folder)
         raise
-
-
-def _save_module(module: dict, path: Path) -> None:
-    with open(path, "wb") as file:
-        torch.save({"module": module}, file)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def check_background_save(engine: ZeroEngine) -> None:

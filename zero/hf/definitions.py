@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zero import comm
-from zero.checkpoint.folder import MODULE_FILE
 from zero.export import copied_state_dict
 from zero.hf.accelerator import get_accelerator
 from zero.init import GatheredParameters
@@ -190,11 +189,6 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
     `torch.arange`. `zero.Init` wraps no constructor, so there is nothing to keep it from.
     """
     return fn
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """The file of a checkpoint, at stages 0 to 2, that has the model's state dict under "module"."""
-    return os.path.join(base_folder, MODULE_FILE.replace("00", mp_rank_str))
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -65,9 +65,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch_info": "zero.hf.definitions:TORCH_INFO",
     },
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.utils": _names(
-        "zero.hf.definitions", "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"
-    ),
+    "deepspeed.checkpoint.utils": _names("zero.hf.definitions", "clone_tensors_for_torch_save"),
     "deepspeed.checkpointing": _names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _names(
@@ -174,6 +172,7 @@ NAMES: dict[str, dict[str, str]] = {
 # them, and who calls them is told so.
 ABSENT: dict[str, tuple[str, ...]] = {
     "deepspeed.checkpoint.constants": ("BASE_OPTIMIZER_STATE", "FP32_FLAT_GROUPS", "OPTIMIZER_STATE_DICT"),
+    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.moe.layer": ("MoE",),
     "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
