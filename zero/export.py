@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from zero.checkpoint.model import DTYPES, MODEL_FILE, ModelWriter, TensorSpec, model_config, on_disk, write_json
+from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, model_config, on_disk, write_model
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names, values_of
-from zero.checkpoint.values import dtype_name
 from zero.comm import Communicator, Pending
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
+
+T = TypeVar("T")
 
 
 class Weights:
@@ -28,7 +30,7 @@ class Weights:
         "bf16" or "fp32"; None: the dtype they are trained in.
 
     Attributes:
-        specs: names, shapes and dtypes, in the order in which `values` yields them.
+        specs: names, shapes and dtypes, in the order in which the values come.
     """
 
     def __init__(
@@ -53,17 +55,29 @@ class Weights:
             for unit in self.units
             for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
         ] + [TensorSpec(name, value.shape, self._dtype(value.dtype)) for name, value in self.plain.items()]
-        self.nbytes = sum(spec.nbytes for spec in self.specs)
 
     def _dtype(self, own: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
-    @torch.no_grad()
-    def values(self) -> Iterator[torch.Tensor]:
-        """On rank 0 each weight in host memory, valid until the next one is asked for; on other ranks nothing.
+    def on_first(self, what: str, act: Callable[[Iterator[torch.Tensor]], T]) -> T | None:
+        """`act(values)` on rank 0, None on others: each weight in host memory, valid until the next one is asked for.
 
-        While one unit is handed out the next one is on its way: a rank holds two at most.
+        Raises an error of `act`, which may stop anywhere, on every rank alike; `what` is being done, for its message.
         """
+        ranks, values = Ranks.of(self.comm, what), self._values()
+
+        def run() -> T | None:
+            try:
+                return act(values) if ranks.rank == 0 else None
+            finally:
+                for _ in values:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
+                    pass
+
+        return ranks.together(run)
+
+    @torch.no_grad()
+    def _values(self) -> Iterator[torch.Tensor]:
+        """While one unit is handed out, on rank 0 alone, the next one is on its way: a rank holds two at most."""
         largest = max((unit.layout.padded * self._dtype(unit.dtype).itemsize for unit in self.units), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)]
         arriving: tuple[torch.Tensor, Pending] | None = None
@@ -105,32 +119,14 @@ def save_16bit_model(
 
     Raises OSError, on every rank alike, where the disk cannot take it.
     """
-    ranks, target = Ranks.of(weights.comm), Path(folder)
-    what, first = f"saving a model to {target}", ranks.rank == 0
     if not filename.endswith(".safetensors"):
-        if first:
-            logger.warning("%s: written in the safetensors format, as %s", target / filename, MODEL_FILE)
+        if weights.comm.rank == 0:
+            logger.warning("%s: written in the safetensors format, as %s", Path(folder) / filename, MODEL_FILE)
         filename = MODEL_FILE
-    writer = ranks.together(
-        what, lambda: ModelWriter(target, weights.specs, filename, max_file_bytes) if first else None
+    weights.on_first(
+        f"saving a model to {folder}",
+        lambda values: write_model(Path(folder), weights.specs, values, model_config(model), filename, max_file_bytes),
     )
-    values = weights.values()
-
-    def write() -> None:
-        try:
-            if writer is None:
-                return
-            with writer:
-                for value in values:
-                    writer.write(value)
-            if (config := model_config(model)) is not None:
-                dtype = next(spec.dtype for spec in weights.specs if spec.dtype.is_floating_point)
-                write_json(target / "config.json", config | {"dtype": dtype_name(dtype)})
-        finally:
-            for _ in values:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
-                pass
-
-    ranks.together(what, write)
 
 
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
@@ -139,18 +135,10 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
     The tensors lie in a temporary file, see `zero.checkpoint.model.on_disk`: besides two gathered units a rank needs no
     memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
     """
-    ranks, values = Ranks.of(weights.comm), weights.values()
-
-    def collect() -> dict[str, torch.Tensor] | None:
-        try:
-            if ranks.rank > 0:
-                return None
-            return on_disk(zip((spec.name for spec in weights.specs), values, strict=True), weights.nbytes)
-        finally:
-            for _ in values:
-                pass
-
-    found = ranks.together("gathering the model's weights", collect)
+    names, nbytes = [spec.name for spec in weights.specs], sum(spec.nbytes for spec in weights.specs)
+    found = weights.on_first(
+        "gathering the model's weights", lambda values: on_disk(zip(names, values, strict=True), nbytes)
+    )
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
@@ -169,13 +157,11 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
     """
     if rank > 0:
         return {name: value.detach() for name, value in state.items()}
-    first: dict[tuple, str] = {}
+    first: dict[object, str] = {}
     same_as = {
-        name: first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,), name)
+        name: first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
         for name, value in state.items()
     }
-    kept = {name: value for name, value in state.items() if same_as[name] == name}
-    copies = on_disk(
-        ((name, value.detach().cpu()) for name, value in kept.items()), sum(value.nbytes for value in kept.values())
-    )
+    kept = {name: state[name].detach() for name in first.values()}
+    copies = on_disk(((name, value.cpu()) for name, value in kept.items()), sum(v.nbytes for v in kept.values()))
     return {name: copies[same_as[name]] for name in state}

@@ -31,7 +31,7 @@ class SigtermWatch:
     """
 
     def __init__(self) -> None:
-        self.received, self._ranks = False, Ranks.of(communicator())
+        self.received, self._ranks = False, Ranks.of(communicator(), "waiting for SIGTERM")
         self._former = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -43,11 +43,10 @@ INSIDE = {
     "zero.config": ["keys", "reading", "optim", "settings", "report", "__init__"],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
-        "files",
         "folder",
+        "values",
         "model",
         "ranks",
-        "values",
         "slices",
         "state",
         "background",

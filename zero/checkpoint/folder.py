@@ -20,10 +20,8 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-from zero.checkpoint.files import checksum
 
 logger = logging.getLogger("zero")
 
@@ -122,7 +120,8 @@ def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
     for name, entry in description["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
             raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")
-    _write_synced(folder / DESCRIPTION, _as_text(description))
+    text = json.dumps(description | {"checksum": _own_checksum(description)}, indent=1)
+    _write_synced(folder / DESCRIPTION, text)
     _sync(folder)
     target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)
     if target.exists():
@@ -138,11 +137,6 @@ def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
         _sync(save_dir)
     if replaced.exists():
         shutil.rmtree(replaced)
-
-
-def abandon(folder: Path) -> None:
-    """Remove a checkpoint that could not be finished, as far as the disk still lets us; the next save does the rest."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -161,63 +155,65 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-# -- the description
-
-
-def _as_text(description: dict) -> str:
-    """JSON with a line for each key of the first and of the second level, and its own checksum."""
-    lines = []
-    for key, value in (description | {"checksum": _own_checksum(description)}).items():
-        if isinstance(value, dict) and value:
-            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
-            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
 def _own_checksum(description: dict) -> str:
     rest = {key: value for key, value in description.items() if key != "checksum"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
+
+
+# -- reading
 
 
 def read_description(folder: Path) -> dict:
     """The checked content of `checkpoint.json`.
 
     Raises:
-        DamagedCheckpointError: it is missing or was changed. ValueError: another program or a newer version wrote it.
+        DamagedCheckpointError: it is missing or was changed. ValueError: a newer version wrote it.
     """
     path = folder / DESCRIPTION
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing: this is not a complete checkpoint of zero") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(description, dict) or description.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} is damaged, or not a description of a checkpoint of zero")
-    if description.get("checksum") != _own_checksum(description):
+    if not isinstance(description, dict) or description.get("checksum") != _own_checksum(description):
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
     if description["version"] != FORMAT_VERSION:
         raise ValueError(f"{path}: format version {description['version']}, this program reads {FORMAT_VERSION}")
     return description
 
 
-# -- verification
-
-
 def verify(folder: Path, files: Iterable[tuple[str, dict]]) -> None:
     """Compare size and checksum of `files`, (name, entry) pairs of a description; DamagedCheckpointError names one."""
     for name, entry in files:
         path = folder / name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{path} is missing") from None
-        if size != entry["bytes"]:
+        if not path.exists():
+            raise DamagedCheckpointError(f"{path} is missing")
+        if (size := path.stat().st_size) != entry["bytes"]:
             raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry['bytes']} were written")
-        if checksum(path) != entry["crc32"]:
+        if _checksum(path) != entry["crc32"]:
             raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
+
+
+def _checksum(path: Path) -> str:
+    crc, buffer = 0, memoryview(bytearray(4 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return f"{crc:08x}"
+
+
+def read_verified(folder: Path, rank: int = 0, world_size: int = 1) -> dict:
+    """The description of a checkpoint whose files are what was written; each of several ranks verifies a share.
+
+    Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
+    """
+    try:
+        description = read_description(folder)
+        verify(folder, list(description["files"].items())[rank::world_size])
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
+    return description
 
 
 # -- finding
@@ -230,28 +226,14 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     """
     if tag is None and (load_dir / DESCRIPTION).is_file():
         return load_dir
-    pointer = load_dir / LATEST
-    if tag is None and pointer.is_file():
-        tag = check_tag(pointer.read_text(encoding="utf-8").strip())
+    if tag is None and (load_dir / LATEST).is_file():
+        tag = check_tag((load_dir / LATEST).read_text(encoding="utf-8").strip())
     if tag is None:
-        return next(iter(_newest_first(load_dir)), None)
+        return next(iter(_newest_first([load_dir])), None)
     for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
         if folder.is_dir():
             return folder
     raise ValueError(f"{load_dir}: there is no checkpoint {tag!r}{offer(load_dir / tag)}")
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    """Complete-looking checkpoints directly in `folder`, the one with the highest number first."""
-    found = {path.parent.name: path.parent for path in folder.glob(f"[!.]*/{DESCRIPTION}")}
-    for path in folder.glob(f"{_REPLACED}*/{DESCRIPTION}"):
-        found.setdefault(path.parent.name.removeprefix(_REPLACED), path.parent)
-    return sorted(found.values(), key=lambda path: (_number(path), path.name), reverse=True)
-
-
-def _number(folder: Path) -> int:
-    digits = re.search(r"(\d+)$", folder.name)
-    return int(digits[1]) if digits else -1
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
@@ -260,7 +242,8 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
     `before`, a checkpoint's folder, only older ones count.
     """
-    return _first_intact(_newest_first(Path(folder)) + _of_trainer(Path(folder)), before)
+    found = _newest_first([Path(folder), *_of_trainer(Path(folder))])
+    return _first_intact(each for each in found if before is None or _number(each) < _number(before))
 
 
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:
@@ -269,26 +252,37 @@ def find_resumable(output_dir: str | os.PathLike) -> Path | None:
     It holds an intact checkpoint and the Trainer's own state. What a run that was killed left incomplete, and what was
     damaged since, is passed over.
     """
-    intact = _first_intact(_of_trainer(Path(output_dir)))
+    intact = _first_intact(_newest_first(_of_trainer(Path(output_dir))))
     return None if intact is None else intact.parent
 
 
-def _of_trainer(output_dir: Path) -> list[Path]:
-    """Checkpoints in the folders of a Trainer that are complete: the Trainer writes its state last."""
-    found = []
+def _newest_first(folders: Iterable[Path]) -> list[Path]:
+    """Complete-looking checkpoints directly in `folders`, the one with the highest number first."""
+    found = {}
+    for path in (path.parent for folder in folders for path in sorted(folder.glob(f"*/{DESCRIPTION}"))):
+        if not path.name.startswith(_SAVING):
+            # In this order one under its own name comes after the one that it replaces.
+            found[path.with_name(path.name.removeprefix(_REPLACED))] = path
+    return [found[path] for path in sorted(found, key=lambda path: (_number(path), path.name), reverse=True)]
+
+
+def _number(folder: Path) -> int:
+    digits = re.search(r"(\d+)$", folder.name)
+    return int(digits[1]) if digits else -1
+
+
+def _of_trainer(output_dir: Path) -> Iterator[Path]:
+    """The folders of a Trainer that are complete: it writes its state last."""
     for state in output_dir.glob("checkpoint-*/trainer_state.json"):
         try:
             json.loads(state.read_text(encoding="utf-8"))
         except ValueError:
             continue  # cut off by a crash
-        found += _newest_first(state.parent)
-    return found
+        yield state.parent
 
 
-def _first_intact(candidates: list[Path], before: Path | None = None) -> Path | None:
-    for candidate in sorted(candidates, key=_number, reverse=True):
-        if before is not None and (candidate == before or _number(candidate) >= _number(before)):
-            continue
+def _first_intact(candidates: Iterable[Path]) -> Path | None:
+    for candidate in candidates:
         try:
             verify(candidate, read_description(candidate)["files"].items())
         except ValueError:

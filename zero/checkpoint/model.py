@@ -14,15 +14,15 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import nn
 
 from zero.checkpoint.folder import megabytes
+from zero.checkpoint.values import dtype_name
 
 # safetensors' names of dtypes; see its documentation of the format.
 _SAFETENSORS = {
@@ -47,130 +47,6 @@ class TensorSpec:
         return self.shape.numel() * self.dtype.itemsize
 
 
-@dataclass
-class _File:
-    name: str = ""
-    tensors: list[TensorSpec] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def header(self) -> bytes:
-        entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for tensor in self.tensors:
-            end = position + tensor.nbytes
-            entries[tensor.name] = {
-                "dtype": _SAFETENSORS[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        encoded = json.dumps(entries, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
-        return len(encoded).to_bytes(8, "little") + encoded
-
-
-class ModelWriter:
-    """Writes known tensors whose values come part by part, in order; `with` makes the files visible at its end.
-
-    Args:
-        folder: made if need be. tensors: what will be written, in this order. filename: of the only file, and the
-        pattern of several and of their index, as transformers names them. max_file_bytes: a new file begins where one
-        would become larger, unless a single tensor is.
-
-    Raises:
-        OSError: the disk cannot take it. Until the end of `with` files have hidden names; after an error none is left.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        tensors: Sequence[TensorSpec],
-        filename: str = MODEL_FILE,
-        max_file_bytes: int = MAX_FILE_BYTES,
-    ):
-        self.folder, self.filename = folder, filename
-        self._files = [_File()]
-        for tensor in tensors:
-            if self._files[-1].tensors and self._files[-1].nbytes + tensor.nbytes > max_file_bytes:
-                self._files.append(_File())
-            self._files[-1].tensors.append(tensor)
-        stem, count = filename.removesuffix(".safetensors"), len(self._files)
-        for number, file in enumerate(self._files, 1):
-            file.name = filename if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors"
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.nbytes > (free := shutil.disk_usage(folder).free):
-            raise OSError(f"{folder}: the model takes {megabytes(self.nbytes)} and {megabytes(free)} are free")
-        self._open: BinaryIO | None = None
-        self._left, self._next = 0, 0
-
-    def __enter__(self) -> ModelWriter:
-        return self
-
-    def write(self, values: torch.Tensor) -> None:
-        """The next values, in host memory: a tensor, or a part of one, in the dtype announced for it."""
-        if self._left == 0:
-            self._begin_file()
-        self._left -= self._open.write(_bytes_of(values))
-
-    def _begin_file(self) -> None:
-        self._end_file()
-        file = self._files[self._next]
-        self._open = open(self._hidden(file), "wb")
-        self._open.write(file.header())
-        self._left, self._next = file.nbytes, self._next + 1
-
-    def _end_file(self) -> None:
-        if self._open is not None:
-            self._open.flush()
-            os.fsync(self._open.fileno())
-            self._open.close()
-            self._open = None
-
-    def _hidden(self, file: _File) -> Path:
-        return self.folder / f".{file.name}"
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        try:
-            if kind is None:
-                assert self._left == 0 and self._next == len(self._files), "tensors are missing"
-                self._end_file()
-                for file in self._files:
-                    self._hidden(file).replace(self.folder / file.name)
-                self._write_index()
-        finally:
-            if self._open is not None:
-                self._open.close()
-            for file in self._files:
-                self._hidden(file).unlink(missing_ok=True)
-
-    def _write_index(self) -> None:
-        """The index of several files; and what an earlier model of the same name had besides is removed."""
-        stem, index = re.escape(self.filename.removesuffix(".safetensors")), f"{self.filename}.index.json"
-        current = {file.name for file in self._files} | ({index} if len(self._files) > 1 else set())
-        if len(self._files) > 1:
-            places = {tensor.name: file.name for file in self._files for tensor in file.tensors}
-            write_json(self.folder / index, {"metadata": {"total_size": self.nbytes}, "weight_map": places})
-        for path in self.folder.iterdir():
-            if path.name not in current and re.fullmatch(
-                rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?", path.name
-            ):
-                path.unlink()
-
-    @property
-    def written(self) -> list[Path]:
-        """The files, with the index last where there is one."""
-        names = [file.name for file in self._files]
-        return [self.folder / name for name in names + [f"{self.filename}.index.json"] * (len(names) > 1)]
-
-
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
-
-
 def model_config(model: nn.Module) -> dict | None:
     """What transformers writes to `config.json`, if this is one of its models."""
     as_json = getattr(getattr(model, "config", None), "to_json_string", None)
@@ -179,7 +55,91 @@ def model_config(model: nn.Module) -> dict | None:
     return json.loads(as_json(use_diff=False)) | {"architectures": [type(model).__name__]}
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_model(
+    folder: Path,
+    tensors: Sequence[TensorSpec],
+    parts: Iterator[torch.Tensor],
+    config: dict | None,
+    filename: str = MODEL_FILE,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write a model whose values come part by part; returns the files written.
+
+    Args:
+        folder: made if need be. What an earlier model of the same name had besides is removed at the end.
+        tensors: what will be written. parts: their values in that order, each a tensor or a part of one, in host
+        memory and in the dtype announced for it.
+        config: for `config.json`, the dtype left out; None: there is none.
+        filename: of the only file, and the pattern of several and of their index, as transformers names them.
+        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
+
+    Raises:
+        OSError: the disk cannot take it. Until the end files have hidden names; after an error none is left.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    if nbytes > (free := shutil.disk_usage(folder).free):
+        raise OSError(f"{folder}: the model takes {megabytes(nbytes)} and {megabytes(free)} are free")
+    files = _cut(tensors, filename, max_file_bytes)
+    try:
+        for name, of_file in files.items():
+            with open(folder / f".{name}", "wb") as file:
+                file.write(_header(of_file))
+                for tensor in of_file:
+                    left = tensor.nbytes
+                    while left > 0:
+                        left -= file.write(_bytes_of(next(parts)))
+                file.flush()
+                os.fsync(file.fileno())
+        written = [(folder / f".{name}").replace(folder / name) for name in files]
+    finally:
+        for name in files:
+            (folder / f".{name}").unlink(missing_ok=True)
+    if len(files) > 1:
+        written.append(folder / f"{filename}.index.json")
+        places = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
+        _write_json(written[-1], {"metadata": {"total_size": nbytes}, "weight_map": places})
+    ours = re.escape(filename.removesuffix(".safetensors")) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    for path in folder.iterdir():
+        if path not in written and re.fullmatch(ours, path.name):
+            path.unlink()
+    if config is not None:
+        written.append(folder / "config.json")
+        dtype = next(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+        _write_json(written[-1], config | {"dtype": dtype_name(dtype)})
+    return written
+
+
+def _cut(tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int) -> dict[str, list[TensorSpec]]:
+    """The tensors of each file, by its name."""
+    files: list[list[TensorSpec]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(other.nbytes for other in files[-1]) + tensor.nbytes > max_file_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        return {filename: files[0]}
+    stem = filename.removesuffix(".safetensors")
+    return {f"{stem}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)}
+
+
+def _header(tensors: Iterable[TensorSpec]) -> bytes:
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        dtype = _SAFETENSORS[tensor.dtype]
+        entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -15,27 +15,20 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.model import MAX_FILE_BYTES, ModelWriter, TensorSpec, write_json
+from zero.checkpoint.model import MAX_FILE_BYTES, TensorSpec, write_model
 from zero.checkpoint.slices import SliceReader, Slices, whole
-from zero.checkpoint.values import decode, dtype_name, dtype_of
+from zero.checkpoint.values import decode, dtype_of
 
 
-def open_checkpoint(path: str | os.PathLike, tag: str | None = None) -> tuple[Path, dict]:
-    """The folder and the description of a checkpoint: its own folder, or one that has it, such as `checkpoint-500`.
+def _open(path: str | os.PathLike, tag: str | None = None) -> tuple[Path, dict]:
+    """The folder and the description of a verified checkpoint: its own folder, or one that has it, as `checkpoint-500`.
 
-    Raises ValueError if there is none or its description is damaged.
+    Raises ValueError if there is none, or a file of it is damaged.
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
         raise ValueError(f"{path}: there is no checkpoint")
-    return folder, folders.read_description(folder)
-
-
-def _verify(folder: Path, description: dict) -> None:
-    try:
-        folders.verify(folder, description["files"].items())
-    except folders.DamagedCheckpointError as error:
-        raise folders.DamagedCheckpointError(f"{error}{folders.offer(folder)}") from error
+    return folder, folders.read_verified(folder)
 
 
 def _model_tensors(
@@ -68,18 +61,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
     """
-    folder, description = open_checkpoint(checkpoint_dir, tag)
-    _verify(folder, description)
-    reader = SliceReader(folder)
-    state = {}
-    for key, tensor in _model_tensors(description, torch.float32, exclude_frozen_parameters):
+    return _state_dict(*_open(checkpoint_dir, tag), exclude_frozen_parameters)
+
+
+def _state_dict(folder: Path, description: dict, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    reader, state = SliceReader(folder), {}
+    for key, tensor in _model_tensors(description, torch.float32, exclude_frozen):
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         reader.read({key: whole(value)})
         state[tensor.name] = value
     for name, first in description["tied"].items():
         if first in state:
             state[name] = state[first]
-    return state | {name: torch.empty(shape) for name, shape in description.get("empty", {}).items()}
+    return state
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -90,9 +84,8 @@ def load_state_dict_from_zero_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names or shapes differ.
     """
-    _, description = open_checkpoint(checkpoint_dir, tag)
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model.cpu().load_state_dict(state, strict=not description["frozen_excluded"])
+    folder, description = _open(checkpoint_dir, tag)
+    model.cpu().load_state_dict(_state_dict(folder, description), strict=not description["frozen_excluded"])
     return model
 
 
@@ -117,30 +110,24 @@ def consolidate(
     Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder that already holds a
     model, OSError where the disk cannot take it; nothing is left half-written under a final name.
     """
-    folder, description = open_checkpoint(checkpoint)
-    target = Path(out)
-    if existing := sorted(path.name for path in target.glob("model*.safetensors*")):
-        raise ValueError(f"{target} already holds a model ({existing[0]}); choose another folder or remove it")
-    _verify(folder, description)
-    tensors, reader = list(_model_tensors(description, dtype)), SliceReader(folder)
-    parts = [(key, tensor, *chunk) for key, tensor in tensors for chunk in reader.chunks(key)]
-    memory = torch.empty(max(numel * reader.dtype(key).itemsize for key, _, _, numel in parts), dtype=torch.uint8)
-    with (
-        ModelWriter(target, [tensor for _, tensor in tensors], max_file_bytes=max_file_bytes) as writer,
-        tqdm(total=writer.nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar,
-    ):
-        for key, tensor, start, numel in parts:
-            part = memory[: numel * reader.dtype(key).itemsize].view(reader.dtype(key))
-            reader.read({key: Slices(tensor.shape.numel(), {start: part})})
-            part = part.to(tensor.dtype)
-            writer.write(part)
-            bar.update(part.nbytes)
-    written = writer.written
-    if description["model_config"] is not None:
-        trained_in = next(iter(description["parameters"].values()))["dtype"]
-        written.append(target / "config.json")
-        write_json(written[-1], description["model_config"] | {"dtype": dtype_name(dtype) if dtype else trained_in})
-    return written
+    if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
+        raise ValueError(f"{out} already holds a model ({existing[0]}); choose another folder or remove it")
+    folder, description = _open(checkpoint)
+    tensors, reader = dict(_model_tensors(description, dtype)), SliceReader(folder)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def parts() -> Iterator[torch.Tensor]:
+        with tqdm(total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
+            for key, tensor in tensors.items():
+                for start, numel in reader.chunks(key):
+                    part = torch.empty(numel, dtype=tensor.dtype)
+                    reader.read({key: Slices(tensor.shape.numel(), {start: part})})
+                    bar.update(part.nbytes)
+                    yield part
+                    del part  # so that there are never two
+
+    config, files = description["model_config"], list(tensors.values())
+    return write_model(Path(out), files, parts(), config, max_file_bytes=max_file_bytes)
 
 
 # -- for reading by people
@@ -148,8 +135,7 @@ def consolidate(
 
 def describe(checkpoint: str | os.PathLike) -> str:
     """What a checkpoint holds, a line for each thing; ValueError names the file if one is damaged."""
-    folder, description = open_checkpoint(checkpoint)
-    _verify(folder, description)
+    folder, description = _open(checkpoint)
     sizes: dict[str, int] = {}
     for key, nbytes in SliceReader(folder).stored_bytes().items():
         kind, rest = key.split("/", 1)

@@ -4,118 +4,89 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint import folder as folders
+from zero.checkpoint.folder import DamagedCheckpointError
 from zero.comm import Communicator, default_timeout
 
 T = TypeVar("T")
 
+_connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
+
+
+def connect(comm: Communicator) -> dist.ProcessGroupGloo:
+    """New connections among all ranks on the host, apart from training's; every rank must ask at the same time.
+
+    They are not registered with torch.distributed: a script may destroy its process groups while a thread uses them.
+    """
+    store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", dist.distributed_c10d._get_default_store())
+    return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout())
+
 
 class Ranks:
-    """Object collectives among all ranks in host memory, in which no rank fails alone."""
+    """Object collectives in host memory, in which no rank fails alone; `what` is being done, for messages of errors."""
 
-    _of: WeakKeyDictionary[Communicator, Ranks] = WeakKeyDictionary()
-
-    def __init__(self, comm: Communicator):
-        self.rank, self.world_size = comm.rank, comm.world_size
-        self.in_background = 0  # how many `StoreRanks` were made of these
-        # A group of its own: on the host whatever the device is, and apart from the messages of training.
-        self._group = dist.new_group(backend="gloo", timeout=default_timeout())
+    def __init__(self, connection: dist.ProcessGroupGloo, what: str):
+        self.rank, self.world_size = connection.rank(), connection.size()
+        self._connection, self._what = connection, what
 
     @classmethod
-    def of(cls, comm: Communicator) -> Ranks:
-        """Those of a communicator; every rank must ask at the same time, the first time."""
-        if comm not in cls._of:
-            cls._of[comm] = cls(comm)
-        return cls._of[comm]
+    def of(cls, comm: Communicator, what: str) -> Ranks:
+        """For the main thread; every rank must ask at the same time, the first time."""
+        if comm not in _connections:
+            _connections[comm] = connect(comm)
+        return cls(_connections[comm], what)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes[self.rank] = own.numel()
+        self._connection.allreduce([sizes]).wait()
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        values = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._connection.allgather([values], [padded]).wait()
+        return [pickle.loads(data[:size].numpy()) for data, size in zip(values, sizes.tolist(), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
-        flags = torch.tensor([flag], dtype=torch.uint8)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        flags = torch.tensor([int(flag)])
+        self._connection.allreduce([flags]).wait()
         return bool(flags)
 
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """`act()` on every rank; if it fails on any rank, an error naming `what` and that rank on all of them."""
+    def each(self, act: Callable[[], T]) -> list[T]:
+        """`act()` on every rank, every rank's result for all; if any fails, its error, naming the rank, on all."""
+        return self.gather(self.together(act))
+
+    def together(self, act: Callable[[], T]) -> T:
+        """As `each`, but a rank's own result, which may be anything."""
         failure, result = None, None
         try:
             result = act()
         except Exception as error:
             failure = error
-        for rank, report in enumerate(self.gather(None if failure is None else _portable(failure))):
-            if report is not None:
-                where = f"{what}: rank {rank}" if self.world_size > 1 else what
-                raise _rebuild(*report, where) from failure
+        for found in self.gather(None if failure is None else self._portable(failure)):
+            if found is not None:
+                raise found from failure
         return result
 
-    def each(self, what: str, act: Callable[[], T]) -> list[T]:
-        """As `together`, but every rank's result for all ranks."""
-        return self.gather(self.together(what, act))
-
-    def on_first(self, what: str, act: Callable[[], T]) -> T:
+    def on_first(self, act: Callable[[], T]) -> T:
         """Rank 0's `act()`, for all ranks."""
-        return self.each(what, lambda: act() if self.rank == 0 else None)[0]
+        return self.each(lambda: act() if self.rank == 0 else None)[0]
 
-
-class StoreRanks(Ranks):
-    """The same among threads in the background, while the main threads use any process group or destroy it.
-
-    Values go through the store by which the ranks found each other. `close` after the last use.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self.rank, self.world_size, self._rounds = ranks.rank, ranks.world_size, 0
-        if self.world_size > 1:
-            ranks.in_background += 1  # at the same time on all ranks
-            # A connection of its own: one that waits blocks everybody else who uses it.
-            store = dist.distributed_c10d._get_default_store().clone()
-            self._store = dist.PrefixStore(f"zero/checkpoint/{ranks.in_background}", store)
-            self._store.set_timeout(default_timeout())
-
-    def gather(self, value: T) -> list[T]:
-        if self.world_size == 1:
-            return [value]
-        self._rounds += 1
-        self._store.set(f"{self._rounds}/{self.rank}", pickle.dumps(value))
-        values = [pickle.loads(self._store.get(f"{self._rounds}/{rank}")) for rank in range(self.world_size)]
-        # Everyone has come to this round, so nobody reads the one before any more.
-        self._store.delete_key(f"{self._rounds - 1}/{self.rank}")
-        return values
-
-    def close(self) -> None:
-        """Rank 0, in whose process the store may be, leaves last."""
-        if self.world_size == 1:
-            return
-        self._store.set(f"bye/{self.rank}", b"")
-        if self.rank == 0:
-            for rank in range(self.world_size):
-                self._store.get(f"bye/{rank}")
-
-
-def _portable(error: BaseException) -> tuple[str, int | None, str]:
-    """What to tell other ranks of an error: kind, number, message."""
-    if isinstance(error, OSError):
-        text = error.strerror or str(error)
-        return "OSError", error.errno, text + (f": {error.filename}" if error.filename else "")
-    for kind in (folders.DamagedCheckpointError, ValueError):
-        if isinstance(error, kind):
-            return kind.__name__, None, str(error)
-    return "RuntimeError", None, f"{type(error).__name__}: {error}"
-
-
-def _rebuild(kind: str, number: int | None, message: str, where: str) -> Exception:
-    if kind == "OSError":
-        return OSError(f"{where}: {message}") if number is None else OSError(number, f"{where}: {message}")
-    kinds = {"DamagedCheckpointError": folders.DamagedCheckpointError, "ValueError": ValueError}
-    return kinds.get(kind, RuntimeError)(f"{where}: {message}")
+    def _portable(self, error: Exception) -> Exception:
+        """The error as all ranks raise it: of a kind that any process can unpickle."""
+        where = f"{self._what}: rank {self.rank}" if self.world_size > 1 else self._what
+        if isinstance(error, OSError) and error.errno is not None:
+            return OSError(
+                error.errno, f"{where}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
+            )
+        for kind in (DamagedCheckpointError, ValueError, OSError):
+            if isinstance(error, kind):
+                return kind(f"{where}: {error}")
+        return RuntimeError(f"{where}: {type(error).__name__}: {error}")

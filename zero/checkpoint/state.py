@@ -12,16 +12,14 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.slices import Slices, add, whole
+from zero.checkpoint.slices import SliceReader, Slices, add, whole
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
-from zero.layout import Piece
 from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of
 
@@ -62,64 +60,51 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and unit_of(value) is None and value.numel()
+        if isinstance(value, torch.Tensor) and unit_of(value) is None
     }
-
-
-def is_empty(value: object) -> bool:
-    """Whether it is a tensor without elements."""
-    return isinstance(value, torch.Tensor) and value.numel() == 0
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """{another name: the name} of parameters that the model has under several names."""
     first: dict[nn.Parameter, str] = {}
-    tied = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(param, name) != name:
-            tied[name] = first[param]
-    return tied
+    names = {name: first.setdefault(param, name) for name, param in model.named_parameters(remove_duplicate=False)}
+    return {name: other for name, other in names.items() if name != other}
 
 
 # -- optimizer state
 
 
-def _covered(tile: Tile, rank: int) -> Iterator[tuple[Piece, int, int]]:
-    """The pieces of parameters in a tile: (piece, first, end), positions in the unit's shard."""
-    for piece in tile.unit.layout.pieces(rank):
+def _parts(tile: Tile, rank: int) -> Iterator[tuple[str, int, int, slice]]:
+    """What a tile holds of parameters: (name, its elements, position in it, where that is in the tile's tensors)."""
+    layout = tile.unit.layout
+    for piece in layout.pieces(rank):
         first, end = max(piece.start, tile.start), min(piece.start + piece.numel, tile.end)
         if first < end:
-            yield piece, first, end
+            name, numel = tile.unit.param_names[piece.slot], layout.slots[piece.slot].numel
+            yield name, numel, piece.inside + first - piece.start, slice(first - tile.start, end - tile.start)
 
 
-def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, dict], dict[str, int]]:
+def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
-    Returns (slices, kinds, group_of): kinds tells for each state key whether it is sliced like the parameter or one
-    "number" for each parameter, and its dtype or Python type; group_of is the param group of each parameter seen.
+    Returns (slices, kinds): kinds tells for each state key whether it is sliced like the parameter or one "number" for
+    each parameter, and its dtype or Python type.
     """
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
-    group_of: dict[str, int] = {}
-    optimizer = engine.optimizer
-    states = optimizer.state
-    for tile in optimizer.tiles:
-        state = states.get(tile.master, {})
-        for piece, first, end in _covered(tile, engine.comm.rank):
-            name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
-            group_of[name] = tile.group
-            position = piece.inside + first - piece.start
+    states = engine.optimizer.state
+    for tile in engine.optimizer.tiles:
+        state = {key: value for key, value in states.get(tile.master, {}).items() if value is not None}
+        kinds |= {key: _kind(key, value, tile.master) for key, value in state.items()}
+        for name, numel, position, where in _parts(tile, engine.comm.rank):
             for key, value in state.items():
-                if value is None:
-                    continue
-                kinds[key] = _kind(key, value, tile.master)
                 stored = f"optimizer/{key}/{name}"
                 if not kinds[key]["number"]:
-                    add(slices, stored, numel, position, value[first - tile.start : end - tile.start])
+                    add(slices, stored, numel, position, value[where])
                 elif position == 0:
                     number = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
                     slices[stored] = whole(number.contiguous())
-    return slices, kinds, group_of
+    return slices, kinds
 
 
 def _kind(key: str, value: object, master: torch.Tensor) -> dict:
@@ -134,72 +119,63 @@ def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     )
 
 
-@dataclass
-class _TileState:
-    """State to be given to a tile once it has been read."""
+def read_optimizer_state(engine: ZeroEngine, kinds: dict[str, dict], reader: SliceReader) -> None:
+    """Give each of this rank's tiles the state that is stored.
 
-    tile: Tile
-    tensors: dict[str, torch.Tensor]
-    numbers: dict[str, list[tuple[str, torch.Tensor]]]
-
-
-class OptimizerTarget:
-    """Memory for the optimizer state of this rank's tiles: read into `slices`, then `install`."""
-
-    def __init__(self, engine: ZeroEngine, kinds: dict[str, dict]):
-        self.optimizer, self.kinds = engine.optimizer, kinds
-        self.optimizer.state.clear()  # what is read needs its room
-        self.slices: dict[str, Slices] = {}
-        self._states = []
-        for tile in self.optimizer.tiles:
-            pieces = list(_covered(tile, engine.comm.rank))
-            # A tile of nothing but padding gets its state from the optimizer, as it did when training began.
-            if pieces:
-                self._states.append(self._prepare(tile, pieces))
-
-    def _prepare(self, tile: Tile, pieces: list[tuple[Piece, int, int]]) -> _TileState:
-        state = _TileState(tile, {}, {})
-        for key, kind in self.kinds.items():
+    Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
+    """
+    optimizer, slices, read = engine.optimizer, {}, []
+    optimizer.state.clear()  # what is read needs its room
+    for tile in optimizer.tiles:
+        parts = list(_parts(tile, engine.comm.rank))
+        if not parts:
+            continue  # a tile of padding gets its state from the optimizer, as it did when training began
+        state = dict.fromkeys(kinds)  # in the order in which the optimizer made them
+        for key, kind in kinds.items():
             if not kind["number"]:
-                tier = tile.unit.optimizer_tier
-                state.tensors[key] = tier.zeros(tile.master.numel(), dtype_of(kind["dtype"]))
-        for piece, first, end in pieces:
-            name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
-            position = piece.inside + first - piece.start
-            for key, kind in self.kinds.items():
+                state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind["dtype"]))
+            for name, numel, position, where in parts:
                 stored = f"optimizer/{key}/{name}"
-                if kind["number"]:
-                    number = torch.zeros(1, dtype=dtype_of(kind.get("dtype", "float64")))
-                    # Several tiles may want the same number; one reading serves them all.
-                    number = self.slices.setdefault(stored, whole(number)).parts[0]
-                    state.numbers.setdefault(key, []).append((name, number))
-                else:
-                    add(self.slices, stored, numel, position, state.tensors[key][first - tile.start : end - tile.start])
-        return state
+                if not kind["number"]:
+                    add(slices, stored, numel, position, state[key][where])
+                elif stored not in slices:  # several tiles may want the same number
+                    slices[stored] = whole(torch.zeros(1, dtype=dtype_of(kind.get("dtype", "float64"))))
+        read.append((tile, [name for name, *_ in parts], state))
+    reader.read(slices)
+    for tile, names, state in read:
+        for key, kind in kinds.items():
+            if kind["number"]:
+                of_parameters = {name: slices[f"optimizer/{key}/{name}"].parts[0] for name in names}
+                state[key] = _number(key, kind, of_parameters, optimizer.param_groups[tile.group], tile.master.device)
+        optimizer.state[tile.master] = state
 
-    def install(self) -> None:
-        """Give the optimizer what was read; ValueError if one tile's parameters disagree about a number."""
-        for state in self._states:
-            values: dict[str, object] = dict(state.tensors)
-            for key, numbers in state.numbers.items():
-                (name, first), *others = numbers
-                if different := [other for other, number in others if not torch.equal(number, first)]:
-                    raise ValueError(
-                        f"optimizer state {key!r} differs between parameters {name!r} and {different[0]!r}; lower "
-                        "zero_optimization.sub_group_size or put them into different param groups"
-                    )
-                values[key] = self._number(key, first, state.tile)
-            # In the order of the stored kinds, which is that in which the optimizer made them.
-            self.optimizer.state[state.tile.master] = {key: values[key] for key in self.kinds}
 
-    def _number(self, key: str, number: torch.Tensor, tile: Tile) -> object:
-        kind = self.kinds[key]
-        if "type" in kind:
-            return _NUMBERS[kind["type"]](number.item())
-        group = self.optimizer.param_groups[tile.group]
-        # torch's optimizers count steps on the host unless their kernels read the count.
-        on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return number.clone().view(kind["shape"]).to("cpu" if on_host else tile.master.device)
+def _number(
+    key: str, kind: dict, of_parameters: dict[str, torch.Tensor], group: dict, device: torch.device
+) -> int | float | torch.Tensor:
+    """The number of a tile that is the one of all of its parameters."""
+    (name, number), *others = of_parameters.items()
+    if different := [other for other, value in others if not torch.equal(value, number)]:
+        raise ValueError(
+            f"optimizer state {key!r} differs between parameters {name!r} and {different[0]!r}; lower "
+            "zero_optimization.sub_group_size or put them into different param groups"
+        )
+    if "type" in kind:
+        return _NUMBERS[kind["type"]](number.item())
+    # torch's optimizers count steps on the host unless their kernels read the count.
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return number.clone().view(kind["shape"]).to("cpu" if on_host else device)
+
+
+def group_of(engine: ZeroEngine) -> dict[str, int]:
+    """The index of the param group of each parameter that is in one, by name."""
+    groups = {param: index for index, group in enumerate(engine.optimizer.fp16_groups) for param in group}
+    return {
+        name: groups[param]
+        for unit in engine.optimizer.units
+        for name, param in zip(unit.param_names, unit.params, strict=True)
+        if param in groups
+    }
 
 
 # -- param groups
@@ -217,30 +193,25 @@ def group_settings(engine: ZeroEngine) -> list[object]:
     ]
 
 
-def restore_group_settings(
-    engine: ZeroEngine, stored: list[object], stored_group_of: dict[str, int], group_of: dict[str, int]
-) -> None:
+def restore_group_settings(engine: ZeroEngine, stored: list[object], stored_group_of: dict[str, int]) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
-    groups = engine.optimizer.param_groups
-    settings = [decode(group) for group in stored]
+    groups, settings = engine.optimizer.param_groups, [decode(group) for group in stored]
     if len(groups) == len(settings):
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
         return
     if engine.comm.rank == 0:
-        logger.warning(
-            "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over",
-            len(settings),
-            len(groups),
-        )
-    for index, group in enumerate(groups):
-        first = next((name for name, number in group_of.items() if number == index and name in stored_group_of), None)
-        if first is not None:
-            new = settings[stored_group_of[first]]
-            _set(group, {key: new[key] for key in ("lr", "initial_lr") if key in new})
+        text = "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over"
+        logger.warning(text, len(settings), len(groups))
+    done: set[int] = set()
+    for name, index in group_of(engine).items():
+        if name in stored_group_of and index not in done:
+            done.add(index)
+            new = settings[stored_group_of[name]]
+            _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
 
 
 def _set(group: dict, new: dict) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,23 +22,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.background import BackgroundSaves
+from zero.checkpoint import state
+from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.model import model_config
-from zero.checkpoint.ranks import Ranks, StoreRanks
+from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.slices import SliceReader, Slices, whole, write
-from zero.checkpoint.state import (
-    OptimizerTarget,
-    classes_of,
-    group_settings,
-    is_empty,
-    optimizer_slices,
-    plain_tensors,
-    random_states,
-    restore_group_settings,
-    restore_random_states,
-    tied_names,
-    weights,
-)
 from zero.checkpoint.values import decode, dtype_name, encode
 from zero.errors import UsageError
 
@@ -75,8 +64,8 @@ def save_checkpoint(
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
         be stored. On every rank alike; the checkpoints that existed are still there.
     """
-    ranks, target = Ranks.of(engine.comm), Path(save_dir)
-    what = f"saving a checkpoint to {target}"
+    what = f"saving a checkpoint to {save_dir}"
+    ranks = Ranks.of(engine.comm, what)
     tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # A copy in host memory of what is in files because it does not fit there would be no help.
@@ -86,26 +75,23 @@ def save_checkpoint(
         background.wait()
     if ranks.rank == 0 and any(engine.reducer.is_fresh(unit) for unit in engine.units):
         logger.warning("gradients of an unfinished accumulation are not part of the checkpoint %s", tag)
-    slices, description = _collect(engine, ranks, what, client_state or {}, exclude_frozen_parameters)
+    slices, description = _collect(engine, ranks, client_state or {}, exclude_frozen_parameters)
     description["tag"] = tag
 
     size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
     # At stage 0 all ranks hold the same slices, and DCP has each one written by one of them.
     combine = max if engine.settings.zero_optimization.stage == 0 else sum
     total = combine(ranks.gather(size)) + len(json.dumps(description))
-    folder = ranks.on_first(what, lambda: folders.begin(target, tag, total))
+    folder = ranks.on_first(lambda: folders.begin(Path(save_dir), tag, total))
     if background is None:
-        _finish(ranks, what, folder, slices, description, save_latest)
-        return True
-    threads = StoreRanks(ranks)
+        _finish(ranks, folder, slices, description, save_latest)
+    else:
+        in_thread = Ranks(background.connection, what)
 
-    def finish(copies: dict[str, Slices]) -> None:
-        try:
-            _finish(threads, what, folder, copies, description, save_latest)
-        finally:
-            threads.close()
+        def act(copies: dict[str, Slices]) -> None:
+            _finish(in_thread, folder, copies, description, save_latest)
 
-    ranks.together(what, lambda: background.start(slices, finish))
+        ranks.together(lambda: background.start(slices, act))
     return True
 
 
@@ -120,54 +106,27 @@ def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
     return tags[0]
 
 
-def _finish(ranks: Ranks, what: str, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:
-    """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
-    try:
-        description["files"] = write(slices, folder, ranks, what)
-        ranks.on_first(what, lambda: folders.leave_signposts(folder, description["stage"], description["world_size"]))
-        ranks.on_first(what, lambda: folders.commit(folder, description["tag"], description, latest=latest))
-    except Exception:
-        if ranks.rank == 0:
-            folders.abandon(folder)
-        raise
-
-
-def check_background_save(engine: ZeroEngine) -> None:
-    """Raise the error of an asynchronous save that has failed since; every rank must call it."""
-    if engine.settings.checkpoint.async_save:
-        BackgroundSaves.of(engine).check()
-
-
-def wait_for_background_saves() -> None:
-    """Until all asynchronous saves of this process are complete; raises an error of theirs, the same on all ranks."""
-    for saves in BackgroundSaves.all():
-        saves.wait()
-
-
 def _collect(
-    engine: ZeroEngine, ranks: Ranks, what: str, client_state: dict, exclude_frozen: bool
+    engine: ZeroEngine, ranks: Ranks, client_state: dict, exclude_frozen: bool
 ) -> tuple[dict[str, Slices], dict]:
     """This rank's slices, as views, and the description, the same on all ranks."""
 
-    def collect() -> tuple[dict[str, Slices], dict[str, dict], dict[str, int]]:
-        slices, kinds, group_of = weights(engine, exclude_frozen), {}, {}
+    def collect() -> tuple[dict[str, Slices], dict, dict]:
+        slices, kinds = state.weights(engine, exclude_frozen), {}
         if ranks.rank == 0:
-            for name, value in plain_tensors(engine.module).items():
+            for name, value in state.plain_tensors(engine.module).items():
                 slices[f"plain/{name}"] = whole(value.contiguous())
         if engine.optimizer is not None:
-            state, kinds, group_of = optimizer_slices(engine)
-            slices |= state
+            of_optimizer, kinds = state.optimizer_slices(engine)
+            slices |= of_optimizer
         for entry in slices.values():
             entry.split()
-        return slices, kinds, group_of
+        return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
-    slices, kinds, group_of = ranks.together(what, collect)
-    description = ranks.together(what, lambda: _describe(engine, client_state, exclude_frozen))
-    gathered = ranks.gather((kinds, group_of, random_states(engine.comm.device)))
-    description["random_states"] = [states for _, _, states in gathered]
-    for kinds, group_of, _ in gathered:
-        for name, group in group_of.items():
-            description["parameters"][name]["group"] = group
+    slices, kinds, description = ranks.together(collect)
+    gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
+    description["random_states"] = [states for _, states in gathered]
+    for kinds, _ in gathered:  # a rank whose shards are all padding knows none
         if kinds:
             description["optimizer"]["state"] |= kinds
     return slices, description
@@ -176,7 +135,7 @@ def _collect(
 def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
     """All of `checkpoint.json` that every rank knows."""
     optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
-    return {
+    description = {
         "format": folders.FORMAT,
         "version": folders.FORMAT_VERSION,
         "torch": torch.__version__,
@@ -192,22 +151,24 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
         "client_state": encode(client_state, "client_state"),
         "frozen_excluded": exclude_frozen,
         "parameters": _parameters(engine, exclude_frozen),
-        "tied": tied_names(engine.module),
+        "tied": state.tied_names(engine.module),
         "plain": {
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in plain_tensors(engine.module).items()
+            for name, value in state.plain_tensors(engine.module).items()
         },
-        # DCP has no place for them, and their shape is all there is to know.
-        "empty": {name: list(value.shape) for name, value in engine.module.state_dict().items() if is_empty(value)},
-        "optimizer": None
-        if optimizer is None
-        else {"classes": classes_of(optimizer.optimizer), "groups": group_settings(engine), "state": {}},
+        "optimizer": None,
         "model_config": model_config(engine.module),
     }
+    if optimizer is not None:
+        groups, classes = state.group_settings(engine), state.classes_of(optimizer.optimizer)
+        description["optimizer"] = {"classes": classes, "groups": groups, "state": {}}
+        for name, group in state.group_of(engine).items():
+            description["parameters"][name]["group"] = group
+    return description
 
 
-def _parameters(engine: ZeroEngine, exclude_frozen: bool) -> dict[str, dict]:
-    """Shape and compute dtype of each stored parameter, in the model's order."""
+def _parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+    """Shape and compute dtype of each sharded parameter, in the model's order."""
     found = {
         name: {"shape": list(slot.shape), "dtype": dtype_name(unit.dtype), "trainable": unit.trainable}
         for unit in engine.units
@@ -215,6 +176,22 @@ def _parameters(engine: ZeroEngine, exclude_frozen: bool) -> dict[str, dict]:
         for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
     }
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
+
+
+def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:
+    """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
+
+    def commit() -> None:
+        folders.leave_signposts(folder, description["stage"], description["world_size"])
+        folders.commit(folder, description["tag"], description, latest=latest)
+
+    try:
+        description["files"] = write(slices, folder, ranks)
+        ranks.on_first(commit)
+    except Exception:
+        if ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # as far as the disk still lets us; the next save does the rest
+        raise
 
 
 # -- load
@@ -251,68 +228,41 @@ def load_checkpoint(
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
-    ranks, source = Ranks.of(engine.comm), Path(load_dir)
-    what = f"loading a checkpoint from {source}"
+    ranks, source = Ranks.of(engine.comm, f"loading a checkpoint from {load_dir}"), Path(load_dir)
     folder, of_trainer = ranks.on_first(
-        what, lambda: (folders.locate(source, None if tag is None else str(tag)), any(source.glob("rng_state*.pth")))
+        lambda: (folders.locate(source, None if tag is None else str(tag)), any(source.glob("rng_state*.pth")))
     )
     if folder is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
-    description = _verified(folder, ranks, what)
+    description = ranks.together(lambda: folders.read_verified(folder, ranks.rank, ranks.world_size))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    _read(engine, ranks, what, folder, description, load_module_strict, with_optimizer)
+    names = ranks.together(lambda: _names_to_load(engine, description, load_module_strict))
+    if with_optimizer:
+        ranks.together(lambda: _check_optimizer(engine, description))
+    _read(engine, ranks, folder, names, description["optimizer"] if with_optimizer else None)
     if not load_module_only:
-        _restore_progress(engine, ranks, what, description, with_optimizer, load_lr_scheduler_states)
+        _restore_progress(engine, description, with_optimizer)
+        if load_lr_scheduler_states and engine.lr_scheduler is not None and description["lr_scheduler"] is not None:
+            scheduler_state = decode(description["lr_scheduler"])
+            ranks.together(lambda: engine.lr_scheduler.load_state_dict(scheduler_state))
         if description["world_size"] == ranks.world_size and not of_trainer:
-            restore_random_states(description["random_states"][ranks.rank], engine.comm.device)
+            state.restore_random_states(description["random_states"][ranks.rank], engine.comm.device)
     return str(folder), decode(description["client_state"])
 
 
-def _verified(folder: Path, ranks: Ranks, what: str) -> dict:
-    """The description of a checkpoint whose files are what was written; each rank checks a share of them."""
-
-    def check() -> dict:
-        description = folders.read_description(folder)
-        folders.verify(folder, list(description["files"].items())[ranks.rank :: ranks.world_size])
-        return description
-
-    try:
-        return ranks.together(what, check)
-    except folders.DamagedCheckpointError as error:
-        remedy = ranks.on_first(what, lambda: folders.offer(folder))
-        raise folders.DamagedCheckpointError(f"{error}{remedy}") from error
-
-
-def _read(
-    engine: ZeroEngine, ranks: Ranks, what: str, folder: Path, description: dict, strict: bool, with_optimizer: bool
-) -> None:
-    plain = plain_tensors(engine.module)
-    if engine.optimizer is not None:
-        engine.optimizer.end_updates()
-
-    def prepare() -> tuple[dict[str, Slices], OptimizerTarget | None]:
-        names = _names_to_load(engine, description, strict)
-        slices = {key: entry for key, entry in weights(engine).items() if key.removeprefix("weights/") in names}
-        slices |= {f"plain/{name}": whole(plain[name]) for name in plain if name in names}
-        target = None
-        if with_optimizer:
-            _check_optimizer(engine, description)
-            target = OptimizerTarget(engine, description["optimizer"]["state"])
-            slices |= target.slices
-        return slices, target
-
-    slices, target = ranks.together(what, prepare)
-    ranks.together(what, lambda: SliceReader(folder).read(slices))
-    engine.zero_grad()
-    for unit in engine.units:
-        if unit.master is None:
-            unit.invalidate()
-        else:
-            unit.publish_master()
-    if target is not None:
-        ranks.together(what, target.install)
+def _check_optimizer(engine: ZeroEngine, description: dict) -> None:
+    """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
+    stored, remedy = description["optimizer"], "load with load_optimizer_states=False to start with a fresh state"
+    if stored is None:
+        raise ValueError(f"the checkpoint holds no optimizer state; {remedy}")
+    if not set(stored["classes"]) & set(state.classes_of(engine.optimizer.optimizer)):
+        here = type(engine.optimizer.optimizer).__name__
+        raise ValueError(f"the checkpoint's optimizer is {stored['classes'][0]}, the present one {here}; {remedy}")
+    for name in state.group_of(engine):
+        if "group" not in description["parameters"].get(name, {}):
+            raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
 def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[str]:
@@ -321,17 +271,17 @@ def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[s
     Raises ValueError if shapes differ, or, if `strict`, names.
     """
     stored = {name: entry["shape"] for part in ("parameters", "plain") for name, entry in description[part].items()}
-    here = {name: list(value.shape) for name, value in plain_tensors(engine.module).items()}
-    optional = set()
-    for unit in engine.units:
-        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True):
-            here[name] = list(slot.shape)
-            if not unit.trainable and description["frozen_excluded"]:
-                optional.add(name)
+    here = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
+    parameters = _parameters(engine)
+    here |= {name: entry["shape"] for name, entry in parameters.items()}
     common = here.keys() & stored.keys()
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
         raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
+    # What is empty was not listed once, and needs no reading.
+    optional = {name for name, shape in here.items() if 0 in shape}
+    if description["frozen_excluded"]:
+        optional |= {name for name, entry in parameters.items() if not entry["trainable"]}
     missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
     if strict and (missing or unexpected):
         raise ValueError(
@@ -347,37 +297,36 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_optimizer(engine: ZeroEngine, description: dict) -> None:
-    """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
-    stored, remedy = description["optimizer"], "load with load_optimizer_states=False to start with a fresh state"
-    if stored is None:
-        raise ValueError(f"the checkpoint holds no optimizer state; {remedy}")
-    if not set(stored["classes"]) & set(classes_of(engine.optimizer.optimizer)):
-        here = type(engine.optimizer.optimizer).__name__
-        raise ValueError(f"the checkpoint's optimizer is {stored['classes'][0]}, the present one {here}; {remedy}")
-    for unit in engine.optimizer.units:
-        for name in unit.param_names:
-            if "group" not in description["parameters"].get(name, {}):
-                raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
+def _read(engine: ZeroEngine, ranks: Ranks, folder: Path, names: set[str], of_optimizer: dict | None) -> None:
+    """Read the weights `names`, and the optimizer's state unless what is said of it is None."""
+    if engine.optimizer is not None:
+        engine.optimizer.end_updates()
+
+    def read() -> None:
+        reader = SliceReader(folder)
+        slices = {key: entry for key, entry in state.weights(engine).items() if key.removeprefix("weights/") in names}
+        plain = state.plain_tensors(engine.module)
+        reader.read(slices | {f"plain/{name}": whole(value) for name, value in plain.items() if name in names})
+        if of_optimizer is not None:
+            state.read_optimizer_state(engine, of_optimizer["state"], reader)
+
+    ranks.together(read)
+    engine.zero_grad()
+    for unit in engine.units:
+        if unit.master is None:
+            unit.invalidate()
+        else:
+            unit.publish_master()
 
 
-def _restore_progress(
-    engine: ZeroEngine, ranks: Ranks, what: str, description: dict, with_optimizer: bool, with_scheduler: bool
-) -> None:
+def _restore_progress(engine: ZeroEngine, description: dict, with_optimizer: bool) -> None:
     engine.global_steps, engine.skipped_steps = description["global_steps"], description["skipped_steps"]
     accumulation = engine.settings.gradient_accumulation_steps
     same = accumulation == description["gradient_accumulation_steps"]
     engine.micro_steps = description["micro_steps"] if same else engine.global_steps * accumulation
     if with_optimizer:
-        stored_group_of = {
-            name: entry["group"] for name, entry in description["parameters"].items() if "group" in entry
-        }
-        group_of: dict[str, int] = {}
-        for of_rank in ranks.gather(optimizer_slices(engine)[2]):
-            group_of |= of_rank
-        restore_group_settings(engine, description["optimizer"]["groups"], stored_group_of, group_of)
+        parameters = description["parameters"].items()
+        stored_group_of = {name: entry["group"] for name, entry in parameters if "group" in entry}
+        state.restore_group_settings(engine, description["optimizer"]["groups"], stored_group_of)
         if engine.scaler is not None and description["loss_scaler"] is not None:
             engine.scaler.load_state_dict(decode(description["loss_scaler"]))
-    if with_scheduler and engine.lr_scheduler is not None and description["lr_scheduler"] is not None:
-        state = decode(description["lr_scheduler"])
-        ranks.together(what, lambda: engine.lr_scheduler.load_state_dict(state))
