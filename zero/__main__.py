@@ -8,6 +8,8 @@ from __future__ import annotations
 import runpy
 import sys
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
@@ -29,24 +31,21 @@ Show what a training checkpoint holds, checksums verified; make of one a folder 
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 """
 
-_CONFIG_OPTIONS = ("--deepspeed", "--deepspeed_config")
-
 
 def main(arguments: list[str]) -> None:
     """Do what the command line says; `SystemExit(2)` with one line on stderr where it cannot be done."""
     match arguments:
-        case [] | ["-h" | "--help", *_]:
-            print(USAGE, end="")
-        case ["run", "-h" | "--help"]:
+        case [] | ["-h" | "--help", *_] | ["run", "-h" | "--help"]:
             print(USAGE, end="")
         case ["run", script, *script_arguments]:
             _run(script, script_arguments)
         case ["run"]:
             _refuse("run: no script given; usage: python -m zero run SCRIPT.py ARGS...")
-        case ["inspect", *rest]:
-            _inspect(rest)
-        case ["consolidate", *rest]:
-            _consolidate(rest)
+        case ["inspect" | "consolidate" as command, *rest]:
+            try:
+                _use_checkpoint(command, rest)
+            except (ValueError, OSError) as error:
+                _refuse(str(error))
         case [command, *_]:
             _refuse(f"unknown command '{command}'; usage: python -m zero run SCRIPT.py ARGS...")
 
@@ -67,45 +66,31 @@ def _run(script: str, arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _inspect(arguments: list[str]) -> None:
-    parser = ArgumentParser(prog="python -m zero inspect", description="Show what a training checkpoint holds.")
-    parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
-    options = parser.parse_args(arguments)
-    try:
-        print(describe(options.checkpoint))
-    except (ValueError, OSError) as error:
-        _refuse(str(error))
+def _configurations(arguments: list[str]) -> Iterator[str]:
+    """The values of the options that name a configuration; to some scripts `--deepspeed` alone is a switch."""
+    for argument, following in pairwise([*arguments, "-"]):
+        option, equals, value = argument.partition("=")
+        if option in ("--deepspeed", "--deepspeed_config"):
+            if equals and value:
+                yield value
+            elif not equals and following and not following.startswith("-"):
+                yield following
 
 
-def _consolidate(arguments: list[str]) -> None:
-    parser = ArgumentParser(
-        prog="python -m zero consolidate", description="Make a model folder for from_pretrained of a checkpoint."
-    )
+def _use_checkpoint(command: str, arguments: list[str]) -> None:
+    parser = ArgumentParser(prog=f"python -m zero {command}")
     parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
+    if command == "inspect":
+        parser.description = "Show what a training checkpoint holds."
+        print(describe(parser.parse_args(arguments).checkpoint))
+        return
+    parser.description = "Make a model folder for from_pretrained of a checkpoint."
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one they are trained in")
     parser.add_argument("--max-file-size", type=float, default=MAX_FILE_BYTES / 1e9, metavar="GB")
     options = parser.parse_args(arguments)
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    try:
-        written = consolidate(options.checkpoint, options.out, dtype, int(options.max_file_size * 1e9), progress=True)
-    except (ValueError, OSError) as error:
-        _refuse(str(error))
-    print("\n".join(map(str, written)))
-
-
-def _configurations(arguments: list[str]) -> list[str]:
-    """The values of the options that name a configuration; to some scripts `--deepspeed` alone is a switch."""
-    values = []
-    for position, argument in enumerate(arguments):
-        option, equals, value = argument.partition("=")
-        if option not in _CONFIG_OPTIONS:
-            continue
-        if not equals:
-            value = arguments[position + 1] if position + 1 < len(arguments) else ""
-        if value and not (value.startswith("-") and not equals):
-            values.append(value)
-    return values
+    dtype, max_file_bytes = DTYPES.get(options.dtype), int(options.max_file_size * 1e9)
+    print(*consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True), sep="\n")
 
 
 def _refuse(message: str) -> None:

@@ -72,14 +72,11 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written then.
     """
     save_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(save_dir)
+    _remove_leftovers(save_dir)
     free = shutil.disk_usage(save_dir).free
     if nbytes > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere",
-            str(save_dir),
-        )
+        text = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere"
+        raise OSError(errno.ENOSPC, text, str(save_dir))
     folder = save_dir / (_SAVING + tag)
     folder.mkdir()
     return folder
@@ -100,7 +97,7 @@ def make_executable(script: str | os.PathLike) -> None:
         logger.info("%s stays without the permission to be executed: %s", script, error)
 
 
-def remove_leftovers(save_dir: Path) -> None:
+def _remove_leftovers(save_dir: Path) -> None:
     """Remove what saves that died left behind, and put back a checkpoint whose replacement never came."""
     for replaced in save_dir.glob(f"{_REPLACED}*"):
         original = save_dir / replaced.name.removeprefix(_REPLACED)
@@ -180,6 +177,9 @@ def read_description(folder: Path) -> dict:
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
     if description["version"] != FORMAT_VERSION:
         raise ValueError(f"{path}: format version {description['version']}, this program reads {FORMAT_VERSION}")
+    # Tensors without elements were once described apart from others that are not sharded.
+    empty = {name: {"shape": shape, "dtype": "float32"} for name, shape in description.pop("empty", {}).items()}
+    description.setdefault("plain", {}).update(empty)
     return description
 
 

@@ -193,12 +193,12 @@ def group_settings(engine: ZeroEngine) -> list[object]:
     ]
 
 
-def restore_group_settings(engine: ZeroEngine, stored: list[object], stored_group_of: dict[str, int]) -> None:
+def restore_group_settings(engine: ZeroEngine, description: dict) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
-    groups, settings = engine.optimizer.param_groups, [decode(group) for group in stored]
+    groups, settings = engine.optimizer.param_groups, decode(description["optimizer"]["groups"])
     if len(groups) == len(settings):
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
@@ -206,12 +206,10 @@ def restore_group_settings(engine: ZeroEngine, stored: list[object], stored_grou
     if engine.comm.rank == 0:
         text = "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over"
         logger.warning(text, len(settings), len(groups))
-    done: set[int] = set()
-    for name, index in group_of(engine).items():
-        if name in stored_group_of and index not in done:
-            done.add(index)
-            new = settings[stored_group_of[name]]
-            _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
+    first = {index: name for name, index in reversed(group_of(engine).items())}
+    for index, name in first.items():
+        new = settings[description["parameters"][name]["group"]]
+        _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
 
 
 def _set(group: dict, new: dict) -> None:

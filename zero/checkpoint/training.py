@@ -278,10 +278,7 @@ def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[s
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
         raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
-    # What is empty was not listed once, and needs no reading.
-    optional = {name for name, shape in here.items() if 0 in shape}
-    if description["frozen_excluded"]:
-        optional |= {name for name, entry in parameters.items() if not entry["trainable"]}
+    optional = {name for name, entry in parameters.items() if not entry["trainable"] and description["frozen_excluded"]}
     missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
     if strict and (missing or unexpected):
         raise ValueError(
@@ -325,8 +322,6 @@ def _restore_progress(engine: ZeroEngine, description: dict, with_optimizer: boo
     same = accumulation == description["gradient_accumulation_steps"]
     engine.micro_steps = description["micro_steps"] if same else engine.global_steps * accumulation
     if with_optimizer:
-        parameters = description["parameters"].items()
-        stored_group_of = {name: entry["group"] for name, entry in parameters if "group" in entry}
-        state.restore_group_settings(engine, description["optimizer"]["groups"], stored_group_of)
+        state.restore_group_settings(engine, description)
         if engine.scaler is not None and description["loss_scaler"] is not None:
             engine.scaler.load_state_dict(decode(description["loss_scaler"]))

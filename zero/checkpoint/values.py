@@ -31,12 +31,16 @@ def encode(value: object, place: str) -> object:
             return float(value)
         case str():
             return str.__str__(value)
+        case dict() if all(type(key) is str and key != KIND for key in value):
+            return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
         case dict():
-            return _encode_dict(value, place)
-        case list():
-            return [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
-        case tuple():
-            return {KIND: "tuple", "items": [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
+            pairs = [
+                [encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")] for key, item in value.items()
+            ]
+            return {KIND: "dict", "items": pairs}
+        case list() | tuple():
+            items = [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {KIND: "tuple", "items": items}
         case bytes():
             return {KIND: "bytes", "data": base64.b64encode(value).decode()}
         case torch.Tensor():
@@ -52,13 +56,6 @@ def encode(value: object, place: str) -> object:
         f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, strings, lists, dicts, "
         "tuples, bytes, tensors or arrays"
     )
-
-
-def _encode_dict(value: dict, place: str) -> object:
-    if all(type(key) is str and key != KIND for key in value):
-        return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
-    pairs = [[encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")] for key, item in value.items()]
-    return {KIND: "dict", "items": pairs}
 
 
 def decode(value: object) -> object:
