@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import sys
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path
 
 def test_the_script_in_a_folder_of_checkpoints_makes_a_model_of_one(checkpoint, tmp_path):
     folder, expected = checkpoint
-    done = run([Path(folder) / "zero_to_fp32.py", folder, tmp_path], timeout=120)
+    done = run([sys.executable, Path(folder) / "zero_to_fp32.py", folder, tmp_path], timeout=120)
     assert done.returncode == 0, done.stderr
     state = from_pretrained(tmp_path, torch.float32)
     assert all(torch.equal(state[name], value) for name, value in expected["masters"].items())
@@ -106,7 +105,7 @@ def test_consolidated_in_several_files_and_another_dtype(dtype, checkpoint, tmp_
 
 
 def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    """A model of 64 MB and its optimizer's state of 128 MB, in 32 MB."""
+    """A model of 64 MB and its optimizer's state of 128 MB, in 20 MB."""
     engine, _ = start(Wide(), ds_config())
     loss = sum(layer(torch.ones(1, 1024)).square().mean() for layer in engine.module.layers)
     engine.backward(loss)
@@ -114,8 +113,7 @@ def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dic
     engine.save_checkpoint(folder)
     expected = {name: param.double().sum().item() for name, param in engine.module.named_parameters()}
     consolidate(folder, Path(folder) / "first")  # what is imported on first use is there now
-    ctypes.CDLL(None).malloc_trim(0)  # and what malloc keeps for later is not
-    with limited_memory(32 * 2**20):  # slices are of 4 MB: one here, two or three in torch.load, others being freed
+    with limited_memory(20 * 2**20):
         consolidate(folder, Path(folder) / "model")
     return expected
 

@@ -1,4 +1,4 @@
-"""Tensors as slices of their flattened selves, which torch.distributed.checkpoint (DCP) writes and reads.
+"""Tensors as slices of their flattened selves, in files of torch.distributed.checkpoint (DCP).
 
 [Note: slices]
 Whatever the units and tiles of a run look like, a checkpoint knows a tensor only by its parameter's name, and its
@@ -10,20 +10,23 @@ That metadata is a pickle: read only checkpoints that you trust.
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import os
+import struct
+import zipfile
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization
 
@@ -31,6 +34,8 @@ from zero.checkpoint.ranks import Ranks
 
 # Elements in one record of a file, which is read as a whole. Small enough for malloc to use its memory again.
 MAX_SLICE = 1 << 22
+# The end of a record that surely has the directory of the archive in it.
+_DIRECTORY = 4096
 
 
 @dataclass
@@ -175,24 +180,12 @@ def write(slices: dict[str, Slices], folder: Path, ranks: Ranks) -> dict[str, di
 # -- reading
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Tells DCP's reader where the parts of a dict of `Slices` are."""
-
-    def __init__(self, slices: Mapping[str, Slices]):
-        super().__init__()
-        self.state_dict = slices
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self.state_dict[index.fqn].parts[index.offset[0]]
-
-
 class SliceReader:
     """Reads slices in one process, without a process group. The index is read once."""
 
     def __init__(self, folder: Path):
-        self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        self._folder = folder
+        self._metadata = FileSystemReader(folder).read_metadata()
         self.tensors = self._metadata.state_dict_metadata
 
     def dtype(self, key: str) -> torch.dtype:
@@ -208,17 +201,66 @@ class SliceReader:
         return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in chunks)
 
     def read(self, slices: Mapping[str, Slices]) -> None:
-        """Fill the slices' memory from the files.
+        """Fill the slices' memory from the files, straight into it: DCP's reader copies every record twice.
 
         Raises ValueError for a key that the checkpoint lacks or has in another size.
         """
-        plan = LoadPlan([])
-        for key, entry in slices.items():
-            if not entry.numel:
-                continue  # nothing of it is stored
-            if key not in self.tensors:
-                raise ValueError(f"the checkpoint's index has no {key}")
-            if (stored := self.tensors[key].size.numel()) != entry.numel:
-                raise ValueError(f"{key} has {stored} elements in the checkpoint, {entry.numel} here")
-            plan.items.extend(create_read_items_for_chunk_list(key, self.tensors[key], entry.chunks()))
-        self._reader.read_data(plan, _LoadPlanner(slices)).wait()
+        reads = [read for key, entry in slices.items() if entry.numel for read in self._reads(key, entry)]
+        reads.sort(key=lambda read: (read.record.relative_path, read.record.offset, read.skipped))
+        for name, group in itertools.groupby(reads, key=lambda read: read.record.relative_path):
+            with open(self._folder / name, "rb", buffering=0) as file:
+                for read in group:
+                    read.into_target(file)
+
+    def _reads(self, key: str, wanted: Slices) -> Iterator[_Read]:
+        if key not in self.tensors:
+            raise ValueError(f"the checkpoint's index has no {key}")
+        if (stored := self.tensors[key].size.numel()) != wanted.numel:
+            raise ValueError(f"{key} has {stored} elements in the checkpoint, {wanted.numel} here")
+        chunks = self.chunks(key)
+        for start, part in wanted.parts.items():
+            for begin, numel in chunks:
+                first, end = max(start, begin), min(start + part.numel(), begin + numel)
+                if first < end:
+                    record = self._metadata.storage_data[MetadataIndex(key, torch.Size([begin]))]
+                    yield _Read(record, self.dtype(key), first - begin, part[first - start : end - start])
+
+
+@dataclass
+class _Read:
+    """Elements of a record, from `skipped` on, that go to `target`."""
+
+    record: _StorageInfo
+    dtype: torch.dtype
+    skipped: int
+    target: torch.Tensor
+
+    def into_target(self, file: io.RawIOBase) -> None:
+        direct = self.target.device.type == "cpu" and self.target.dtype == self.dtype
+        values = self.target if direct else torch.empty(self.target.shape, dtype=self.dtype)
+        start = self._data_start(file) + self.skipped * self.dtype.itemsize
+        _read_into(file, start, memoryview(values.view(torch.uint8).numpy()))
+        if not direct:
+            self.target.copy_(values)
+
+    def _data_start(self, file: io.RawIOBase) -> int:
+        """Where the values are in the file: a record is a zip archive, as `torch.save` writes it, uncompressed."""
+        length = min(self.record.length, _DIRECTORY)
+        begin = self.record.offset + self.record.length - length
+        directory = zipfile.ZipFile(io.BytesIO(_read_into(file, begin, memoryview(bytearray(length)))))
+        (entry,) = (info for info in directory.infolist() if info.filename.endswith("/data/0"))
+        header = begin + entry.header_offset  # the archive was given without its beginning
+        name, extra = struct.unpack("<HH", _read_into(file, header + 26, memoryview(bytearray(4))))
+        return header + 30 + name + extra
+
+
+def _read_into(file: io.RawIOBase, start: int, buffer: memoryview) -> memoryview:
+    """Fill `buffer` with what is in the file from `start` on; return it."""
+    file.seek(start)
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])
+        if not count:
+            raise OSError(errno.EIO, "the file ends too early", file.name)
+        done += count
+    return buffer
