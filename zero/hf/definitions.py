@@ -159,15 +159,13 @@ class NotImplementedBuilder(AsyncIOBuilder):
 
 
 # What the names above stand for is there without a build (True), or not at all (False).
-COMPATIBLE_OPS = {
-    **{"async_io": False, "cpu_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_adam": True},
-    "deepspeed_not_implemented": False,
-}
+COMPATIBLE_OPS = dict.fromkeys(("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam"), True)
+COMPATIBLE_OPS |= dict.fromkeys(("async_io", "deepspeed_not_implemented"), False)
 
-# "0.0": there is none, or it is to be asked for at run time.
+# Of the build, without touching a device; "0.0": there is none, or it is to be asked for at run time.
 TORCH_INFO = {
     "version": ".".join(torch.__version__.split(".")[:2]),
-    "bf16_support": get_accelerator().is_bf16_supported(),
+    "bf16_support": torch.version.cuda is not None,
     "cuda_version": torch.version.cuda or "0.0",
     "nccl_version": "0.0",
     "hip_version": "0.0",
