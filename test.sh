@@ -6,4 +6,4 @@ venv="${VENV:-.venv}"
 python3 -m venv "$venv"
 . "$venv/bin/activate"
 python -m pip install --quiet --requirement requirements-dev.txt
-exec python -m pytest -n 2 --dist loadfile "$@"
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
