@@ -83,6 +83,11 @@ class Communicator:
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
 
     @property
+    def is_destroyed(self) -> bool:
+        """Whether the script has destroyed the process groups since."""
+        return self._group not in dist.distributed_c10d._world.pg_map
+
+    @property
     def mean_factor(self) -> float:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over ranks."""
         return 1.0 if self._native else 1.0 / self.world_size
@@ -267,19 +272,17 @@ class Communicator:
             self.watchdog.wait(collective, f"{what} after {self.watchdog.position}")
 
 
-_communicators: dict[str, Communicator] = {}
+_communicators: dict[torch.device, Communicator] = {}
 
 
 def communicator() -> Communicator:
     """The communicator of this process's compute device, made (with the process group, if need be) on first use."""
     if not is_initialized():
         init_distributed()
-        _communicators.clear()
     device = compute_device()
-    key = f"{device}/{id(dist.group.WORLD)}"
-    if key not in _communicators:
-        _communicators[key] = Communicator(device)
-    return _communicators[key]
+    if device not in _communicators or _communicators[device].is_destroyed:
+        _communicators[device] = Communicator(device)
+    return _communicators[device]
 
 
 def compute_device() -> torch.device:

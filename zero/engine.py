@@ -470,6 +470,8 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.hooks.remove()
         if self.optimizer is not None:
             self.optimizer.end_updates()
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)  # copies from host memory that is about to go
         self.reducer.clear()
         for unit in self.units:
             unit.optimizer = unit.grad = unit.master = None

@@ -36,9 +36,10 @@ class BackgroundSaves:
     def __init__(self, engine: ZeroEngine):
         self.connection = connect(engine.comm)
         self._ranks = Ranks.of(engine.comm, "saving a checkpoint")
-        self._pin, self._memory = engine.comm.device.type == "cuda", torch.empty(0, dtype=torch.uint8)
+        self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._thread: threading.Thread | None = None
-        self._copied, self._failure = threading.Event(), None
+        self._copied, self._failure = engine.optimizer.read_by_saves if engine.optimizer else threading.Event(), None
 
     @classmethod
     def of(cls, engine: ZeroEngine) -> BackgroundSaves:
@@ -47,35 +48,41 @@ class BackgroundSaves:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
 
-    def start(self, slices: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
-        """Call `act` in a thread with copies of `slices` in host memory, which is kept for the next save.
+    def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
+        """Copies of `slices` in host memory, which is kept for the next save.
 
-        What is the optimizer's is copied by the thread: nothing but a step changes it, and `check` waits for the copy.
+        What is the optimizer's is copied by the thread: `ZeroOptimizer.wait` keeps it from being changed until then.
         """
         nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pin)
-        position, later, copies = 0, [], {key: Slices(entry.numel) for key, entry in slices.items()}
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the former goes before the new one comes
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+        position, copies = 0, {key: Slices(entry.numel) for key, entry in slices.items()}
+        self._later.clear()
         for key, entry in slices.items():
             for start, part in entry.parts.items():
                 target = copies[key].parts[start] = self._memory[position : position + part.nbytes].view(part.dtype)
                 position += _aligned(part.nbytes)
                 if key.startswith("optimizer/"):
-                    later.append((target, part))
+                    self._later.append((target, part))
                 else:
                     target.copy_(part)
+        return copies
+
+    def start(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
+        """Complete what `copy` returned, and call `act` with it, in a thread."""
         self._copied.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(later, copies, act), name="zero checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(copies, act), name="zero checkpoint", daemon=True)
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self, later: list, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
+    def _run(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
         try:
-            for target, values in later:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            for target, values in self._later:
                 target.copy_(values)
-            later.clear()
+            self._later.clear()
             self._copied.set()
             act(copies)
         except Exception as error:
@@ -96,7 +103,6 @@ class BackgroundSaves:
         """Raise the error of a save that has failed; every rank must ask at the same time."""
         if self._thread is None:
             return
-        self._copied.wait()
         if self._ranks.any(self._thread.is_alive()):
             return
         atexit.unregister(self._at_exit)
@@ -119,8 +125,8 @@ def _aligned(nbytes: int) -> int:
 
 def check_background_save(engine: ZeroEngine) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it."""
-    if engine.settings.checkpoint.async_save:
-        BackgroundSaves.of(engine).check()
+    if engine in _of_engine:
+        _of_engine[engine].check()
 
 
 def wait_for_background_saves() -> None:

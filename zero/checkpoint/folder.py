@@ -77,6 +77,8 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     if nbytes > free:
         text = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere"
         raise OSError(errno.ENOSPC, text, str(save_dir))
+    (save_dir / RECOVERY_SCRIPT).write_text(_RECOVERY, encoding="utf-8")
+    make_executable(save_dir / RECOVERY_SCRIPT)
     folder = save_dir / (_SAVING + tag)
     folder.mkdir()
     return folder
@@ -124,8 +126,6 @@ def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
     if target.exists():
         target.rename(replaced)
     folder.rename(target)
-    (save_dir / RECOVERY_SCRIPT).write_text(_RECOVERY, encoding="utf-8")
-    make_executable(save_dir / RECOVERY_SCRIPT)
     _sync(save_dir)
     if latest:
         temporary = save_dir / f".{LATEST}"
@@ -285,7 +285,7 @@ def _first_intact(candidates: Iterable[Path]) -> Path | None:
     for candidate in candidates:
         try:
             verify(candidate, read_description(candidate)["files"].items())
-        except ValueError:
+        except (ValueError, OSError):
             continue
         return candidate
     return None

@@ -89,6 +89,7 @@ def write_model(
                     left = tensor.nbytes
                     while left > 0:
                         left -= file.write(_bytes_of(next(parts)))
+                    assert left == 0, tensor.name
                 file.flush()
                 os.fsync(file.fileno())
         written = [(folder / f".{name}").replace(folder / name) for name in files]
@@ -105,7 +106,7 @@ def write_model(
             path.unlink()
     if config is not None:
         written.append(folder / "config.json")
-        dtype = next(tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+        dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
         _write_json(written[-1], config | {"dtype": dtype_name(dtype)})
     return written
 

@@ -67,7 +67,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _state_dict(folder: Path, description: dict, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     reader, state = SliceReader(folder), {}
     for key, tensor in _model_tensors(description, torch.float32, exclude_frozen):
-        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         reader.read({key: whole(value)})
         state[tensor.name] = value
     for name, first in description["tied"].items():
@@ -120,7 +120,7 @@ def consolidate(
         with tqdm(total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
             for key, tensor in tensors.items():
                 for start, numel in reader.chunks(key):
-                    part = torch.empty(numel, dtype=tensor.dtype)
+                    part = torch.empty(numel, dtype=tensor.dtype, device="cpu")
                     reader.read({key: Slices(tensor.shape.numel(), {start: part})})
                     bar.update(part.nbytes)
                     yield part

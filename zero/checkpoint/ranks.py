@@ -23,7 +23,9 @@ def connect(comm: Communicator) -> dist.ProcessGroupGloo:
 
     They are not registered with torch.distributed: a script may destroy its process groups while a thread uses them.
     """
-    store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", dist.distributed_c10d._get_default_store())
+    # Of a connection of its own: rank 0's would keep the server alive, and its port taken, after the groups are gone.
+    store = dist.distributed_c10d._get_default_store().clone()
+    store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", store)
     return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout())
 
 
@@ -44,10 +46,10 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks."""
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = own.numel()
         self._connection.allreduce([sizes]).wait()
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         values = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._connection.allgather([values], [padded]).wait()
@@ -55,7 +57,7 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
-        flags = torch.tensor([int(flag)])
+        flags = torch.tensor([int(flag)], device="cpu")
         self._connection.allreduce([flags]).wait()
         return bool(flags)
 

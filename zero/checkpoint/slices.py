@@ -237,7 +237,7 @@ class _Read:
 
     def into_target(self, file: io.RawIOBase) -> None:
         direct = self.target.device.type == "cpu" and self.target.dtype == self.dtype
-        values = self.target if direct else torch.empty(self.target.shape, dtype=self.dtype)
+        values = self.target if direct else torch.empty(self.target.shape, dtype=self.dtype, device="cpu")
         start = self._data_start(file) + self.skipped * self.dtype.itemsize
         _read_into(file, start, memoryview(values.view(torch.uint8).numpy()))
         if not direct:

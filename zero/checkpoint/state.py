@@ -102,7 +102,7 @@ def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, d
                 if not kinds[key]["number"]:
                     add(slices, stored, numel, position, value[where])
                 elif position == 0:
-                    number = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                    number = torch.as_tensor(value, dtype=getattr(value, "dtype", torch.float64), device="cpu")
                     slices[stored] = whole(number.contiguous())
     return slices, kinds
 
@@ -139,7 +139,7 @@ def read_optimizer_state(engine: ZeroEngine, kinds: dict[str, dict], reader: Sli
                 if not kind["number"]:
                     add(slices, stored, numel, position, state[key][where])
                 elif stored not in slices:  # several tiles may want the same number
-                    slices[stored] = whole(torch.zeros(1, dtype=dtype_of(kind.get("dtype", "float64"))))
+                    slices[stored] = whole(torch.zeros(1, dtype=dtype_of(kind.get("dtype", "float64")), device="cpu"))
         read.append((tile, [name for name, *_ in parts], state))
     reader.read(slices)
     for tile, names, state in read:

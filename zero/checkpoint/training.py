@@ -66,7 +66,7 @@ def save_checkpoint(
     """
     what = f"saving a checkpoint to {save_dir}"
     ranks = Ranks.of(engine.comm, what)
-    tag = folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag = ranks.together(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # A copy in host memory of what is in files because it does not fit there would be no help.
     in_files = any(unit.tier.file or unit.optimizer_tier.file for unit in engine.units)
@@ -91,7 +91,8 @@ def save_checkpoint(
         def act(copies: dict[str, Slices]) -> None:
             _finish(in_thread, folder, copies, description, save_latest)
 
-        ranks.together(lambda: background.start(slices, act))
+        copies = ranks.together(lambda: background.copy(slices))
+        background.start(copies, act)
     return True
 
 

@@ -74,7 +74,7 @@ def decode(value: object) -> object:
         case "bytes":
             return base64.b64decode(value["data"])
         case "tensor":
-            tensor = torch.empty(value["shape"], dtype=dtype_of(value["dtype"]))
+            tensor = torch.empty(value["shape"], dtype=dtype_of(value["dtype"]), device="cpu")
             data = numpy.frombuffer(base64.b64decode(value["data"]), dtype=numpy.uint8)
             tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(data.copy()))
             return tensor

@@ -2,8 +2,8 @@
 
 :func:`load_config` is the way in. Every key is in one of four states: used (the fields below), without effect
 (:mod:`zero.config.keys`; :mod:`zero.config.report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
-error that names the dotted key, the file it is in and the nearest valid key. All errors of a configuration are
-reported together, one line each.
+error that names the dotted key, the file it is in and the nearest valid key; sections without effect are not looked
+into. All errors of a configuration are reported together, one line each.
 
 Defaults are those of DeepSpeed 0.19.8. Sizes (``*_bucket_size``, ``*_threshold``, ``*_parameters``, ``*_distance``) are
 numbers of parameter elements, not bytes.

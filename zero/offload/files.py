@@ -226,6 +226,7 @@ def _work(requests: Requests) -> None:
             end.set_result(None)
         else:
             end.set_exception(failure)
+        del end, failure
 
 
 def _close(requests: Requests, threads: list[threading.Thread], files: set[int]) -> None:

@@ -97,7 +97,7 @@ void update(float* __restrict master, const Gradient* __restrict grad, float* __
             v[i] = root[i] = fused(s.from_square * g, g, v[i] * s.beta2);
         }
         take_roots(s.roots, root, count);
-        BFloat16* __restrict copy = out + first;
+        BFloat16* __restrict copy = out == nullptr ? nullptr : out + first;
         for (int32_t i = 0; i < count; ++i) {
             p[i] = p[i] * s.shrink + s.step_size * m[i] / (root[i] / s.correction + s.eps);
             if (out != nullptr) copy[i] = rounded(p[i]);

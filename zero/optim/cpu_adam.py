@@ -15,7 +15,7 @@ The compiled kernel gives the bits of torch's default path with one exception: i
 one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the last place off in a fifth of all values.
 After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master up to an error of
 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again, and everything is
-equal. An element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
+equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
 
 The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
 of `exp_avg_sq` and of the master.
@@ -149,10 +149,12 @@ def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tupl
 
     threads = thread_count()
     others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(pieces)) - 1)]
-    work()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    try:
+        work()
+    finally:  # nobody may write to the tensors after this
+        for other in others:
+            if not other.cancel():
+                other.result()
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
@@ -235,11 +237,11 @@ def _kernel() -> Callable[..., None] | None:
     """The compiled function, built by the first call on a machine, or None where that cannot be done."""
     try:
         kernel = ctypes.CDLL(str(_library())).zero_cpu_adam
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         missing = isinstance(error, FileNotFoundError)
         reason = f"found no {error.filename}" if missing else getattr(error, "stderr", None) or str(error)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line of each machine
-            level, line = logging.INFO if missing else logging.WARNING, reason.splitlines()[0]
+            level, line = logging.INFO if missing else logging.WARNING, (reason.splitlines() or [repr(error)])[0]
             logger.log(level, "Adam on host memory falls back on torch's fused kernel, which is slower: %s", line)
         return None
     kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -82,6 +83,8 @@ class ZeroOptimizer(OptimizerAttributes):
         self._replicated = any(unit.layout.replicated for unit in self.units)
         self.overflow, self._checks_overflow = False, checks_overflow
         self.grad_norm: float | None = None
+        self.read_by_saves = threading.Event()  # not set while a save in the background still copies the state
+        self.read_by_saves.set()
         self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of, {param for unit in units for param in unit.params})
@@ -202,7 +205,12 @@ class ZeroOptimizer(OptimizerAttributes):
         return not self.overflow
 
     def wait(self, unit: Unit | None = None) -> None:
-        """Until the last step's update of `unit`, or of everything, is made; raises what went wrong behind it."""
+        """Until the last step's update of `unit`, or of everything, is made; raises what went wrong behind it.
+
+        With everything the state may be changed after it: so it is read first by a save that is still to do so.
+        """
+        if unit is None:
+            self.read_by_saves.wait()
         self._updates.wait(unit)
 
     def is_late(self, unit: Unit) -> bool:
