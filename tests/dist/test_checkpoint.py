@@ -355,5 +355,3 @@ def test_tags_that_differ(tmp_path, validation):
     found = run_on(2, tag_of_each_rank, validation, str(tmp_path))
     assert all("different tags: of_rank_0, of_rank_1; give" in said for said in found) == (validation == "FAIL")
     assert all(said == "latest, of_rank_0, zero_to_fp32.py" for said in found) == (validation != "FAIL")
-
-

@@ -27,7 +27,6 @@ from tests.dist.training import (
     step,
     train_in_slices,
     train_zero,
-    trainable,
 )
 
 STEPS = 4

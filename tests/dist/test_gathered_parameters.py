@@ -192,7 +192,7 @@ def test_changes_without_a_modifier_rank_are_discarded():
 
 
 def refused(rank: int, world_size: int) -> bool:
-    """Whether the change is an error on request, in a model under `Init` and in its engine, and what was there stays."""
+    """Whether a change is an error on request, under `Init` and in an engine, and what was there stays."""
     config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
     with zero.Init(config_dict_or_path=config):
         model = toy()

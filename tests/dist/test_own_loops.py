@@ -259,7 +259,7 @@ class Sum(nn.Module):
 
 
 def parts_of_a_parameter(rank: int, world_size: int) -> None:
-    """`ds_tensor` is what the parameter is made of, the gradients' parts fit it, and the norm of theirs is the step's."""
+    """`ds_tensor` is what a parameter is made of, its gradient has as many elements, and their norm is the step's."""
     engine = engine_of(build(Sum), gradient_accumulation_steps=2)
     values = [part.value for part in engine.module.parts]
     for value in values:
