@@ -31,8 +31,9 @@ from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.optim.torch_optimizers import build_optimizer
+from zero.parameters import placeholder
 from zero.schedule import Schedule
-from zero.unit import Residency, State, Unit, placeholder
+from zero.unit import Residency, State, Unit
 
 logger = logging.getLogger("zero")
 

@@ -15,8 +15,9 @@ acquired there is kept for the backward that follows; where it runs inside of th
 the unit was acquired before. Autograd's graph does not tell which gradients will come (reentrant checkpointing makes
 graphs on the way), so a unit with a parameter that got none is held to the end of backward.
 
-A parameter that is read outside of its modules' calls (as `self.embedding.weight` in another module's forward), or
-that a module returns, is gathered then and held to the end of the pass.
+A parameter that is read outside of its modules' calls (as `self.embedding.weight` in another module's forward, or in
+a loss after the model's forward), or that a module returns, is gathered then. It is held until as many backwards have
+ended as there were forwards, since nothing tells which of them still needs it; at the latest until the step.
 
 [Note: order of reductions]
 Every rank starts its reductions in one agreed order, each as soon as it and all before it are complete, so that ranks
@@ -37,13 +38,12 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_map_only
 
 from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.schedule import Schedule
-from zero.unit import Residency, State, Unit, unit_of
+from zero.unit import Residency, State, Unit
 
 logger = logging.getLogger("zero")
 
@@ -69,42 +69,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
     """Those of `tensors_in` that require grad."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
-
-
-_ASKS_FOR_NO_VALUES = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")),
-    *(getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_floating_point", "numel", "size")),
-}
-
-
-class UnreadParameter(torch.Tensor):
-    """Stands for a parameter that shows no values: gathers it when a function needs more than its shape and dtype."""
-
-    _is_param = True  # what makes `isinstance(tensor, nn.Parameter)` true
-
-    @staticmethod
-    def __new__(cls, param: nn.Parameter, gathered: Callable[[], nn.Parameter]) -> UnreadParameter:
-        stand_in = torch.Tensor._make_subclass(cls, param.data, param.requires_grad)
-        stand_in.gathered = gathered
-        return stand_in
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func in _ASKS_FOR_NO_VALUES:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        args, kwargs = tree_map_only(UnreadParameter, lambda stand_in: stand_in.gathered(), (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-class WatchedParameters(dict):
-    """A module's `_parameters` that hands out stand-ins for parameters that show no values."""
-
-    def __getitem__(self, name: str) -> torch.Tensor | None:
-        param = super().__getitem__(name)
-        unit = unit_of(param)
-        if unit is None or unit.on_read is None or unit.state is State.EXPOSED:
-            return param
-        return unit.on_read(unit, param)
 
 
 def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, param: nn.Parameter) -> None:
@@ -146,7 +110,16 @@ class ModuleHooks:
         # In the order of first reading. No call of a module tells when backward needs these: it has them all along.
         self._read_elsewhere: dict[Unit, None] = {}
         self._in_backward: set[Unit] = set()
-        self._in_forward = False
+        # Calls of the root module under way: its forward may call it again.
+        self._depth = 0
+        # From the first call of a module to the end of backward, or of a forward without gradients.
+        self._in_pass = self._training = False
+        # Forwards whose backward has not ended.
+        self._awaited = 0
+        # By unit and index, parameters that a training forward has read and that have no gradient yet. Those that their
+        # own modules read are watched in the first pass only: later on an expert may well rest for a step.
+        self._want_gradient: set[tuple[Unit, int]] = set()
+        self._without_gradient: set[str] = set()
         self._thawed: set[Unit] = set()
         self._arrived: dict[Unit, set[int]] = {unit: set() for unit in self.units}
         # Units that complete last in every model: spread over all of it, or used at both of its ends.
@@ -178,19 +151,14 @@ class ModuleHooks:
             self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of units that the root module itself owns.
-        self.forward_hooks.append(model.register_forward_hook(self._root_post_forward))
+        self.forward_hooks.append(model.register_forward_hook(self._root_post_forward, always_call=True))
         for number, unit in enumerate(self.units):
             if unit.trainable:
                 for i, param in enumerate(unit.params):
                     hook = partial(_gradient_ready, weakref.ref(self), number, i)
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not unit.persistent:
-                unit.on_read = self._read_outside
-        self._owners = [
-            m for m in model.modules() if any(u and u.on_read for u in map(unit_of, m._parameters.values()))
-        ]
-        for module in self._owners:
-            module._parameters = WatchedParameters(module._parameters)
+                unit.on_read = partial(self._read_outside, unit)
 
     def remove(self) -> None:
         """Take all hooks off the model."""
@@ -199,21 +167,26 @@ class ModuleHooks:
         self.forward_hooks, self.backward_hooks = [], []
         for unit in self.units:
             unit.on_read = None
-        for module in self._owners:
-            module._parameters = dict(module._parameters)
 
     # -- passes
 
     def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
         if in_backward():
             return
-        self.forget_broken_pass()
-        self._in_forward = True
-        training = torch.is_grad_enabled()
-        if training:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._forget_modules()
+        if not self._awaited:
+            self._release_reads()
+        self._begin_pass("train" if torch.is_grad_enabled() else "infer")
+
+    def _begin_pass(self, name: str) -> None:
+        self._in_pass, self._training = True, torch.is_grad_enabled()
+        if self._training:
             self._warn_of_thawed()
-        kind = ("train", module.training) if training else ("infer", module.training)
-        self.schedule.begin(kind, wraps=not training or not self.last_micro_step())
+        kind = (name, self.module.training)
+        self.schedule.begin(kind, wraps=not self._training or not self.last_micro_step())
 
     def _warn_of_thawed(self) -> None:
         for unit in self.units:
@@ -225,29 +198,45 @@ class ModuleHooks:
                 )
 
     def _root_post_forward(self, module: nn.Module, args: tuple, output: object) -> None:
+        """Also called, with None, after an exception in forward."""
         if in_backward():
             return
-        self._in_forward = False
+        self._depth -= 1
+        if self._depth > 0:
+            return
         outputs = list(tensors_with_grad(output)) if torch.is_grad_enabled() else []
         for tensor in outputs:
             tensor.register_hook(self._backward_begins)
-        if not outputs:
+        if outputs:
+            self._awaited += 1
+        else:
             self._end_pass()
 
     def forget_broken_pass(self) -> None:
-        """A forward or backward that ended in an exception left its units in use."""
+        """Release whatever a forward without a backward, or one that ended in an exception, left in use."""
+        self._forget_modules()
+        self._release_reads()
+        self._awaited = 0
+        self._in_pass = False
+
+    def _forget_modules(self) -> None:
         for unit in self.units:
-            while self._held[unit]:
+            while self._held[unit] > (unit in self._held_to_end):
                 self._leave(unit)
-        self._held_to_end.clear()
         self._in_backward.clear()
         self._clear_order()
         self._backward_is_open = False
 
-    def _end_pass(self) -> None:
+    def _release_reads(self) -> None:
         for unit in self._held_to_end:
             self._leave(unit)
         self._held_to_end.clear()
+        self._want_gradient.clear()
+
+    def _end_pass(self) -> None:
+        if not self._awaited:
+            self._release_reads()
+            self._in_pass = False
         self.schedule.end()
         for unit in self.units:
             if unit.state is State.FETCHING:
@@ -257,30 +246,36 @@ class ModuleHooks:
 
     def _pre_forward(self, units: list[Unit], module: nn.Module, args: tuple, kwargs: dict) -> None:
         recomputing = in_backward()
+        if not self._in_pass and torch.is_grad_enabled():
+            self._begin_pass("part")  # of the model is called, without the root
+            self._awaited += 1
         for unit in units:
             if recomputing and unit in self._in_backward:
                 continue
             self._acquire(unit)
             if recomputing:
                 self._in_backward.add(unit)
+            elif self._training and self._backwards == 0:
+                self._want_gradient.update((unit, i) for i in range(len(unit.params)))
             if torch.is_grad_enabled() and (unit.shared or not unit.trainable):
                 inputs = list(tensors_with_grad((args, kwargs)))
                 if inputs:
                     register_multi_grad_hook(inputs, partial(self._inputs_done, unit), mode="all")
 
-    def _read_outside(self, unit: Unit, param: nn.Parameter) -> torch.Tensor:
-        def gathered() -> nn.Parameter:
-            self._hold_to_end(unit)
-            return param
-
-        return UnreadParameter(param, gathered) if self._in_forward else param
+    def _read_outside(self, unit: Unit, param: nn.Parameter, func: Callable) -> None:
+        """A function needs the values of a sharded parameter. Between passes it sees NaN: not all ranks may be there."""
+        if not self._in_pass:
+            return
+        if self._training and not in_backward() and func is not torch.Tensor.detach:
+            self._want_gradient.add((unit, next(i for i, other in enumerate(unit.params) if other is param)))
+        self._hold_to_end(unit)
 
     def _hold_to_end(self, unit: Unit) -> None:
         if torch.is_grad_enabled():
             self._read_elsewhere[unit] = None
         if unit not in self._held_to_end:
-            self._held_to_end.add(unit)
             self._acquire(unit)
+            self._held_to_end.add(unit)
 
     def _hold_returned(self, units: list[Unit], output: object) -> None:
         """Hold the units whose values `output` holds: a module may return a parameter or a view of one."""
@@ -309,7 +304,7 @@ class ModuleHooks:
     def _backward_begins(self, *_: object) -> None:
         """The first sign of a backward: of an output of the root, of a module, or a parameter's gradient."""
         if not self._backward_is_open:
-            self._backward_is_open = True
+            self._backward_is_open = self._in_pass = True
             self._has_gradients = False
             for unit in self._read_elsewhere:
                 self._hold_to_end(unit)
@@ -333,6 +328,7 @@ class ModuleHooks:
             self._has_gradients = True
             self.gradients_begin()
         self.reducer.collect(unit, index)
+        self._want_gradient.discard((unit, index))
         arrived = self._arrived[unit]
         arrived.add(index)
         if len(arrived) == len(unit.params):
@@ -364,7 +360,22 @@ class ModuleHooks:
         self._agree_on_order()
         self.reducer.drain()
         self.reducer.backwards += 1
+        self._awaited = max(0, self._awaited - 1)
+        if not self._awaited:
+            self._warn_of_lost_gradients()
         self._end_pass()
+
+    def _warn_of_lost_gradients(self) -> None:
+        """Name, once, the trainable parameters that a training forward read and that no backward gave a gradient."""
+        wanting = ((unit, unit.param_names[i]) for unit, i in self._want_gradient if unit.params[i].requires_grad)
+        names = sorted({name for unit, name in wanting if unit.trainable} - self._without_gradient)
+        self._without_gradient.update(names)
+        if names:
+            logger.warning(
+                "backward gave no gradient to %s%s, which a training forward has read: is the result unused or detached?",
+                ", ".join(map(repr, names[:5])),
+                f" and {len(names) - 5} more" * (len(names) > 5),
+            )
 
     def _refuse_unused(self) -> None:
         for unit in self._order:

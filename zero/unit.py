@@ -3,15 +3,14 @@
 [Note: storage under autograd]
 `full` is allocated once; releasing it empties its *storage* (`untyped_storage().resize_(0)`) and gathering refills the
 same storage. Tensors that autograd saved during forward, such as `weight.t()`, are views of that storage and are valid
-again whenever backward gathers the unit. Between uses `param.data` is a NaN of the right shape, dtype and device that
-occupies one element, so that a stray read is visible and never touches freed memory.
+again whenever backward gathers the unit. What parameters show between uses: `zero/parameters.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from torch import nn
 from zero.comm import Communicator, Pending
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
+from zero.parameters import hide, placeholder, show
 
 if TYPE_CHECKING:
     from zero.optim.step import ZeroOptimizer
@@ -61,16 +61,6 @@ class Residency:
 
 
 logger = logging.getLogger("zero")
-
-_nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
-    key = (dtype, device)
-    if key not in _nan_scalars:
-        _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
-    return _nan_scalars[key].expand(shape)
 
 
 def unit_of(param: torch.Tensor) -> Unit | None:
@@ -112,11 +102,11 @@ class Unit:
         self.comm, self.residency = comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
-        # Set by the engine: its optimizer, where that keeps its part, and what to call when a parameter that shows no
-        # values is read.
+        # Set by the engine: its optimizer, where that keeps its part, and what to call when a function needs the values
+        # of a sharded parameter.
         self.optimizer: ZeroOptimizer | None = None
         self.optimizer_tier = Tier(comm.device)
-        self.on_read: Callable[[Unit, nn.Parameter], torch.Tensor] | None = None
+        self.on_read: Callable[[nn.Parameter, Callable], None] | None = None
         # Set by who makes the unit: whether a change of gathered values that would be lost is an error.
         self.strict = False
         self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
@@ -140,11 +130,11 @@ class Unit:
         self._label_parameters()
         if self.persistent:
             residency.persistent += self.layout.numel
-            self._show(self._views, ZeroParamStatus.AVAILABLE)
+            self._show_values()
             self.state = State.EXPOSED
         else:
             self.full.untyped_storage().resize_(0)
-            self._show(self._placeholders, ZeroParamStatus.NOT_AVAILABLE)
+            self._show_placeholders()
 
     def _make_views(self) -> list[torch.Tensor]:
         return [self.full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self.layout.slots]
@@ -191,7 +181,7 @@ class Unit:
             else:
                 target.copy_(param.data.reshape(-1))
             param._zero_unit = self
-            param.data = placeholder(slot.shape, source, self.comm.device)
+            show(param, placeholder(slot.shape, source, self.comm.device))
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
             if self.persistent:
@@ -338,13 +328,13 @@ class Unit:
     def expose(self) -> None:
         """RESIDENT -> EXPOSED: make the parameters views of `full`."""
         assert self.state is State.RESIDENT, self.describe()
-        self._show(self._views, ZeroParamStatus.AVAILABLE)
+        self._show_values()
         self.state = State.EXPOSED
 
     def conceal(self) -> None:
         """EXPOSED -> RESIDENT: make the parameters NaN; `full` stays for a later use."""
         assert self.state is State.EXPOSED and not self.persistent, self.describe()
-        self._show(self._placeholders, ZeroParamStatus.NOT_AVAILABLE)
+        self._show_placeholders()
         self.state = State.RESIDENT
 
     def free(self) -> None:
@@ -405,11 +395,17 @@ class Unit:
     def _allocate(self) -> None:
         self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
 
-    def _show(self, tensors: Iterable[torch.Tensor], status: ZeroParamStatus) -> None:
-        for param, tensor in zip(self.params, tensors, strict=True):
+    def _show_values(self) -> None:
+        for param, view in zip(self.params, self._views, strict=True):
             if unit_of(param) is self:
-                param.data = tensor
-        self._set_status(status)
+                show(param, view)
+        self._set_status(ZeroParamStatus.AVAILABLE)
+
+    def _show_placeholders(self) -> None:
+        for param, nan in zip(self.params, self._placeholders, strict=True):
+            if unit_of(param) is self:
+                hide(param, nan)
+        self._set_status(ZeroParamStatus.NOT_AVAILABLE)
 
     def _set_status(self, status: ZeroParamStatus) -> None:
         for param in self.params:

@@ -21,6 +21,7 @@ LAYERS = [
     "zero.watchdog",
     "zero.comm",
     "zero.offload",
+    "zero.parameters",
     "zero.unit",
     "zero.activations",
     "zero.gradients",

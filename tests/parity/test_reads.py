@@ -1,0 +1,334 @@
+"""Parameters that are read outside of their own module's call get the gradient and the loss of plain torch.
+
+Each model keeps its parameters where its forward does not call the module that owns them, so that at stage 3 the read
+itself must unshard them. `SLICES` says what is compared: every rank's slice of a global batch, whose gradients plain
+torch sums in the order of ranks. Shapes are equal, so that losses are equal in bits; gradients are sums over ranks of
+such products, and are compared within fp32 rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import ds_config
+from zero import fragments
+
+WIDTH, ROWS = 8, 4
+
+
+class FusedLoss(torch.autograd.Function):
+    """Mean squared error of a linear head whose gradients are made in forward, as fused cross-entropies make them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target):
+        difference = hidden @ weight.t() - target
+        scale = 2 / difference.numel()
+        ctx.save_for_backward(scale * difference @ weight, scale * difference.t() @ hidden)
+        return difference.square().mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        to_hidden, to_weight = ctx.saved_tensors
+        return grad * to_hidden, grad * to_weight, None
+
+
+class SavedWeight(torch.autograd.Function):
+    """A linear layer that multiplies by its weight again in backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ hidden
+
+
+class Base(nn.Module):
+    """A body that is called, and a head whose weight is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.result(torch.tanh(self.body(x))), y)
+
+
+class FunctionApply(Base):
+    def forward(self, x, y):
+        return FusedLoss.apply(torch.tanh(self.body(x)), self.head.weight, y)
+
+
+class FunctionSavesWeight(Base):
+    def result(self, hidden):
+        return SavedWeight.apply(hidden, self.head.weight)
+
+
+class Reentrant(Base):
+    use_reentrant = True
+
+    def result(self, hidden):
+        return checkpoint(nn.functional.linear, hidden, self.head.weight, use_reentrant=self.use_reentrant)
+
+
+class NonReentrant(Reentrant):
+    use_reentrant = False
+
+
+class OwnRead(nn.Module):
+    """Returns the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self):
+        return self.weight
+
+
+class Returned(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = OwnRead()
+
+    def result(self, hidden):
+        return hidden @ self.head()
+
+
+class Attention(Base):
+    """Its output projection is read, not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def result(self, hidden):
+        return self.head(hidden[None], hidden[None], hidden[None])[0][0]
+
+
+class Recurrent(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def result(self, hidden):
+        return self.head(hidden)[0]
+
+
+class WeightNorm(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def result(self, hidden):
+        return self.head(hidden) + hidden @ self.head.weight
+
+
+class OldWeightNorm(WeightNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            self.head = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Listed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.ParameterList([torch.randn(WIDTH, WIDTH), torch.randn(WIDTH)])
+
+    def result(self, hidden):
+        return hidden @ self.head[0] + self.head[1]
+
+
+class TiedTwice(Base):
+    """The body's weight serves as head, read twice besides its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.body.weight
+
+    def result(self, hidden):
+        return self.head(hidden) + hidden @ self.body.weight + nn.functional.linear(hidden, self.head.weight)
+
+
+class Lora(Base):
+    """The merged weight of a frozen layer and two factors, as DoRA and adapters merged for a forward make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def result(self, hidden):
+        merged = self.head.weight + 0.5 * self.up.weight @ self.down.weight
+        return nn.functional.linear(hidden, merged / merged.norm(dim=1, keepdim=True))
+
+
+class Root(Base):
+    """Calls itself again inside of its forward, as trainers do that redirect it."""
+
+    def forward(self, x, y=None):
+        if y is None:
+            return torch.tanh(self.body(x)) @ self.head.weight
+        return nn.functional.mse_loss(self(x), y)
+
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def forward_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x, y)
+
+
+class Hidden(Base):
+    def forward(self, x):
+        return torch.tanh(self.body(x))
+
+
+def outside_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The head is read after the engine's forward."""
+    return FusedLoss.apply(model(x), model.head.weight, y)
+
+
+def two_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Two forwards, each with a read after it, before one backward."""
+    first = nn.functional.mse_loss(model(x) @ model.head.weight, y)
+    return first + nn.functional.mse_loss(model(x + 1) @ model.head.weight.t(), y)
+
+
+def penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() + sum(param.square().sum() for param in model.parameters())
+
+
+def part(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The root is not called at all."""
+    return FusedLoss.apply(torch.tanh(model.body(x)), model.head.weight, y)
+
+
+def functional(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    module = getattr(model, "module", model)
+    return functional_call(module, dict(module.named_parameters()), (x, y))
+
+
+MODELS = [
+    *(FunctionApply, FunctionSavesWeight, Reentrant, NonReentrant, Returned, Attention, Recurrent),
+    *(WeightNorm, OldWeightNorm, Listed, TiedTwice, Lora, Root),
+]
+CASES: dict[str, tuple[type[nn.Module], Loss]] = {
+    **{kind.__name__: (kind, forward_loss) for kind in MODELS},
+    "functional call": (FunctionApply, functional),
+    "loss outside": (Hidden, outside_loss),
+    "two losses outside": (Hidden, two_losses),
+    "penalty": (Hidden, penalty),
+    "part of the model": (Hidden, part),
+}
+
+
+def build(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    return kind()
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
+    for name, (kind, loss_of) in CASES.items():
+        config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
+        model, reference = build(kind), build(kind)
+        rate = 0.1
+        engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), config=config)[0]
+        for step in range(3):
+            found = loss_of(engine, *batch(step, rank))
+            expected = [loss_of(reference, *batch(step, part)) for part in range(world_size)]
+            torch.testing.assert_close(found, expected[rank], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            engine.backward(found)
+            (sum(expected) / world_size).backward()
+            for key, param in reference.named_parameters():
+                if param.requires_grad:
+                    grad = fragments.safe_get_full_grad(dict(model.named_parameters())[key])
+                    note = f"{name}, step {step}, {key}"
+                    torch.testing.assert_close(
+                        grad, param.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=note: f"{n}: {m}"
+                    )
+            engine.step()
+            assert engine.residency.live == 0, name
+            with torch.no_grad():
+                for param in reference.parameters():
+                    if param.requires_grad:
+                        param -= rate * param.grad
+                        param.grad = None
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(2, 2), (3, 1), (3, 2)])
+def test_reads_outside_of_the_owners_call(stage, world_size):
+    run_on(world_size, follows_plain_torch, stage)
+
+
+class Detached(Base):
+    def result(self, hidden):
+        with torch.no_grad():
+            wasted = hidden @ self.head.weight
+        return hidden + wasted
+
+
+def warnings_of(rank: int, world_size: int) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    try:
+        model = build(Detached)
+        config = ds_config(stage3_param_persistence_threshold=0)
+        engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+        for step in range(3):
+            engine.backward(engine(*batch(step, rank)))
+            engine.step()
+    finally:
+        logging.getLogger("zero").removeHandler(handler)
+    return [record for record in records if "no gradient" in record]
+
+
+def test_a_parameter_that_was_read_and_got_no_gradient_is_named_once():
+    for (warning,) in run_on(2, warnings_of):
+        assert "'head.weight'" in warning and "body" not in warning
+
+
+def shows(rank: int, world_size: int) -> None:
+    """A sharded parameter is itself: the same object and leaf, with its shape; between passes it shows NaN."""
+    model = build(Hidden)
+    weight = model.head.weight
+    config = ds_config(stage3_param_persistence_threshold=0)
+    engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    assert model.head.weight is weight and isinstance(weight, nn.Parameter) and weight.is_leaf
+    assert weight.shape == (WIDTH, WIDTH) and weight.numel() == WIDTH**2 and weight.dtype == torch.float32
+    calls = engine.comm.calls["all_gather"]
+    assert model.state_dict()["head.weight"].isnan().all() and torch.zeros_like(weight).eq(0).all()
+    with torch.no_grad():
+        engine(*batch(0, rank)[:1])
+        assert "nan" in repr(weight) and weight.requires_grad
+    assert engine.comm.calls["all_gather"] == calls + 1, "the body alone was unsharded"
+    with zero.GatheredParameters(weight):
+        assert type(weight) is nn.Parameter and weight.isfinite().all()
+    assert weight.isnan().all()
+
+
+def test_between_passes_a_sharded_parameter_shows_nan():
+    run_on(2, shows)

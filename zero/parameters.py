@@ -1,0 +1,91 @@
+"""What a parameter shows while its unit is sharded, and how a read of it is noticed.
+
+A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is `ShardedParameter` until its
+unit is unsharded. The object never changes, so autograd's leaf is always the parameter itself, whoever holds it:
+a module, `torch.autograd.Function.apply`, an activation checkpoint or a list.
+
+This file knows nothing of modules or of process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+_nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
+    key = (dtype, device)
+    if key not in _nan_scalars:
+        _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
+    return _nan_scalars[key].expand(shape)
+
+
+_PROPERTIES_WITH_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_METHODS_WITHOUT_VALUES = {
+    *("dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_signed", "ndimension", "nelement"),
+    *("numel", "size", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
+    *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "__len__", "__repr__", "__format__"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like", "__reduce_ex__"),
+}
+
+
+def needs_values(func: Callable) -> bool:
+    """Whether `func`, as `__torch_function__` gets it, reads its arguments' values, not only their shape and dtype."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _PROPERTIES_WITH_VALUES
+    return name not in _METHODS_WITHOUT_VALUES and name not in ("__set__", "__delete__")
+
+
+class ShardedParameter(nn.Parameter):
+    """The class of a parameter while it shows no values: a function that needs them has the unit unsharded first.
+
+    Who must unshard is the unit's `on_read`. Where that is None, or declines, the function sees NaN.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        if needs_values(func):
+            sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)]
+            for param in sharded:
+                unit = getattr(param, "_zero_unit", None)
+                # Another parameter of the same unit may have come first.
+                if unit is not None and unit.on_read is not None and isinstance(param, ShardedParameter):
+                    unit.on_read(param, func)
+            if not any(isinstance(param, ShardedParameter) for param in sharded):
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """An ordinary parameter of the same shape that shows NaN."""
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.data.clone(memory_format=torch.contiguous_format), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+@cache
+def _sharded_class(plain: type) -> type:
+    return ShardedParameter if plain is nn.Parameter else type("ShardedParameter", (ShardedParameter, plain), {})
+
+
+def show(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Make `values` (the parameter's shape) what `param` shows."""
+    if isinstance(param, ShardedParameter):
+        param.__class__ = type(param).__bases__[-1]
+    param.data = values
+
+
+def hide(param: nn.Parameter, nan: torch.Tensor) -> None:
+    """Make `param` show the placeholder `nan`, and notice its reads."""
+    show(param, nan)
+    param.__class__ = _sharded_class(type(param))
