@@ -263,7 +263,7 @@ class ModuleHooks:
                     register_multi_grad_hook(inputs, partial(self._inputs_done, unit), mode="all")
 
     def _read_outside(self, unit: Unit, param: nn.Parameter, func: Callable) -> None:
-        """A function needs the values of a sharded parameter. Between passes it sees NaN: not all ranks may be there."""
+        """A function needs the values of a sharded parameter. Between passes it sees NaN, since ranks may read alone."""
         if not self._in_pass:
             return
         if self._training and not in_backward() and func is not torch.Tensor.detach:
@@ -372,7 +372,7 @@ class ModuleHooks:
         self._without_gradient.update(names)
         if names:
             logger.warning(
-                "backward gave no gradient to %s%s, which a training forward has read: is the result unused or detached?",
+                "a training forward read %s%s, but backward gave no gradient: is the result unused or detached?",
                 ", ".join(map(repr, names[:5])),
                 f" and {len(names) - 5} more" * (len(names) > 5),
             )

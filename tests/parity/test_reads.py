@@ -1,9 +1,8 @@
 """Parameters that are read outside of their own module's call get the gradient and the loss of plain torch.
 
 Each model keeps its parameters where its forward does not call the module that owns them, so that at stage 3 the read
-itself must unshard them. `SLICES` says what is compared: every rank's slice of a global batch, whose gradients plain
-torch sums in the order of ranks. Shapes are equal, so that losses are equal in bits; gradients are sums over ranks of
-such products, and are compared within fp32 rounding.
+itself must unshard them. Plain torch computes every rank's batch with the same shapes and averages the losses. Its
+order of sums differs from the engine's, so both are compared within fp32 rounding.
 """
 
 from __future__ import annotations
@@ -248,6 +247,10 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
+def close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda message: f"{what}: {message}")
+
+
 def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
     for name, (kind, loss_of) in CASES.items():
         config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
@@ -257,7 +260,7 @@ def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
         for step in range(3):
             found = loss_of(engine, *batch(step, rank))
             expected = [loss_of(reference, *batch(step, part)) for part in range(world_size)]
-            torch.testing.assert_close(found, expected[rank], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            close(found, expected[rank], name)
             engine.backward(found)
             (sum(expected) / world_size).backward()
             for key, param in reference.named_parameters():
