@@ -3,6 +3,7 @@
 from zero.engine import ZeroEngine, initialize
 from zero.init import GatheredParameters, Init
 from zero.layout import register_external_parameter, unregister_external_parameter
+from zero.streaming import stream_weights
 
 __version__ = "0.1.0"
 
@@ -12,5 +13,6 @@ __all__ = [
     "ZeroEngine",
     "initialize",
     "register_external_parameter",
+    "stream_weights",
     "unregister_external_parameter",
 ]

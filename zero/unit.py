@@ -428,7 +428,10 @@ class _Exposed:
 
     def __enter__(self) -> None:
         self.kept = [unit.state is not State.SHARDED for unit in self.units]
-        for unit in self.units:
+        for number, unit in enumerate(self.units):
+            for each in self.units[number : number + 2]:  # the next one is on its way while this one is waited for
+                if each.state is State.SHARDED:
+                    each.fetch()
             unit.acquire()
 
     def __exit__(self, *exc_info: object) -> None:

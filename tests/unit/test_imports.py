@@ -35,6 +35,7 @@ LAYERS = [
     "zero.export",
     "zero.engine_settings",
     "zero.engine",
+    "zero.streaming",
     "zero",
     "zero.hf",
     "zero.__main__",
