@@ -273,6 +273,12 @@ class Communicator:
         self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
 
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
+        texts: list[str | None] = [None] * self.world_size
+        self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
+        return [text] if self.world_size == 1 else texts
+
     def barrier(self) -> None:
         self._blocking("a barrier", lambda: dist.barrier(group=self._group))
 

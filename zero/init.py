@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from zero import comm
+from zero.agreement import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
@@ -144,10 +145,18 @@ class Init:
             self._shard_own(module)
 
     def _shard_own(self, module: nn.Module) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta:
-                options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
-                Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
+        own = {
+            name: param
+            for name, param in module.named_parameters(recurse=False)
+            if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta
+        }
+        if own:
+            shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+            kind = type(module).__name__
+            require_same(self.comm, {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()})
+        for name, param in own.items():
+            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
+            Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
 
 
 class GatheredParameters:

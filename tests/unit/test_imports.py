@@ -20,6 +20,7 @@ LAYERS = [
     "zero.clock",
     "zero.watchdog",
     "zero.comm",
+    "zero.agreement",
     "zero.offload",
     "zero.parameters",
     "zero.unit",
