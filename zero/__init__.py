@@ -1,7 +1,8 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
 from zero.engine import ZeroEngine, initialize
-from zero.init import GatheredParameters, Init
+from zero.gathered import GatheredParameters
+from zero.init import Init
 from zero.layout import register_external_parameter, unregister_external_parameter
 from zero.streaming import stream_weights
 

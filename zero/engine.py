@@ -349,7 +349,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         """Values that are shown cannot be renewed under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
-            if unit.users and not unit.persistent:
+            if unit.is_shown and not unit.persistent:
                 raise UsageError(f"step: {unit} is shown by GatheredParameters: leave that context before the step")
 
     def _report_times(self) -> None:

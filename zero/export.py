@@ -142,28 +142,15 @@ class Weights:
             return unit.full[part.start : part.end], Pending()
         into = buffer[: part.nbytes].view(part.dtype)
         unit.wait_for_update()
-        owned: list[tuple[int, torch.Tensor]] = []
-        for rank in range(self.comm.world_size):
-            first, end = layout.shard_range(rank)
-            low, high = max(first, part.start), min(end, part.end)
-            if low < high:
-                owned.append((rank, into[low - part.start : high - part.start]))
-                if rank == self.comm.rank:
-                    self._load(unit, owned[-1][1], low - first)
-        if layout.replicated:
-            return into, Pending()
-        if into.numel() == layout.padded:
-            return into, self.comm.all_gather(into, dict(owned)[self.comm.rank])
-        return into, self.comm.start_broadcasts(owned)
-
-    @staticmethod
-    def _load(unit: Unit, target: torch.Tensor, start: int) -> None:
-        """Copy this rank's values, from element `start` of its shard on, to `target`."""
-        if target.dtype == unit.dtype and target.numel() == unit.shard.numel():
-            unit.tier.load(target, unit.shard).wait()
+        source = unit.shard if part.dtype == unit.dtype else values_of(unit)
+        if into.numel() < layout.padded or layout.replicated:
+            return into, unit.gather_range(into, part.start, source)
+        own = into[slice(*layout.shard_range(self.comm.rank))]
+        if source is unit.shard:
+            unit.tier.load(own, source).wait()
         else:
-            source = unit.shard if target.dtype == unit.dtype else values_of(unit)
-            target.copy_(source[start : start + target.numel()])
+            own.copy_(source)
+        return into, self.comm.all_gather(into, own)
 
 
 def save_16bit_model(

@@ -267,7 +267,7 @@ class ModuleHooks:
         if not self._in_pass:
             return
         if self._training and not in_backward() and func is not torch.Tensor.detach:
-            self._want_gradient.add((unit, next(i for i, other in enumerate(unit.params) if other is param)))
+            self._want_gradient.add((unit, unit.index[param]))
         self._hold_to_end(unit)
 
     def _hold_to_end(self, unit: Unit) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.export import Weights
-from zero.init import GatheredParameters
+from zero.gathered import GatheredParameters
 
 
 def stream_weights(

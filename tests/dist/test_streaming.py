@@ -11,7 +11,7 @@ from torch import nn
 
 import zero
 from tests.dist.pool import run_on
-from tests.dist.toys import BLOCK, WIDTH, toy
+from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import ds_config, start, weights_of
 
 MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
@@ -122,3 +122,37 @@ def order_of_gathers(rank: int, world_size: int) -> None:
 
 def test_a_list_of_parameters_costs_one_gather_a_unit():
     run_on(2, order_of_gathers)
+
+
+def single_parameters(rank: int, world_size: int) -> None:
+    """A loop over single parameters gathers each one alone; what is nested, or computed meanwhile, changes nothing."""
+    true = weights_of(toy())
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    before = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"]
+    for name, param in engine.module.named_parameters():
+        with zero.GatheredParameters([param]):
+            assert torch.equal(param, true[name]), name
+            assert engine.residency.live <= max(value.numel() for value in true.values())
+        assert param.isnan().all() and engine.residency.live == 0
+    gathered = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"] - before
+    assert gathered <= sum(value.numel() for value in true.values()) + 2
+    up, down = (engine.module.blocks[0].get_submodule(name).weight for name in ("up", "down"))
+    with zero.GatheredParameters([up]):
+        with zero.GatheredParameters([up, engine.module.blocks[0].norm.weight]):
+            assert torch.equal(up, true["blocks.0.up.weight"])
+        with torch.no_grad():
+            engine(**toy_batches(1)[0])
+        assert torch.equal(up, true["blocks.0.up.weight"]) and down.isnan().all()
+        with zero.GatheredParameters(engine.module.blocks[0].parameters()):
+            assert torch.equal(down, true["blocks.0.down.weight"])
+        assert torch.equal(up, true["blocks.0.up.weight"]) and down.isnan().all()
+        with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
+            up.zero_()
+    with zero.GatheredParameters([up]):
+        assert up.eq(0).all()
+    engine.empty_partition_cache()
+    assert up.isnan().all() and engine.residency.live == 0
+
+
+def test_single_parameters_are_gathered_by_themselves():
+    run_on(2, single_parameters)

@@ -29,6 +29,7 @@ LAYERS = [
     "zero.hooks",
     "zero.fragments",
     "zero.optim",
+    "zero.gathered",
     "zero.init",
     "zero.tiling",
     "zero.checkpoint",
