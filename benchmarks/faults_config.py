@@ -82,25 +82,12 @@ def _nested(levels: int) -> dict:
     return value
 
 
+# As JSON, so that each use has its own.
 STRANGE = [
-    *(float("nan"), float("inf"), float("-inf"), -1, 0, 0.5, 1e308, 10**30, -(10**30), True, False, None),
-    *(
-        "",
-        "auto",
-        "yes",
-        "AUTO",
-        "0",
-        "\0",
-        "\ud800",
-        "x" * 10_000,
-        [],
-        {},
-        [1, "a", None],
-        [[0.9]],
-        [float("nan")] * 2,
-    ),
-    *({"enabled": "auto"}, {"": {}}, {"device": "cpu"}, [0] * 10_000, _nested(900)),
-    {f"key_{i}": i for i in range(2000)},
+    *("NaN", "Infinity", "-Infinity", "-1", "0", "0.5", "1e308", "1e30", str(-(10**30)), "true", "false", "null"),
+    *('""', '"auto"', '"yes"', '"AUTO"', '"0"', '"\\u0000"', '"\\ud800"', json.dumps("x" * 10_000), "[]", "{}"),
+    *('[1, "a", null]', "[[0.9]]", "[NaN, NaN]", '{"enabled": "auto"}', '{"": {}}', '{"device": "cpu"}'),
+    *(json.dumps([0] * 10_000), json.dumps(_nested(300)), json.dumps({f"key_{i}": i for i in range(2000)})),
 ]
 
 
@@ -117,11 +104,20 @@ def _sections(config: dict) -> list[dict]:
     return [section for section in found if section]
 
 
+def _one_of(draw: Any, values: list) -> Any:
+    """As `sampled_from`, without a description of all values."""
+    return values[draw(st.integers(0, len(values) - 1))]
+
+
+def _strange(draw: Any) -> Any:
+    return json.loads(_one_of(draw, STRANGE))
+
+
 @st.composite
 def misspelt(draw: Any, configs: list[dict]) -> tuple[dict, str]:
     """A configuration with one letter of one key changed, missing, added or moved; and that key."""
-    config = copy.deepcopy(draw(st.sampled_from(configs)))
-    section = draw(st.sampled_from(_sections(config)))
+    config = copy.deepcopy(_one_of(draw, configs))
+    section = _one_of(draw, _sections(config))
     key = draw(st.sampled_from(sorted(section)))
     at, letter = draw(st.integers(0, len(key) - 1)), draw(st.sampled_from(_LETTERS))
     wrong = draw(
@@ -141,21 +137,21 @@ def misspelt(draw: Any, configs: list[dict]) -> tuple[dict, str]:
 @st.composite
 def damaged(draw: Any, configs: list[dict]) -> Any:
     """A source of a configuration after one to three changes."""
-    config = copy.deepcopy(draw(st.sampled_from(configs)))
+    config = copy.deepcopy(_one_of(draw, configs))
     for _ in range(draw(st.integers(1, 3))):
-        section = draw(st.sampled_from(_sections(config) or [config]))
+        section = _one_of(draw, _sections(config) or [config])
         key = draw(st.sampled_from(sorted(section) or ["stage"]))
         match draw(st.sampled_from(["value", "value", "remove", "add", "move", "dotted"])):
             case "value":
-                section[key] = copy.deepcopy(draw(st.sampled_from(STRANGE)))
+                section[key] = _strange(draw)
             case "remove":
                 section.pop(key, None)
             case "add":
-                section[draw(st.text(max_size=30))] = draw(st.sampled_from(STRANGE))
+                section[draw(st.text(max_size=30))] = _strange(draw)
             case "move":
-                draw(st.sampled_from(_sections(config) or [config]))[key] = section.pop(key, None)
+                _one_of(draw, _sections(config) or [config])[key] = section.pop(key, None)
             case "dotted":
-                config[f"zero_optimization.{key}"] = draw(st.sampled_from(STRANGE))
+                config[f"zero_optimization.{key}"] = _strange(draw)
     text = json.dumps(config)
     at = draw(st.integers(0, len(text) - 1))
     return draw(
