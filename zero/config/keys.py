@@ -148,6 +148,14 @@ _NO_AUTOCAST = "the whole model has the dtype of fp16 or bf16; enable one, or en
 _NO_TENSOR_PARALLEL = "the model is sharded over data-parallel ranks only"
 
 
+_RANDOM_LTD = idle(
+    "enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name model_type hidden_state_order "
+    "micro_batch_size global_batch_size sample_idx attention_mask",
+    random_ltd_schedule=idle("min_value max_value schedule_type", schedule_config=idle("require_steps seq_per_step")),
+    layer_token_lr_schedule=idle("enabled total_layer_tokens warmup_type warmup_layer_tokens"),
+)
+
+
 class SectionsWithoutEffect(Section):
     """The top-level keys of DeepSpeed that do nothing here."""
 
@@ -175,9 +183,14 @@ class SectionsWithoutEffect(Section):
     pipeline: idle(
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
     ) = unused(None, "there is no pipeline parallelism")
-    data_efficiency: idle("enabled seed data_sampling data_routing") = unused(
-        None, "batches come from the script's own data loader"
-    )
+    data_efficiency: idle(
+        "enabled seed",
+        data_sampling=idle(
+            "enabled num_epochs num_workers pin_memory dynamic_batching",
+            curriculum_learning=idle("enabled data_cluster_path curriculum_metrics"),
+        ),
+        data_routing=idle("enabled", random_ltd=_RANDOM_LTD),
+    ) = unused(None, "batches come from the script's own data loader")
     hybrid_engine: idle(
         "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
         "enable_cuda_graph"

@@ -29,6 +29,8 @@ def read(source: Any) -> tuple[str, dict]:
         return "DeepSpeed configuration dict", source
     if not isinstance(source, str | os.PathLike):
         raise UsageError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
+    if not os.fspath(source):
+        raise UsageError("DeepSpeed configuration: the name of the file is empty")
     text = _inline_json(source)
     if text is not None:
         place = "DeepSpeed configuration string"
