@@ -17,7 +17,7 @@ class UsageError(ValueError, AssertionError):
 
 
 # By then a launcher has ended the other ranks of one that failed.
-_SECONDS_ALONE = 2.0
+_SECONDS_ALONE = 10.0
 
 
 def refuse(line: str) -> NoReturn:
