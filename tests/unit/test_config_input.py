@@ -222,7 +222,10 @@ def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(monkeypa
 def test_every_row_is_true():
     params = {"type": "AdamW", "params": {"lr": 0.1}}
     scheduler = {"type": "WarmupLR", "params": {}}
-    table = rows(load_config({"optimizer": params, "scheduler": scheduler, **zero3()}))
+    config = load_config({"train_batch_size": 4, "optimizer": params, "scheduler": scheduler, **zero3()})
+    table = rows(config.resolve_batch(2))
+    assert table["train_batch_size"] == ["4", "4", "configuration", "used"]
+    assert table["train_micro_batch_size_per_gpu"] == ["-", "2", "default", "used"]
     assert table["zero_optimization.overlap_comm"] == ["-", "true", "default", "used"]
     assert table["optimizer.params.betas"] == ["-", "[0.9, 0.999]", "default", "used"]
     assert table["optimizer.params.weight_decay"][1] == "0.0" and table["optimizer.params.eps"][1] == "1e-08"

@@ -366,9 +366,8 @@ class Config(SectionsWithoutEffect):
             steps = train // (micro * world_size)
         if train != micro * steps * world_size or not micro or not steps:
             raise UsageError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
-        self.train_batch_size = train
-        self.train_micro_batch_size_per_gpu = micro
-        self.gradient_accumulation_steps = steps
+        # Not as attributes, which would count as given.
+        vars(self).update(zip(BATCH_KEYS, (train, micro, steps), strict=True))
         return self
 
     def _batch_mismatch(self, world_size: int | None) -> str:
