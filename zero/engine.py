@@ -116,11 +116,6 @@ class ZeroEngine(EngineSettings, nn.Module):
             logger.info(
                 "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE
             )
-            zero = self.settings.zero_optimization
-            if zero.offload_param is not None and zero.offload_param.device != "none" and not zero.offloads_params:
-                logger.warning(
-                    "zero_optimization.offload_param has no effect: it acts at stage 3, this is %d", zero.stage
-                )
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -148,7 +143,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
         if zero.leaf_module is not None:
             leaves = zero.leaf_module
-            set_z3_leaf_modules(self.module, leaves.classes, raise_if_not_found=False)
+            set_z3_leaf_modules(self.module, leaves.classes)
             set_z3_leaf_modules_by_name(self.module, leaves.names)
             set_z3_leaf_modules_by_suffix(self.module, leaves.name_suffixes)
         doubles = [n for n, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float64]

@@ -44,7 +44,7 @@ LAYERS = [
 ]
 # Within a package.
 INSIDE = {
-    "zero.config": ["keys", "reading", "optim", "settings", "report", "__init__"],
+    "zero.config": ["keys", "reading", "optim", "settings", "loading", "report", "__init__"],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "folder",

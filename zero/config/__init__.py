@@ -1,5 +1,6 @@
 """The DeepSpeed configuration, read, checked and reported."""
 
+from zero.config.loading import load_config
 from zero.config.settings import (
     AioConfig,
     BF16Config,
@@ -9,7 +10,6 @@ from zero.config.settings import (
     OffloadOptimizerConfig,
     OffloadParamConfig,
     ZeroConfig,
-    load_config,
 )
 
 __all__ = [
