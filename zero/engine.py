@@ -14,8 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import checkpoint, comm
+from zero.accumulation import Accumulation
 from zero.activations import HostActivations
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
+from zero.clock import Throughput
 from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
 from zero.engine_settings import EngineSettings
@@ -43,15 +45,15 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weak
 _engine_backwards = 0
 
 
-class ZeroEngine(EngineSettings, nn.Module):
+class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
-        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps:
-        counters. residency: gathered elements, now and at their peak. activations: `HostActivations` if
+        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
+        global_samples: counters. tput_timer: samples per second. residency: gathered elements, now and at their peak. activations: `HostActivations` if
         `cpu_checkpointing` moves them, or None.
     """
 
@@ -72,9 +74,9 @@ class ZeroEngine(EngineSettings, nn.Module):
             self.comm.watchdog.timeout = settings.watchdog_timeout
         self.module = model
         self._take_over(model)
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self._boundary: bool | None = None
-        self._inside_no_sync = self._loss_was_scaled = self._step_applied = False
+        self.global_steps = self.skipped_steps = 0
+        self.tput_timer = Throughput(settings.train_batch_size)
+        self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
         untested = settings.zero_allow_untested_optimizer or zero.stage == 0
@@ -250,6 +252,8 @@ class ZeroEngine(EngineSettings, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        if torch.is_grad_enabled():
+            self.tput_timer.start()
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -313,7 +317,8 @@ class ZeroEngine(EngineSettings, nn.Module):
             raise UsageError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
         if self._inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        self.tput_timer.stop(boundary)
         if boundary:
             self._refuse_shown()
         self.micro_steps += 1
@@ -322,6 +327,7 @@ class ZeroEngine(EngineSettings, nn.Module):
             return
         checkpoint.check_background_save(self)
         self.global_steps += 1
+        self._count_samples()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
         self._report_times()
@@ -347,33 +353,6 @@ class ZeroEngine(EngineSettings, nn.Module):
     def _log_skip(self) -> None:
         if self.scaler is not None and self.comm.rank == 0:
             logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before the parameters are updated."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.settings.gradient_accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
-        self._boundary = is_boundary
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients stay on their rank; `step()` belongs after it (stages 0 and 1)."""
-        stage = self.settings.zero_optimization.stage
-        if stage >= 2:
-            raise UsageError(
-                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: no rank keeps whole "
-                "gradients there; use stage 1, or leave the context out"
-            )
-        if self._inside_no_sync:
-            raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")
-        self._inside_no_sync = True
-        try:
-            yield
-        finally:
-            self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""

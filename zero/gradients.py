@@ -192,6 +192,12 @@ class GradientReducer:
             zeros = self._result(unit, stays, accumulate=False).zero_()
             self._finish(_Reduction(unit, 0, zeros, Pending(), stays))
 
+    def reduce_carried(self) -> None:
+        """Reduce now what waits for a last micro-batch. Every rank must call, having run as many backwards."""
+        for unit in sorted(self._carried, key=lambda unit: unit.serial):
+            self._start(unit, self._carried.pop(unit))
+        self.drain()
+
     def drain(self) -> None:
         """Wait for all reductions in flight."""
         while self._in_flight:

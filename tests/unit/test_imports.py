@@ -33,6 +33,7 @@ LAYERS = [
     "zero.preemption",
     "zero.export",
     "zero.engine_settings",
+    "zero.accumulation",
     "zero.engine",
     "zero",
     "zero.hf",

@@ -249,6 +249,8 @@ class Config(SectionsWithoutEffect):
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
+    # False: the script's own call of step() ends the accumulation.
+    managed_gradient_accumulation: bool = True
     gradient_clipping: NonNegative = 1.0
     steps_per_print: Annotated[float, Field(gt=0)] | None = unused(
         None, "the Trainer reports progress; see logging_steps"
@@ -380,6 +382,13 @@ def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iter
             if key in config.auto:
                 yield key, "is still 'auto' and has no default; set a value"
     yield from _precision_contradictions(config)
+    zero = config.zero_optimization
+    if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
+        yield (
+            "managed_gradient_accumulation",
+            "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3: below, gradients are reduced in "
+            "step(), behind which there is no backward; set overlap_comm to false",
+        )
     yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
     if config.optimizer is not None:
         yield from config.optimizer.contradictions()
