@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -31,6 +30,7 @@ from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
+from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.optim.torch_optimizers import build_optimizer
 from zero.schedule import Schedule
@@ -53,8 +53,8 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
         was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
-        global_samples: counters. tput_timer: samples per second. residency: gathered elements, now and at their peak. activations: `HostActivations` if
-        `cpu_checkpointing` moves them, or None.
+        global_samples: counters. tput_timer: samples per second. residency: gathered elements, now and at their peak.
+        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer = None if inner is None else self._make_optimizer(inner)
+        self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
     # -- construction
@@ -252,6 +253,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        self.relocation.refuse_absent("forward")
         if torch.is_grad_enabled():
             self.tput_timer.start()
         with self.comm.clock.phase("forward"):
@@ -300,6 +302,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
 
     def _gradients_begin(self) -> None:
         """The first parameter of a backward has its gradient: the factor depends on who runs it."""
+        self.relocation.refuse_absent("backward")
         if self.scaler is not None and not self._loss_was_scaled:
             raise RuntimeError(
                 "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
@@ -319,8 +322,9 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         self.tput_timer.stop(boundary)
+        self.relocation.refuse_absent("step")
         if boundary:
-            self._refuse_shown()
+            self._refuse_shown("step")
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
@@ -338,12 +342,12 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             self.skipped_steps += 1
             self._log_skip()
 
-    def _refuse_shown(self) -> None:
-        """Values that are shown cannot be renewed under whoever looks at them."""
+    def _refuse_shown(self, what: str) -> None:
+        """Values that are shown cannot be renewed or moved under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
             if unit.users and not unit.persistent:
-                raise UsageError(f"step: {unit} is shown by GatheredParameters: leave that context before the step")
+                raise UsageError(f"{what}: {unit} is shown by GatheredParameters: leave that context before")
 
     def _report_times(self) -> None:
         if self.settings.wall_clock_breakdown and self.comm.rank == 0:
@@ -375,6 +379,37 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         for unit in self.units:
             if unit.state in (State.FETCHING, State.RESIDENT):
                 unit.free()
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory between two steps; `reload_states` must follow before the next forward.
+
+        Args: include: names of `zero.optim.relocation.STATES`; None: all. device: "cpu", or "none", which moves
+        nothing. pin_memory: into page-locked memory. non_blocking is there for compatibility: copies are waited for.
+        """
+        if device != "cpu":
+            if device == "none":
+                return
+            raise UsageError(f"offload_states: device {device!r}: states go to 'cpu' only")
+        if self.settings.zero_optimization.offloads_params:
+            raise UsageError("offload_states: zero_optimization.offload_param keeps the parameters on the host already")
+        if self.optimizer is not None:
+            self.optimizer.wait()
+        self.reducer.drain()
+        self._refuse_shown("offload_states")
+        self.empty_partition_cache()
+        self.relocation.send(include, pin_memory)
+        if self.comm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed is for others
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` moved away."""
+        self.relocation.bring_back()
 
     # -- weights out
 

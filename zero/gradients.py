@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -169,6 +169,13 @@ class GradientReducer:
         if len(self._leaving) == 2:
             self._wait_for_leaving()
         self._leaving.append(unit.optimizer_tier.store(unit.grad, values))
+
+    def move(self, units: Iterable[Unit], tier: Tier) -> None:
+        """Bring the units' gradients, whole or reduced, to other memory; nothing may be on its way."""
+        for unit in units:
+            for grad in (unit.grad, self._carried.get(unit)):
+                if grad is not None:
+                    grad.data = tier.keep(grad)
 
     def has_pending(self, unit: Unit) -> bool:
         """Whether gradients of `unit` were collected but not reduced."""

@@ -386,8 +386,8 @@ def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iter
     if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
         yield (
             "managed_gradient_accumulation",
-            "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3: below, gradients are reduced in "
-            "step(), behind which there is no backward; set overlap_comm to false",
+            "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3; below, gradients are reduced "
+            "in step() alone: set overlap_comm to false",
         )
     yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
     if config.optimizer is not None:

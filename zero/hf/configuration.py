@@ -12,7 +12,7 @@ from zero.config import BF16Config, Config, FP16Config, LeafModuleConfig, ZeroCo
 from zero.config.keys import Names
 from zero.config.reading import rename_deprecated
 from zero.errors import UsageError
-from zero.offload.states import STATES
+from zero.optim.relocation import STATES
 
 
 class DeepSpeedConfig:

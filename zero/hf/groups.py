@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.distributed import ProcessGroup
+from typing import NoReturn
 
 from zero import comm
 
@@ -42,6 +42,6 @@ _get_sequence_parallel_world_size = _get_expert_model_parallel_world_size = _one
 get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank = _zero
 
 
-def _get_sequence_parallel_group() -> ProcessGroup:
+def _get_sequence_parallel_group() -> NoReturn:
     """Refused as by DeepSpeed: KeyError."""
     raise KeyError("there is no sequence-parallel group: every rank is a data-parallel rank")
