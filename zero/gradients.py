@@ -92,6 +92,18 @@ class GradientReducer:
         target.add_(grad) if index in entry.parts else target.copy_(grad)
         entry.parts[index] = None
 
+    def collect_left(self, unit: Unit) -> None:
+        """Before a step: take over gradients that the script put on parameters by itself, the same ones on all ranks.
+
+        They are added to those of backwards; scaled, as those are, if there is a loss scale.
+        """
+        left = [index for index, param in enumerate(unit.params) if param.grad is not None]
+        for index in left:
+            self.collect(unit, index)
+        if left:
+            self.factor = 1.0
+            self.reduce(unit)
+
     def reduce(self, unit: Unit) -> None:
         """Start reducing what was collected for `unit`; parameters without a gradient count as zero."""
         entry = self._collected.pop(unit, None)

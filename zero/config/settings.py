@@ -279,6 +279,13 @@ class Config(SectionsWithoutEffect):
     _auto: frozenset = PrivateAttr(frozenset())
     _deprecated: list = PrivateAttr(default_factory=list)
 
+    @model_validator(mode="after")
+    def _halve_at_once_at_stage_0(self) -> "Config":
+        """There DeepSpeed halves the loss scale at every overflow; a hysteresis that is given is honoured here."""
+        if self.zero_optimization.stage == 0 and "hysteresis" not in self.fp16.model_fields_set:
+            vars(self.fp16)["hysteresis"] = 1
+        return self
+
     def idle(self, key: str) -> str | None:
         zero = self.zero_optimization
         if key == "aio" and not any(o and o.device == "nvme" for o in (zero.offload_param, zero.offload_optimizer)):
