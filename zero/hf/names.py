@@ -74,9 +74,10 @@ NAMES: dict[str, dict[str, str]] = {
     ),
     "deepspeed.checkpointing": _names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": _names(
-        "zero.activations", "checkpoint", "configure", "is_configured", "reset"
-    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        **_names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
+        "non_reentrant_checkpoint": "zero.activations:checkpoint",
+    },
     "deepspeed.comm": {
         "init_distributed": "zero.hf.definitions:init_distributed",
         "is_initialized": "zero.hf.definitions:is_initialized",
