@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.dist.pool import run_on
@@ -12,7 +13,7 @@ from zero import initialize
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.hf import configuration, estimates, groups, timers
-from zero.hf.definitions import get_model_ckpt_name_for_rank
+from zero.hf.definitions import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
 from zero.optim.loss_scaler import LossScaler
 
 WIDTH = 64
@@ -149,4 +150,9 @@ def unnamed(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_checkpoint_needs_a_folder_and_keeps_the_samples(tmp_path):
     run_on(1, unnamed, str(tmp_path))
+    for safe, name in ((False, "pytorch_model.bin"), (True, "model.safetensors")):
+        out = tmp_path / "new" / name
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, safe_serialization=safe)
+        state = load_file(out / name) if safe else torch.load(out / name)
+        assert {key: tuple(value.shape) for key, value in state.items()} == {"weight": (1, 2), "bias": (1,)}
     assert get_model_ckpt_name_for_rank(tmp_path, "00") == str(tmp_path / "mp_rank_00_model_states.pt")

@@ -117,12 +117,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write a checkpoint's whole model in fp32 to `output_dir`, in files of at most `max_shard_size` with an index.
 
-    `model.safetensors` with `safe_serialization`, else `pytorch_model.bin`. Tied weights are written once. The model
+    `model.safetensors` with `safe_serialization`, else `pytorch_model.bin`. Tied weights are stored once. The model
     is held in host memory; `python -m zero consolidate` needs less. Raises ValueError for a missing or damaged
     checkpoint.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     size = sys.maxsize if max_shard_size is None else max_shard_size
+    os.makedirs(output_dir, exist_ok=True)
     save_torch_state_dict(state, output_dir, max_shard_size=size, safe_serialization=safe_serialization)
 
 
