@@ -58,8 +58,8 @@ class Accumulation:
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(
-                f"no_sync context manager is incompatible with ZeRO stage {stage} (zero_optimization.stage): no rank "
-                "keeps whole gradients there; use stage 1, or coalesce_grad_reduction()"
+                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: at this ZeRO stage no "
+                "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
             )
         if self._inside_no_sync:
             raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")

@@ -324,7 +324,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         self.tput_timer.stop(boundary)
         self.relocation.refuse_absent("step")
         if boundary:
-            self._refuse_shown("step")
+            self._refuse_shown("the step")
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
@@ -342,12 +342,12 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             self.skipped_steps += 1
             self._log_skip()
 
-    def _refuse_shown(self, what: str) -> None:
+    def _refuse_shown(self, before: str) -> None:
         """Values that are shown cannot be renewed or moved under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
             if unit.users and not unit.persistent:
-                raise UsageError(f"{what}: {unit} is shown by GatheredParameters: leave that context before")
+                raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _report_times(self) -> None:
         if self.settings.wall_clock_breakdown and self.comm.rank == 0:
