@@ -368,7 +368,8 @@ def test_defaults_are_deepspeeds():
     assert (zero.reduce_bucket_size, zero.sub_group_size) == (5e8, 1e9)
     assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
     assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
-    assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.fp16.loss_scale_window) == (16, 2, 1000)
+    assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.fp16.loss_scale_window) == (16, 1, 1000)
+    assert load_config(zero3()).fp16.hysteresis == 2
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,6 @@ class SectionsWithoutEffect(Section):
 
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
-    managed_gradient_accumulation: only(bool, True, "the engine finds the accumulation boundary itself") = True
     sequence_parallel_size: only(Int, 1, "sequence parallelism is not part of this engine") = 1
     data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank; another number is an error")
     disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")

@@ -54,6 +54,13 @@ def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iter
             if key in config.auto:
                 yield key, "is still 'auto' and has no default; set a value"
     yield from _precision_contradictions(config)
+    zero = config.zero_optimization
+    if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
+        yield (
+            "managed_gradient_accumulation",
+            "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3; below, gradients are reduced "
+            "in step() alone: set overlap_comm to false",
+        )
     yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
     if config.optimizer is not None:
         yield from config.optimizer.contradictions()

@@ -280,6 +280,8 @@ class Config(SectionsWithoutEffect):
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
+    # False: the script's own call of step() ends the accumulation.
+    managed_gradient_accumulation: bool = True
     gradient_clipping: NonNegative = 1.0
     steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = unused(
         None, "the Trainer reports progress; see logging_steps"
@@ -308,6 +310,13 @@ class Config(SectionsWithoutEffect):
     _auto: frozenset = PrivateAttr(frozenset())
     _ignored: list = PrivateAttr(default_factory=list)
     _deprecated: list = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="after")
+    def _halve_at_once_at_stage_0(self) -> "Config":
+        """There DeepSpeed halves the loss scale at every overflow; a hysteresis that is given is honoured here."""
+        if self.zero_optimization.stage == 0 and "hysteresis" not in self.fp16.model_fields_set:
+            vars(self.fp16)["hysteresis"] = 1
+        return self
 
     def why_idle(self, key: str) -> str | None:
         zero = self.zero_optimization
