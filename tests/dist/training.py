@@ -225,7 +225,7 @@ def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any) -> Curve:
 
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative deviation."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return max((abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
 def assert_equal(found: Curve, expected: Curve) -> None:
