@@ -217,7 +217,9 @@ def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[li
         options = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
         for part in [parts[rank]] if sharded else parts:
             prompt = part["input_ids"]
-            generated.append(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options).tolist())
+            generated.append(
+                model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
+            )
         model.train()
     return losses, generated
 
