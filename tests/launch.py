@@ -28,7 +28,7 @@ _LAUNCHER_VARIABLES = (
 
 
 def test_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child: this repository importable, `THREADS` threads, no network, no launcher's variables."""
+    """A child's environment: this repository importable, `THREADS` threads, no network, no launcher's variables."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     env["OMP_NUM_THREADS"] = THREADS
