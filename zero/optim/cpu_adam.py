@@ -13,9 +13,11 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
 
 The compiled kernel gives the bits of torch's default path with one exception: its square root is the exactly rounded
 one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the last place off in a fifth of all values.
-After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master up to an error of
-2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again, and everything is
-equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
+`fma` rounds once where torch's kernels do, which is at all but the lowest of their levels of x86 instructions: the
+build asks torch. After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master
+up to an error of 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again,
+and everything is equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or
+threads begin.
 
 The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
 of `exp_avg_sq` and of the master.
