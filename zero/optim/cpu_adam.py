@@ -20,7 +20,7 @@ and everything is equal. By the kernel an element's bits depend on nothing but i
 threads begin.
 
 The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
-of `exp_avg_sq` and of the master.
+of `exp_avg_sq` and of the master, which depend on an element's place in its piece.
 """
 
 from __future__ import annotations
