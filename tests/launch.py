@@ -16,6 +16,9 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# Of each process of a test; `tests/every_cpu.py` asks for other numbers.
+THREADS = os.environ.get("ZERO_TEST_THREADS", "1")
+
 # A launcher's variables in the shell that runs the tests must not reach what the tests start.
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -25,10 +28,10 @@ _LAUNCHER_VARIABLES = (
 
 
 def test_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child: this repository importable, one thread, no network, no launcher's variables."""
+    """A child's environment: this repository importable, `THREADS` threads, no network, no launcher's variables."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    env["OMP_NUM_THREADS"] = "1"
+    env["OMP_NUM_THREADS"] = THREADS
     env["HF_HUB_OFFLINE"] = "1"
     env["HF_DATASETS_OFFLINE"] = "1"
     return env | (extra or {})

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.launch import THREADS
 from zero import comm
 
 SIZE = 4
@@ -102,8 +103,8 @@ def _collect(pool: _Pool, world_size: int, timeout: float) -> list[Any]:
 def _serve(rank: int, port: int, connection: multiprocessing.connection.Connection) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
-    torch.set_num_threads(1)
+    os.environ.update(OMP_NUM_THREADS=THREADS, HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
+    torch.set_num_threads(int(THREADS))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

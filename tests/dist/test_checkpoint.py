@@ -22,6 +22,7 @@ from tests.dist.training import (
     two_groups,
 )
 from tests.parity.models import batches, build
+from tests.tolerance import rounding
 from zero.checkpoint.folder import locate, read_description
 from zero.checkpoint.slices import SliceReader, whole
 
@@ -89,7 +90,8 @@ def test_another_world_size_stage_and_other_cuts_hold_the_same_state(writer, rea
     straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, stage=stage), str(tmp_path))
     resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, stage=other, **OTHER_CUTS), str(tmp_path))
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= 1e-5
+    # Slices of other sizes; of three layers, the head and the loss the inner lengths, forward and backward, about.
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
 
 
 def regroup(rank: int, world_size: int, folder: str, save: bool) -> list[dict]:

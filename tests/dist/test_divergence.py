@@ -1,7 +1,8 @@
 """Steps that leave the recorded path: results stay those of plain torch, and the ranks stay in step.
 
-A script is a list of (action, argument). Played on the engine by two ranks and on the plain model in one process,
-it must give the same losses, norms, outputs and weights.
+A script is a list of (action, argument). Played on the engine by two ranks and on the plain model in one process, it
+must give the same losses, outputs and weights, bit for bit, since shapes and order of sums are the same; norms, summed
+in two parts where a parameter lies on two ranks, within rounding.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from tests.dist.pool import run_on
-from tests.dist.toys import BLOCK, toy, toy_batches
+from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, relative, split, start, trainable
 from tests.parity import models
+from tests.tolerance import rounding
 
 Script = list[tuple[str, Any]]
 
@@ -125,17 +127,18 @@ class Player:
                 found = [self.run(**part).item() for part in self.slices(batch)]
             self.run.train()
             return found
-        found = []
+        losses = []
         for part in self.slices(batch):
-            loss = self.run(**part)
+            losses.append(self.run(**part))
             if action == "two forwards":
-                loss = loss + self.run(x=part["y"], y=part["x"])
-            if action == "same graph":
-                self.backward(loss, retain_graph=True)
-            if action != "forward":
-                self.backward(loss)
-            found.append(loss.item())
-        return found if action == "forward" else found + self.update()
+                losses[-1] = losses[-1] + self.run(x=part["y"], y=part["x"])
+        found = [loss.item() for loss in losses]
+        if action == "forward":
+            return found
+        for last in (False, True) if action == "same graph" else (True,):
+            for loss in losses:  # all ranks', then again all: the order in which the engine adds gradients
+                self.backward(loss, retain_graph=not last)
+        return found + self.update()
 
     def failing(self, kind: str, block: int, batch: dict) -> list[float]:
         """An exception in the midst of a pass, on all ranks; then the user forgets the gradients and goes on."""
@@ -173,8 +176,9 @@ def assert_same_script(name: str, checkpointing: str | None, tied: bool, setting
     for number, (expected, one, two) in enumerate(zip(references, first, second, strict=True)):
         found = [one[0], two[0], one[1]] if len(expected) == 3 else [one[0], two[0]]
         expected = expected * 2 if len(expected) == 1 else expected
-        exact = [abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, expected, strict=True)]
-        assert all(exact), f"{number}: {SCRIPTS[name][number]}: {found} is not {expected}"
+        where = f"{number}: {SCRIPTS[name][number]}: {found} is not {expected}"
+        assert found[:2] == expected[:2], where
+        assert relative(found[2:], expected[2:]) <= rounding(torch.float32, WIDTH * 3 * WIDTH), where
         assert len(one) == 1 or one[1] == two[1], "ranks report different norms"
 
 
@@ -195,8 +199,8 @@ def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
     assert_same_script("twice", checkpointing, tied, SETTINGS["tight"])
 
 
-def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list[list[int]]]:
-    """Losses of training steps, and what the model generates after each."""
+def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list]:
+    """Losses of training steps, and what the model generates after each; per micro-batch, in the same shapes."""
     model = models.build(name)
     engine, optimizer = start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
     optimizer = optimizer or adamw([{"params": [param for _, param in trainable(model)]}])
@@ -210,10 +214,12 @@ def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[li
         engine.step() if sharded else optimizer.step()
         model.zero_grad()
         model.eval()
-        prompt = parts[rank]["input_ids"] if sharded else batch["input_ids"]
         options = {"max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
-        tokens = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options)
-        generated += tokens.tolist()
+        for part in [parts[rank]] if sharded else parts:
+            prompt = part["input_ids"]
+            generated.append(
+                model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
+            )
         model.train()
     return losses, generated
 
@@ -223,6 +229,5 @@ def test_generation_between_training_steps(name):
     losses, tokens = run_on(1, generating, name, False)[0]
     ranks = run_on(2, generating, name, True)
     for rank, (found, generated) in enumerate(ranks):
-        assert relative(found, losses[rank::2]) <= 1e-6
-        rows = range(len(tokens)) if rank is None else [i for i in range(len(tokens)) if i % 12 // 6 == rank]
-        assert generated == [tokens[i] for i in rows]
+        assert found == losses[rank::2]
+        assert generated == tokens[rank::2]

@@ -114,7 +114,7 @@ def expected_after_doubling(rank: int, world_size: int, dtype: torch.dtype | Non
     doubled(model)
     for param in model.parameters() if rounded else ():
         param.data = param.data.to(dtype).float()
-    return train_in_slices(model, toy_batches(3), 2, dtype)
+    return train_in_slices(model, toy_batches(3), 2, dtype=dtype)
 
 
 def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from torch.nn.functional import cross_entropy
 from distill.fused import HeadTeacher, Recipe, SharedTokens, StoredTeacher, Targets, fused_head_loss, logits_loss
 from distill.losses import LOSS_TYPES, Divergence, log_probabilities, top_k_with_tail
 from tests.distill import references
+from tests.tolerance import assert_close, rounding
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 8, 12, 61
+# Additions on the way: two heads, two normalisations, the sum over the vocabulary, that over tokens; exp, log and the
+# like are some more roundings.
+TERMS = WIDTH + TEACHER_WIDTH + 3 * VOCABULARY + TOKENS + 16
+close = partial(torch.testing.assert_close, rtol=rounding(torch.float32, TERMS), atol=rounding(torch.float32, TERMS))
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -49,11 +55,10 @@ def plain(student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), 
     return total.detach(), [x.grad for x in student if x is not None]
 
 
-def assert_same(ours, expected, tolerance=1e-6):
-    torch.testing.assert_close(ours[0].double(), expected[0], rtol=tolerance, atol=tolerance)
+def assert_same(ours, expected):
+    assert_close(ours[0], expected[0], TERMS)
     for gradient, reference in zip(ours[1], expected[1], strict=True):
-        scale = reference.abs().max().clamp_min(1)
-        assert (gradient.double() - reference).abs().max() <= tolerance * scale
+        assert_close(gradient, reference, TERMS)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -68,9 +73,10 @@ def test_value_and_gradients_are_those_of_the_formulas(loss_type, temperature, t
 @pytest.mark.parametrize("chunk_size", [1, 7, 22, 23, 1000, 0])
 def test_the_size_of_the_chunks_changes_nothing(chunk_size):
     recipe = Recipe(0.5, Divergence("jsd"), 2.0, chunk_size=4)
-    expected = fused(*case(), recipe)
-    ours = fused(*case(), replace(recipe, chunk_size=chunk_size))
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    *expected, losses = fused(*case(), recipe)
+    *ours, our_losses = fused(*case(), replace(recipe, chunk_size=chunk_size))
+    assert_same(ours, expected)
+    close(our_losses, losses, equal_nan=True)
 
 
 def test_without_cross_entropy():
@@ -103,9 +109,8 @@ def test_logits_give_the_same_as_the_fused_head():
     targets = Targets(labels, HeadTeacher(*teacher, labels.device))
     from_logits, from_logits_losses = logits_loss(torch.nn.functional.linear(*others), targets, recipe)
     from_logits.backward()
-    torch.testing.assert_close(from_logits.detach(), total)
-    torch.testing.assert_close([x.grad for x in others], gradients)
-    torch.testing.assert_close(from_logits_losses, losses)
+    assert_same((from_logits.detach(), [x.grad for x in others]), (total, gradients))
+    close(from_logits_losses, losses)
 
 
 def test_statistics_of_each_token():
@@ -113,9 +118,9 @@ def test_statistics_of_each_token():
     student, labels, teacher = case()
     _, _, losses = fused(student, labels, teacher, recipe)
     z, zt = torch.nn.functional.linear(*student).detach(), torch.nn.functional.linear(*teacher)
-    torch.testing.assert_close(losses.ce, cross_entropy(z, labels, reduction="none"))
-    torch.testing.assert_close(losses.teacher_ce, cross_entropy(zt, labels, reduction="none"))
-    torch.testing.assert_close(losses.kd, references.divergence(z.double(), zt.double(), "forward_kl", 2.0).float())
+    assert_close(losses.ce, cross_entropy(z, labels, reduction="none"), TERMS)
+    assert_close(losses.teacher_ce, cross_entropy(zt, labels, reduction="none"), TERMS)
+    assert_close(losses.kd, references.divergence(z.double(), zt.double(), "forward_kl", 2.0), TERMS)
     assert losses.agreement.tolist() == (z.argmax(-1) == zt.argmax(-1)).float().tolist()
 
 
@@ -128,7 +133,7 @@ def test_stored_bins_give_the_same_as_the_live_teacher():
     targets = Targets(labels, StoredTeacher(bins.indices.int(), bins.log_p, torch.zeros(TOKENS)))
     total, _ = fused_head_loss(*student, targets, replace(recipe, top_k=0))
     total.backward()
-    torch.testing.assert_close((total.detach(), [x.grad for x in student]), expected)
+    assert_same((total.detach(), [x.grad for x in student]), expected)
 
 
 def test_tokens_of_which_the_teacher_says_nothing_have_cross_entropy_alone():
@@ -140,12 +145,12 @@ def test_tokens_of_which_the_teacher_says_nothing_have_cross_entropy_alone():
     total.backward()
     weights = torch.where(said, 0.2, 1.0)
     assert losses.kd[~said].abs().max() == 0 and losses.kd[said].min() > 0
-    torch.testing.assert_close(total, (weights * losses.ce + 0.8 * losses.kd).sum())
+    assert_close(total, (weights * losses.ce + 0.8 * losses.kd).sum(), TERMS)
     z = torch.nn.functional.linear(*(x.detach() for x in student))
     q, p = z.softmax(-1), torch.nn.functional.linear(*teacher).softmax(-1)
     y = torch.nn.functional.one_hot(labels, VOCABULARY)
     dz = weights[:, None] * (q - y) + torch.where(said, 0.8, 0.0)[:, None] * (q - p)
-    torch.testing.assert_close(student[2].grad, dz.sum(0), rtol=1e-4, atol=1e-5)
+    assert_close(student[2].grad, dz.sum(0), TERMS)
 
 
 def test_no_tokens_give_no_loss_and_zero_gradients():
@@ -162,7 +167,8 @@ def test_bf16_heads_sum_the_weights_gradient_in_fp32():
     ours, expected = fused(student, labels, teacher, recipe), plain(student, labels, teacher, recipe)
     assert ours[1][1].dtype == torch.bfloat16
     scale = expected[1][1].abs().max()
-    assert (ours[1][1].double() - expected[1][1]).abs().max() < 0.015 * scale
+    # A weight's gradient is rounded once to bf16 at the end; what goes into it, several times on the way.
+    assert (ours[1][1].double() - expected[1][1]).abs().max() <= rounding(torch.bfloat16, 4) * scale
 
 
 def test_memory_holds_no_tensor_of_tokens_times_vocabulary():

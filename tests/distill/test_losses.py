@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from distill import losses
 from distill.losses import LOSS_TYPES, Divergence, token_divergence
 from tests.distill import references
+from tests.tolerance import assert_close, rounding
 
 DENSE = [name for name in LOSS_TYPES if name != "uld"]
 
@@ -16,7 +19,12 @@ def logits(seed: int, tokens: int, vocabulary: int, scale: float = 2.0) -> torch
     return scale * torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def check(loss_type, student, teacher, temperature, *, top_k=0, tolerance=1e-6, **parameters):
+def terms(*tensors: torch.Tensor) -> int:
+    """Two normalisations and a sum over the vocabulary; exp, log and the like are some more roundings."""
+    return 3 * max(tensor.shape[-1] for tensor in tensors) + 16
+
+
+def check(loss_type, student, teacher, temperature, *, top_k=0, **parameters):
     z = student.clone().requires_grad_()
     value = token_divergence(z, teacher, Divergence(loss_type, **parameters), temperature, top_k)
     weights = torch.linspace(0.5, 1.5, len(z), dtype=value.dtype)
@@ -25,8 +33,9 @@ def check(loss_type, student, teacher, temperature, *, top_k=0, tolerance=1e-6, 
     expected = references.divergence(z64, teacher.double(), loss_type, temperature, top_k=top_k, **parameters)
     (expected * weights.double()).sum().backward()
     nats = max(1, expected.abs().max().item() / temperature**2)  # what is lost in fp32 is a fraction of the logarithms
-    assert (value - expected).abs().max() <= tolerance * nats * temperature**2
-    assert (z.grad - z64.grad).abs().max() <= tolerance * nats * temperature
+    allowed = rounding(torch.float32, terms(student, teacher)) * nats
+    assert (value - expected).abs().max() <= allowed * temperature**2
+    assert (z.grad - z64.grad).abs().max() <= allowed * temperature
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -62,8 +71,9 @@ def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient(loss_type):
     z = logits(11, 9, 50, scale=10).requires_grad_()
     value = token_divergence(z, z.detach(), Divergence(loss_type), 2.0)
     value.sum().backward()
-    assert value.abs().max() < 2e-5
-    assert z.grad.abs().max() < 2e-5
+    nats = math.log(50)  # the largest entropy there is
+    assert value.abs().max() <= 2.0**2 * nats * rounding(torch.float32, terms(z))
+    assert z.grad.abs().max() <= 2.0 * nats * rounding(torch.float32, terms(z))
 
 
 @pytest.mark.parametrize("loss_type", DENSE)
@@ -72,11 +82,11 @@ def test_no_divergence_is_negative_and_gradients_of_logits_sum_to_zero(loss_type
     value = token_divergence(z, logits(13, 200, 64, scale=6), Divergence(loss_type))
     value.sum().backward()
     assert value.min() >= 0
-    assert z.grad.sum(-1).abs().max() < 1e-5
+    assert z.grad.sum(-1).abs().max() <= value.max() * rounding(torch.float32, terms(z))
 
 
 def test_jsd_of_a_half_is_symmetric_and_bounded():
-    a, b = logits(14, 20, 64, scale=8), logits(15, 20, 64, scale=8)
+    a, b = logits(14, 20, 64, scale=8).double(), logits(15, 20, 64, scale=8).double()
     there, back = losses.generalised_jsd(a, b), losses.generalised_jsd(b, a)
     torch.testing.assert_close(there, back)
     assert there.max() <= torch.tensor(2.0).log()
@@ -91,7 +101,7 @@ def test_jsd_tends_to_beta_times_kl_at_its_ends():
 
 
 def test_skew_of_zero_is_plain_kl():
-    student, teacher = logits(18, 20, 64), logits(19, 20, 64)
+    student, teacher = logits(18, 20, 64).double(), logits(19, 20, 64).double()
     torch.testing.assert_close(
         losses.skew_forward_kl(student, teacher, skew_alpha=0), losses.forward_kl(student, teacher)
     )
@@ -101,14 +111,14 @@ def test_skew_of_zero_is_plain_kl():
 
 
 def test_top_k_of_almost_everything_is_nearly_dense_and_never_more():
-    student, teacher = logits(20, 20, 64), logits(21, 20, 64)
+    student, teacher = logits(20, 20, 64).double(), logits(21, 20, 64).double()
     dense = losses.forward_kl(student, teacher)
     torch.testing.assert_close(losses.top_k_forward_kl(student, teacher, 63), dense)
-    assert (losses.top_k_forward_kl(student, teacher, 4) <= dense + 1e-6).all()  # the data-processing inequality
+    assert (losses.top_k_forward_kl(student, teacher, 4) <= dense * (1 + 1e-12)).all()  # the data-processing inequality
 
 
 def test_uld_ignores_the_order_of_the_vocabulary():
-    student, teacher = logits(22, 8, 30), logits(23, 8, 30)
+    student, teacher = logits(22, 8, 30).double(), logits(23, 8, 30).double()
     shuffled = teacher[:, torch.randperm(30, generator=torch.Generator().manual_seed(0))]
     torch.testing.assert_close(
         losses.universal_logit_distance(student, teacher), losses.universal_logit_distance(student, shuffled)
@@ -127,7 +137,7 @@ def test_a_teachers_impossible_tokens_leave_everything_finite(loss_type):
 def test_bf16_logits_are_turned_into_probabilities_in_fp32():
     student, teacher = logits(26, 10, 300).bfloat16(), logits(27, 10, 300).bfloat16()
     expected = references.divergence(student.double(), teacher.double(), "forward_kl", 1.0)
-    torch.testing.assert_close(losses.forward_kl(student, teacher).double(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(losses.forward_kl(student, teacher), expected, terms(student))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Offload changes where numbers are, never the numbers: the same bits from memory and from files, for 20 steps.
 
+On any CPU: all runs have the same shapes. Without a C++ compiler torch's fused Adam updates what is offloaded, with
+last bits of its own, which depend on where a tile begins; the run in memory then takes the same one, on the same tiles.
+
 Every tensor of the engine may go to a file here, however small it is; tiles are cut at odd places. On two ranks the
 gathers are real.
 """
 
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from zero.offload import tiers
+from zero.optim import cpu_adam
 
 STEPS = 20
 BOTH = {"pipeline_read": True, "pipeline_write": True}
@@ -39,8 +44,13 @@ def offloaded(
     return found
 
 
+def by_offloads_adam(rank: int, world_size: int, dtype: torch.dtype, others: dict) -> Curve:
+    with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
+        return offloaded(rank, world_size, "", dtype, {}, {}, others)
+
+
 @cache
-def in_memory(world_size: int, dtype: torch.dtype, accumulation: int = 1) -> Curve:
+def in_memory(world_size: int, dtype: torch.dtype) -> Curve:
     return curve_on(world_size, offloaded, "", dtype, {}, {}, {})
 
 
@@ -67,5 +77,8 @@ RUNS += [(2, torch.float32, case) for case in ("cpu, step behind", "all in files
 def test_same_bits(tmp_path, world_size, dtype, case):
     param, optimizer, others = CASES[case]
     found = curve_on(world_size, offloaded, str(tmp_path), dtype, param, optimizer, others)
-    assert_equal(found, in_memory(world_size, dtype))
+    if optimizer["device"] == "nvme" and not cpu_adam.is_compiled():
+        assert_equal(found, curve_on(world_size, by_offloads_adam, dtype, others))
+    else:
+        assert_equal(found, in_memory(world_size, dtype))
     assert not list(tmp_path.iterdir()), "files without names leave nothing"

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,8 @@ DECAYS = [(0.0, True), (0.1, True), (0.1, False)]
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 EVERY_16_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
 
-needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="needs c++")
+COMPILER = shlex.split(os.environ.get("CXX") or "c++")[0]
+needs_compiler = pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {COMPILER}")
 
 
 @pytest.fixture(scope="module", autouse=True)

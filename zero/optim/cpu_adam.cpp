@@ -56,14 +56,9 @@ inline BFloat16 rounded(float value) {
     return {uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest)};
 }
 
-// a * b + c. Without the instruction a library call would take its place, and torch does not fuse there either.
-inline float fused(float a, float b, float c) {
-#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+// a * b + c, rounded once where torch's kernels do so: not on CPUs without the instruction, or where torch is told to
+// leave it out.
+inline float fused(float a, float b, float c) { return TORCH_FUSES ? __builtin_fmaf(a, b, c) : a * b + c; }
 
 void take_roots(Roots* roots, float* values, int32_t count) {
     uint32_t any = 0;

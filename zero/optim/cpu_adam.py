@@ -13,12 +13,14 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
 
 The compiled kernel gives the bits of torch's default path with one exception: its square root is the exactly rounded
 one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the last place off in a fifth of all values.
-After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master up to an error of
-2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again, and everything is
-equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or threads begin.
+`fma` rounds once where torch's kernels do, which is at all but the lowest of their levels of x86 instructions: the
+build asks torch. After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master
+up to an error of 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again,
+and everything is equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or
+threads begin.
 
 The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
-of `exp_avg_sq` and of the master.
+of `exp_avg_sq` and of the master, which depend on an element's place in its piece.
 """
 
 from __future__ import annotations
@@ -256,7 +258,8 @@ def _library() -> Path:
     the compiler's version and the CPU's instructions: machines may share a home folder. (torch's loader looks at no
     CPU, and guards a build by a lock file that outlives a killed process.)
     """
-    compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *FLAGS, str(SOURCE)]
+    fuses = f"-DTORCH_FUSES={int(_torch_fuses())}"
+    compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *FLAGS, fuses, str(SOURCE)]
     inputs = f"{compiler} {_output_of([*compiler, '-E', '-dD'])}"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "zero_cpu_adam"
     library = folder / f"{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.so"
@@ -266,6 +269,12 @@ def _library() -> Path:
             _output_of([*compiler, "-shared", "-fPIC", "-o", f"{unfinished}/kernel.so"])
             os.replace(f"{unfinished}/kernel.so", library)  # whole or not at all, whoever else is at it
     return library
+
+
+def _torch_fuses() -> bool:
+    """Whether torch's kernels round a product and a sum once: at its lowest level of x86 instructions they do not."""
+    values = torch.tensor([1 + 2.0**-12, -1.0], dtype=torch.float32, device="cpu")
+    return torch.addcmul(values[1], values[0], values[0]).item() != 2.0**-11
 
 
 def _output_of(command: list[str]) -> str:
