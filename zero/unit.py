@@ -143,13 +143,11 @@ class Unit:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
         `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty. Of a parameter that is a unit by
-        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too. Scripts that take the
-        hooks off also clear `ds_active_sub_modules`; nothing is kept in it here, since units count their users.
+        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
         """
         for param in self.params:
             if not hasattr(param, "ds_id"):
                 param.ds_id = next(_param_ids)
-                param.ds_active_sub_modules = set()
             param.ds_numel, param.ds_shape, param.ds_persist = param.numel(), param.shape, self.persistent
             param.ds_tensor = self.shard[:0]
         for piece in self.layout.pieces(self.comm.rank):
