@@ -1,8 +1,10 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
 from zero.engine import ZeroEngine, initialize
-from zero.init import GatheredParameters, Init
+from zero.gathered import GatheredParameters
+from zero.init import Init
 from zero.layout import register_external_parameter, unregister_external_parameter
+from zero.streaming import stream_weights
 
 __version__ = "0.1.0"
 
@@ -12,5 +14,6 @@ __all__ = [
     "ZeroEngine",
     "initialize",
     "register_external_parameter",
+    "stream_weights",
     "unregister_external_parameter",
 ]

@@ -257,12 +257,27 @@ class Communicator:
         self._count("broadcast", tensor.numel())
         self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
 
+    def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
+        """Start to copy each (rank, tensor) from that rank to every rank, in place; the same parts on all ranks."""
+        if self.world_size == 1:
+            return Pending()
+        for _, tensor in parts:
+            self._count("broadcast", tensor.numel())
+        works = [dist.broadcast(tensor, src, group=self._group, async_op=True) for src, tensor in parts]
+        return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum ("sum") or least value ("min") over ranks, in place. Blocking."""
         self._count("all_reduce", tensor.numel())
         operation = getattr(dist.ReduceOp, op.upper())
         self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
+        texts: list[str | None] = [None] * self.world_size
+        self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
+        return [text] if self.world_size == 1 else texts
 
     def barrier(self) -> None:
         self._blocking("a barrier", lambda: dist.barrier(group=self._group))

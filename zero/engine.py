@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import checkpoint, comm
 from zero.activations import HostActivations
+from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
@@ -83,6 +84,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         inner = build_optimizer(
             settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested, forced
         )
+        require_same(self.comm, self._facts(inner))
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
         for unit in self.units:
             unit.strict = zero.enable_sanity_checks
@@ -128,6 +130,16 @@ class ZeroEngine(EngineSettings, nn.Module):
         if earlier is not None:
             earlier.destroy()
         _engine_of[model] = weakref.ref(self)
+
+    def _facts(self, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+        """What must be the same on all ranks. The folders of files may differ from machine to machine."""
+        facts = flat(self.settings.model_dump(), "configuration, ")
+        facts = {key: value for key, value in facts.items() if not key.endswith("nvme_path")} | versions()
+        facts["optimizer"] = type(optimizer).__name__
+        facts |= hyper_parameters(optimizer.param_groups) if optimizer is not None else {}
+        for name, param in self.module.named_parameters():
+            facts[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}" + " frozen" * (not param.requires_grad)
+        return facts
 
     def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
         zero = self.settings.zero_optimization
@@ -337,7 +349,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         """Values that are shown cannot be renewed under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
-            if unit.users and not unit.persistent:
+            if unit.is_shown and not unit.persistent:
                 raise UsageError(f"step: {unit} is shown by GatheredParameters: leave that context before the step")
 
     def _report_times(self) -> None:

@@ -1,10 +1,12 @@
-"""The whole model's weights out of the shards, gathered unit by unit: into a model folder, or as a state dict."""
+"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +17,7 @@ from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, model_config, 
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names, values_of
 from zero.comm import Communicator, Pending
+from zero.layout import Slot
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
@@ -22,8 +25,26 @@ logger = logging.getLogger("zero")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive weights of a unit: the slots `which`, elements `start` to `end` of its flat buffer."""
+
+    unit: Unit
+    dtype: torch.dtype
+    which: slice
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.dtype.itemsize
+
+    def named_slots(self) -> Iterator[tuple[str, Slot]]:
+        return zip(self.unit.param_names[self.which], self.unit.layout.slots[self.which], strict=True)
+
+
 class Weights:
-    """All weights of a model, tied ones once, to be passed over once; every rank must do so at the same time.
+    """All weights of a model, tied ones once. They are read by all ranks at the same time.
 
     Args:
         dtype: of floating-point weights, rounded from the fp32 masters where there are any: a torch dtype, or "fp16",
@@ -64,49 +85,72 @@ class Weights:
 
         Raises an error of `act`, which may stop anywhere, on every rank alike; `what` is being done, for its message.
         """
-        ranks, values = Ranks.of(self.comm, what), self._values()
+        ranks, stream = Ranks.of(self.comm, what), self.stream()
 
         def run() -> T | None:
             try:
-                return act(values) if ranks.rank == 0 else None
+                return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
             finally:
-                for _ in values:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
+                for _ in stream:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
                     pass
 
         return ranks.together(run)
 
     @torch.no_grad()
-    def _values(self) -> Iterator[torch.Tensor]:
-        """While one unit is handed out, on rank 0 alone, the next one is on its way: a rank holds two at most."""
-        largest = max((unit.layout.padded * self._dtype(unit.dtype).itemsize for unit in self.units), default=0)
+    def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every rank gets each (name, weight) on the compute device; a weight is valid until the next one is asked for.
+
+        Two buffers take turns: while one is handed out, the other is filled. Together they take `max_bytes` (more if a
+        single weight is larger than half of that).
+        """
+        parts = [part for unit in self.units for part in self._parts(unit, max_bytes // 2)]
+        largest = max((part.nbytes for part in parts if not self._is_here(part.unit)), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)]
         arriving: tuple[torch.Tensor, Pending] | None = None
-        for number, unit in enumerate([*self.units, None]):
-            arrived, arriving = arriving, None if unit is None else self._gather(unit, buffers[number % 2])
+        for number, part in enumerate([*parts, None]):
+            arrived, arriving = arriving, None if part is None else self._gather(part, buffers[number % 2])
             if arrived is None:
                 continue
-            full, pending = arrived
+            values, pending = arrived
             pending.wait()
-            if self.comm.rank == 0:
-                for slot in self.units[number - 1].layout.slots:
-                    yield full[slot.offset : slot.end].view(slot.shape).cpu()
-        if self.comm.rank == 0:
-            for value in self.plain.values():
-                yield value.to("cpu", self._dtype(value.dtype))
+            last = parts[number - 1]
+            for name, slot in last.named_slots():
+                yield name, values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+        for name, value in self.plain.items():
+            yield name, value.to(self._dtype(value.dtype))
 
-    def _gather(self, unit: Unit, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start to gather a unit's values into `buffer`, unless they are here; returns where they will be."""
-        dtype = self._dtype(unit.dtype)
-        if unit.persistent and dtype == unit.dtype:
-            return unit.full, Pending()
-        full = buffer[: unit.layout.padded * dtype.itemsize].view(dtype)
-        own = full[slice(*unit.layout.shard_range(self.comm.rank))]
+    def _is_here(self, unit: Unit) -> bool:
+        return unit.persistent and self._dtype(unit.dtype) == unit.dtype
+
+    def _parts(self, unit: Unit, max_bytes: int) -> Iterator[_Part]:
+        """Consecutive weights of a unit of at most `max_bytes`, and at least one."""
+        dtype, slots = self._dtype(unit.dtype), unit.layout.slots
+        if unit.layout.padded * dtype.itemsize <= max_bytes:
+            yield _Part(unit, dtype, slice(0, len(slots)), 0, unit.layout.padded)
+            return
+        first = 0
+        for number, slot in enumerate(slots):
+            following = slots[number + 1].end if number + 1 < len(slots) else None
+            if following is None or (following - slots[first].offset) * dtype.itemsize > max_bytes:
+                yield _Part(unit, dtype, slice(first, number + 1), slots[first].offset, slot.end)
+                first = number + 1
+
+    def _gather(self, part: _Part, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start to gather weights into `buffer`, unless they are here; returns where they will be."""
+        unit, layout = part.unit, part.unit.layout
+        if self._is_here(unit):
+            return unit.full[part.start : part.end], Pending()
+        into = buffer[: part.nbytes].view(part.dtype)
         unit.wait_for_update()
-        if dtype == unit.dtype:
-            unit.tier.load(own, unit.shard).wait()
+        source = unit.shard if part.dtype == unit.dtype else values_of(unit)
+        if into.numel() < layout.padded or layout.replicated:
+            return into, unit.gather_range(into, part.start, source)
+        own = into[slice(*layout.shard_range(self.comm.rank))]
+        if source is unit.shard:
+            unit.tier.load(own, source).wait()
         else:
-            own.copy_(values_of(unit))
-        return full, self.comm.all_gather(full, own) if own.numel() < full.numel() else Pending()
+            own.copy_(source)
+        return into, self.comm.all_gather(into, own)
 
 
 def save_16bit_model(

@@ -267,11 +267,11 @@ class ModuleHooks:
                     register_multi_grad_hook(inputs, partial(self._inputs_done, unit), mode="all")
 
     def _read_outside(self, unit: Unit, param: nn.Parameter, func: Callable) -> None:
-        """A function needs the values of a sharded parameter. Between passes it sees NaN, since ranks may read alone."""
+        """A function needs the values of a sharded parameter. Between passes it sees NaN: a rank may read alone."""
         if not self._in_pass:
             return
         if self._training and not in_backward() and func is not torch.Tensor.detach:
-            self._want_gradient.add((unit, next(i for i, other in enumerate(unit.params) if other is param)))
+            self._want_gradient.add((unit, unit.index[param]))
         self._hold_to_end(unit)
 
     def _hold_to_end(self, unit: Unit) -> None:

@@ -1,10 +1,9 @@
-"""`Init` shards a model while it is being built; `GatheredParameters` shows sharded values for a while."""
+"""`Init` shards a model while it is being built."""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,12 +14,11 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from zero import comm
+from zero.agreement import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.unit import Residency, Unit, _Exposed, unit_of
-
-logger = logging.getLogger("zero")
+from zero.unit import Residency, Unit, unit_of
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
@@ -144,56 +142,15 @@ class Init:
             self._shard_own(module)
 
     def _shard_own(self, module: nn.Module) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta:
-                options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
-                Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
-
-
-class GatheredParameters:
-    """Context in which sharded parameters show their full values on every rank.
-
-    Args:
-        params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
-        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read, and
-            changes are lost with a warning, or a RuntimeError with `zero_optimization.enable_sanity_checks`.
-        fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
-        enabled: False makes the context do nothing.
-    """
-
-    def __init__(
-        self,
-        params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ):
-        if isinstance(params, torch.Tensor):
-            params = [params]
-        elif isinstance(params, nn.Module):
-            params = params.parameters()
-        units = {unit_of(param) for param in params} - {None} if enabled else ()
-        # In order of creation, which is the same on all ranks; that of `params` may not be (HF passes sets).
-        self.units = sorted(units, key=lambda unit: unit.serial)
-        self.modifier_rank = modifier_rank
-
-    def __enter__(self) -> None:
-        self._exposed = _Exposed(self.units)
-        self._exposed.__enter__()
-        sharded = (param for unit in self.units if not unit.persistent for param in unit.params)
-        self._versions = {param: param._version for param in sharded}
-
-    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
-        if self.modifier_rank is not None and exc_type is None:
-            for unit in self.units:
-                unit.write_back(self.modifier_rank)
-        changed = [param for param, version in self._versions.items() if param._version != version]
-        self._exposed.__exit__(exc_type, *exc_info)
-        if changed and self.modifier_rank is None and exc_type is None:
-            message = (
-                f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "
-                "modifier_rank=None; pass the rank whose values all ranks are to take over (modifier_rank=0)"
-            )
-            if any(unit.strict for unit in self.units):
-                raise RuntimeError(message)
-            logger.warning(message)
+        own = {
+            name: param
+            for name, param in module.named_parameters(recurse=False)
+            if unit_of(param) is None and param.is_floating_point() and param.numel() and not param.is_meta
+        }
+        if own:
+            shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+            kind = type(module).__name__
+            require_same(self.comm, {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()})
+        for name, param in own.items():
+            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
+            Unit(name, [param], self.comm, self.residency, **options).strict = self.strict

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from zero.init import GatheredParameters
+from zero.gathered import GatheredParameters
 from zero.layout import TILE_FLAG
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -115,6 +115,9 @@ class Unit:
         # One rank whose shard already lies on the compute device has nothing to gather.
         self.persistent = persistent or (comm.world_size == 1 and on_device)
         self.state, self.users = State.SHARDED, 0
+        self.index = {param: i for i, param in enumerate(self.params)}
+        # Parameters that are unsharded by themselves, in memory of their own, by index.
+        self._apart: dict[int, torch.Tensor] = {}
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         self._pending, self._given_up = Pending(), 0
@@ -359,6 +362,60 @@ class Unit:
             self._views = self._make_views()
         self.full.untyped_storage().resize_(0)
 
+    # -- single parameters
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fetch_parts(self, indices: Iterable[int]) -> Pending:
+        """Start to gather single parameters into memory of their own, for `show_parts`; the unit stays as it is."""
+        works = []
+        for i in indices:
+            slot = self.layout.slots[i]
+            values = torch.empty(slot.numel, dtype=self.dtype, device=self.comm.device)
+            works.append(self.gather_range(values, slot.offset, self.shard))
+            self.residency.add(slot.numel)
+            self._apart[i] = values.view(slot.shape)
+        return Pending(works)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether somebody holds unsharded values of this unit."""
+        return self.users > 0 or bool(self._apart)
+
+    def shows(self, indices: Iterable[int]) -> bool:
+        """Whether each of these parameters is unsharded by itself."""
+        return all(i in self._apart for i in indices)
+
+    def show_parts(self, indices: Iterable[int]) -> None:
+        """Have these parameters show what `fetch_parts` has gathered."""
+        for i in indices:
+            show(self.params[i], self._apart[i])
+            self.params[i].ds_status = ZeroParamStatus.AVAILABLE
+
+    def hide_parts(self, indices: Iterable[int]) -> None:
+        """Undo `fetch_parts` and `show_parts`."""
+        for i in indices:
+            self.residency.remove(self._apart.pop(i).numel())
+            if self.state is not State.EXPOSED and unit_of(self.params[i]) is self:
+                hide(self.params[i], self._placeholders[i])
+                self.params[i].ds_status = ZeroParamStatus.NOT_AVAILABLE
+
+    def gather_range(self, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
+        """Start to fill `into` (1-D) with what the unsharded unit has from element `start` on, out of ranks' `source`.
+
+        `source` is the shard or the master; `into` may have another dtype, the same on all ranks.
+        """
+        self.wait_for_update()
+        owned: list[tuple[int, torch.Tensor]] = []
+        for rank in range(self.comm.world_size):
+            first, end = self.layout.shard_range(rank)
+            low, high = max(first, start), min(end, start + into.numel())
+            if low < high:
+                owned.append((rank, into[low - start : high - start]))
+                if rank == self.comm.rank:
+                    owned[-1][1].copy_(source[low - first : high - first])
+        return Pending() if self.layout.replicated else self.comm.start_broadcasts(owned)
+
     def invalidate(self) -> None:
         """The shard has new values: drop or renew what was gathered."""
         if self.persistent:
@@ -406,6 +463,7 @@ class Unit:
             if unit_of(param) is self:
                 hide(param, nan)
         self._set_status(ZeroParamStatus.NOT_AVAILABLE)
+        self.show_parts(self._apart)
 
     def _set_status(self, status: ZeroParamStatus) -> None:
         for param in self.params:
@@ -428,7 +486,10 @@ class _Exposed:
 
     def __enter__(self) -> None:
         self.kept = [unit.state is not State.SHARDED for unit in self.units]
-        for unit in self.units:
+        for number, unit in enumerate(self.units):
+            for each in self.units[number : number + 2]:  # the next one is on its way while this one is waited for
+                if each.state is State.SHARDED:
+                    each.fetch()
             unit.acquire()
 
     def __exit__(self, *exc_info: object) -> None:

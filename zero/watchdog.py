@@ -21,6 +21,8 @@ import torch.distributed as dist
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
 _ALARM = "zero_watchdog/alarm"
+# In the messages of gloo and NCCL where the other process is gone.
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 class Watchdog:
@@ -43,6 +45,10 @@ class Watchdog:
         self._stopped.set()
         if self.world_size > 1:
             self._thread.join()
+            try:
+                self._store.set(self._ended_key(self.rank), "")
+            except dist.DistError:
+                return  # the store is gone: the job is at its end
 
     @property
     def position(self) -> object:
@@ -58,8 +64,29 @@ class Watchdog:
         self._waiting = (time.monotonic(), what)
         try:
             wait()
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in _LOST):
+                raise RuntimeError(self._explain_lost(what)) from error
+            raise
         finally:
             self._waiting = None
+
+    def _explain_lost(self, what: object) -> str:
+        time.sleep(1.0)  # a rank that ends normally says so at its very end
+        ended = [str(rank) for rank in range(self.world_size) if self._has_ended(rank)]
+        who = (
+            f"rank {', '.join(ended)} has ended its work" if ended else "another rank has died; its own error says why"
+        )
+        return (
+            f"rank {self.rank} lost the connection while it waited at {what or 'an exchange between units'}: {who}. "
+            "All ranks need the same number of batches and of forward calls"
+        )
+
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            return self._store.check([self._ended_key(rank)])
+        except dist.DistError:
+            return False  # the store has gone with the rank that kept it
 
     def _watch(self) -> None:
         try:
@@ -103,6 +130,10 @@ class Watchdog:
         else:
             time.sleep(2 * GRACE)
         os._exit(1)
+
+    @staticmethod
+    def _ended_key(rank: int) -> str:
+        return f"zero_watchdog/ended{rank}"
 
     @staticmethod
     def _key(rank: int) -> str:

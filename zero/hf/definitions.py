@@ -17,8 +17,8 @@ from torch import nn
 
 from zero import comm
 from zero.export import copied_state_dict
+from zero.gathered import GatheredParameters
 from zero.hf.accelerator import get_accelerator
-from zero.init import GatheredParameters
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine

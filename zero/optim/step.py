@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero.agreement import disagree, hyper_parameters, require_same, spread
 from zero.comm import Communicator, Pending
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
@@ -320,12 +321,19 @@ class ZeroOptimizer(OptimizerAttributes):
     def _global_norm(self) -> float:
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
+        # Beside the norms, in the same reduction: whether all ranks are about to take the same step.
+        facts = hyper_parameters(self.param_groups) | {"backwards since the last step": self.reducer.backwards}
+        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64, device=squares.device)
         norms = [self._norm(unit, start, end).to(squares.device) for _, unit, start, end in self._pieces]
         if norms:
             index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
             squares.index_copy_(0, index, torch.stack(norms).to(torch.float64) ** 2)
-        if not self._replicated:
-            self.comm.all_reduce(squares)
+        if self._replicated:
+            sums = self.comm.all_reduce(own)
+        else:
+            squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
+        if disagree(sums.tolist(), self.comm.world_size):
+            require_same(self.comm, facts)
         self._param_norms = squares.sqrt_().float()
         return torch.linalg.vector_norm(self._param_norms).item()
 

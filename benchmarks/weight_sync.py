@@ -1,0 +1,48 @@
+"""All weights of a T5 of 1.0e9 parameters on every rank, as trainers hand them to an inference engine.
+
+    python -m benchmarks.weight_sync
+    python -m benchmarks.weight_sync --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+
+bf16, stage 3, two ranks. `a parameter at a time` and `all at once` are GatheredParameters, ours and DeepSpeed's;
+`stream_weights` is ours alone. Seconds are the median of the rounds; `extra MB` is the largest anonymous memory of a
+rank beyond its shards; `gathers` counts our collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.launch import REPOSITORY, run_ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "weight_sync.json")
+    args = parser.parse_args()
+    engines = {"zero": (sys.executable, {})}
+    if args.deepspeed_python:
+        engines["deepspeed"] = (args.deepspeed_python, {"DS_ACCELERATOR": "cpu"})
+    found = {}
+    for engine, (python, env) in engines.items():
+        command = ["-m", "benchmarks.weight_sync_worker", engine, str(args.rounds)]
+        print(f"{engine} ...", file=sys.stderr, flush=True)
+        found[engine] = run_ranks(python, command, args.processes, 1500, env)[0]
+    print(f"\nT5 of {found['zero']['parameters'] / 1e9:.3f}e9 parameters, bf16, {args.processes} ranks\n")
+    print(f"{'':<36}{'seconds':>9}{'extra MB':>10}{'gathers':>9}")
+    for engine, result in found.items():
+        for name, way in result["ways"].items():
+            gathers = way["gathers"] if engine == "zero" else "-"
+            print(f"{engine + ', ' + name:<36}{way['seconds']:>9.2f}{way['memory'] / 1e6:>10.0f}{gathers:>9}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(found, indent=2))
+    print(f"\nwritten: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

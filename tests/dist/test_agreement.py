@@ -1,0 +1,127 @@
+"""Ranks that were given different things end with an error that names rank, key and both values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, loss_of
+from tests.launch import torchrun
+from zero.agreement import disagree, spread
+
+SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
+Options = dict[str, object]
+# What rank 1 does otherwise, and what the error says of it.
+DIFFERENT: dict[str, tuple[Options, str]] = {
+    "learning rate": ({"lr": 0.2}, "param group 0, lr: 0.1 on rank 0, 0.2 on rank 1"),
+    "weight decay": ({"weight_decay": 0.5}, "param group 0, weight_decay: 0.0 on rank 0, 0.5 on rank 1"),
+    "optimizer": ({"optimizer": ADAM}, "optimizer: SGD on rank 0, AdamW on rank 1"),
+    "clipping": ({"clip": 2.0}, "configuration, gradient_clipping: 0.0 on rank 0, 2.0 on rank 1"),
+    "stage": ({"stage": 2}, "configuration, zero_optimization.stage: 3 on rank 0, 2 on rank 1"),
+    "depth": ({"blocks": 3}, "parameter blocks.3.up.weight: (39, 13) torch.float32 on rank 0, missing on rank 1"),
+    "dtype": ({"dtype": torch.bfloat16}, "parameter stem.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.bf"),
+    "frozen": ({"frozen": True}, "parameter head.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.float32 fro"),
+}
+
+
+def start_with(
+    optimizer: Callable = SGD,
+    lr: float = 0.1,
+    weight_decay: float = 0.0,
+    clip: float = 0.0,
+    stage: int = 3,
+    blocks: int = 4,
+    dtype: torch.dtype = torch.float32,
+    frozen: bool = False,
+) -> zero.ZeroEngine:
+    model = toy(blocks=blocks).to(dtype)
+    if frozen:
+        model.head.requires_grad_(False)
+    inner = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
+    return zero.initialize(model=model, optimizer=inner, config=ds_config(clip=clip, stage=stage))[0]
+
+
+def starting(rank: int, world_size: int) -> dict[str, str]:
+    messages = {}
+    for name, (options, _) in DIFFERENT.items():
+        with pytest.raises(ValueError, match="the ranks disagree") as raised:
+            start_with(**options if rank == 1 else {})
+        messages[name] = str(raised.value)
+    return messages
+
+
+def test_a_difference_is_named_by_initialize():
+    first, second = run_on(2, starting)
+    assert first == second
+    for name, (_, expected) in DIFFERENT.items():
+        assert expected in first[name], first[name]
+
+
+def building(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as raised, zero.Init():
+        torch.nn.Sequential(torch.nn.Linear(4, 4 + rank), torch.nn.Linear(4 + rank, 1))
+    return str(raised.value)
+
+
+def test_another_width_is_named_while_the_model_is_built():
+    for message in run_on(2, building):
+        assert "parameter weight of a Linear: (4, 4) torch.float32 on rank 0, (5, 4) torch.float32 on rank 1" in message
+
+
+def stepping(rank: int, world_size: int, stage: int) -> str:
+    """A schedule goes another way on the last rank; the weights are as before the refused step."""
+    engine = start_with(stage=stage)
+    collectives = []
+    for number, batch in enumerate(toy_batches(3)):
+        engine.backward(loss_of(engine(**batch)))
+        if number == 2:
+            engine.optimizer.param_groups[0]["lr"] *= 1 + 1e-6 * (rank == world_size - 1)
+            with pytest.raises(ValueError, match="the ranks disagree") as raised:
+                engine.step()
+        else:
+            before = engine.comm.calls["all_reduce"]
+            engine.step()
+            collectives.append(engine.comm.calls["all_reduce"] - before)
+    assert collectives == [1, 1], "the comparison needs a reduction of its own"
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 3), (3, 2)])
+def test_another_learning_rate_is_named_before_the_update(stage, world_size):
+    for message in run_on(world_size, stepping, stage):
+        assert f"param group 0, lr: 0.1 on rank 0, 0.1000001 on rank {world_size - 1}" in message
+
+
+def test_equal_numbers_agree_and_neighbours_do_not():
+    for world_size in (2, 3, 7, 1000):
+        for number in (0.0, 1e-30, 0.1, 3.14159, 1e9):
+            sums = [world_size * each for each in spread([number])]
+            assert not disagree(sums, world_size)
+    sums = [a + b for a, b in zip(spread([1e-3]), spread([1e-3 * (1 + 1e-7)]), strict=True)]
+    assert disagree(sums, 2)
+
+
+UNEVEN = """
+import torch, zero
+from tests.dist.test_agreement import start_with
+from tests.dist.toys import toy_batches
+zero.comm.init_distributed()
+engine = start_with()
+for batch in toy_batches(2 + engine.global_rank):
+    engine.backward(engine(**batch))
+    engine.step()
+"""
+
+
+def test_uneven_numbers_of_batches_are_named(tmp_path):
+    script = tmp_path / "uneven.py"
+    script.write_text(UNEVEN)
+    done = torchrun(script, nproc=2, timeout=60)
+    assert done.returncode == 1
+    assert "rank 1 lost the connection while it waited at unit" in done.stderr
+    assert "rank 0 has ended its work" in done.stderr and "same number of batches" in done.stderr

@@ -1,0 +1,158 @@
+"""zero.stream_weights: every weight, once, on every rank, in bounded memory, with adapters merged."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
+from tests.dist.training import ds_config, start, weights_of
+
+MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
+
+
+def streamed(rank: int, world_size: int, stage: int) -> None:
+    true = weights_of(toy(tied=True))
+    del true["head.weight"]  # the same as stem.weight
+    for dtype, max_bytes in ((None, 1 << 30), ("bf16", 1 << 30), (None, 6 * BLOCK), ("bf16", 0)):
+        engine, _ = start(toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30))
+        found = {}
+        for name, value in zero.stream_weights(engine, dtype, max_bytes):
+            assert name not in found, f"{name} comes twice"
+            if stage == 3 and world_size > 1 and max_bytes == 6 * BLOCK and value.dim() > 1:
+                assert value.untyped_storage().nbytes() <= max_bytes // 2
+            found[name] = value.clone()
+        assert found.keys() == true.keys()
+        for name, value in true.items():
+            assert torch.equal(found[name], value.to(torch.bfloat16 if dtype else value.dtype)), name
+        assert engine.residency.live == 0
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 3)])
+def test_every_weight_comes_once_within_the_limit(stage, world_size):
+    run_on(world_size, streamed, stage)
+
+
+def with_adapters(**options: object) -> peft.PeftModel:
+    torch.manual_seed(4)
+    model = peft.get_peft_model(toy(), peft.LoraConfig(**MODULES | options))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_()
+    return model
+
+
+def merged(rank: int, world_size: int, stage: int, options: dict) -> None:
+    expected = with_adapters(**options).merge_and_unload().state_dict()
+    engine, _ = start(with_adapters(**options), ds_config(stage=stage, stage3_param_persistence_threshold=30))
+    found = {name: value.clone() for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    apart = dict(zero.stream_weights(engine))
+    assert sum("lora_" in name for name in apart) == 16
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["head"]}], ids=["LoRA", "a trained head"])
+def test_adapters_are_merged_as_peft_merges_them(stage, options):
+    run_on(2, merged, stage, options)
+
+
+def dora(rank: int, world_size: int) -> str:
+    engine, _ = start(with_adapters(use_dora=True), ds_config())
+    with pytest.raises(ValueError, match="is not a sum with its base weight") as raised:
+        next(zero.stream_weights(engine, merge_adapters=True))
+    return str(raised.value)
+
+
+def test_an_adapter_that_is_no_sum_is_refused_by_name():
+    assert "blocks.0.up" in run_on(1, dora)[0]
+
+
+def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
+    """PEFT's own merge and unmerge inside of GatheredParameters; training state stays as it was."""
+    reference = with_adapters()
+    before = copy.deepcopy(reference.state_dict())
+    reference.merge_adapter()
+    expected = reference.state_dict()
+    model = with_adapters()
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    layers = [module for module in model.modules() if hasattr(module, "merge")]
+    parts: list[list[nn.Module]] = [[layer] for layer in layers] if layer_by_layer else [[*layers]]
+    for part in parts:
+        with zero.GatheredParameters([param for layer in part for param in layer.parameters()]):
+            for layer in part:
+                layer.merge()
+            for name, param in model.named_parameters():
+                if any(param is layer.base_layer.weight for layer in part):
+                    assert torch.equal(param, expected[name]), name
+            with zero.GatheredParameters(part[0].parameters()):
+                pass
+            assert part[0].base_layer.weight.isfinite().all(), "the inner context took away what the outer one holds"
+            for layer in part:
+                layer.unmerge()
+    for name, value in zero.stream_weights(engine):
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_peft_merges_inside_of_gathered_parameters(layer_by_layer):
+    run_on(2, merging_inside, layer_by_layer)
+
+
+def order_of_gathers(rank: int, world_size: int) -> None:
+    """One all-gather a unit, the next one started before the one at hand is waited for; shapes are true throughout."""
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    shapes = [(param.shape, param.numel(), param.dtype) for param in engine.module.parameters()]
+    assert shapes == [(param.shape, param.numel(), param.dtype) for param in toy().parameters()]
+    calls = engine.comm.calls["all_gather"]
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        assert engine.comm.calls["all_gather"] == calls + len(engine.units) == calls + 6
+        assert engine.module.head.weight.shape == (WIDTH, WIDTH)
+    assert engine.residency.live == 0
+
+
+def test_a_list_of_parameters_costs_one_gather_a_unit():
+    run_on(2, order_of_gathers)
+
+
+def single_parameters(rank: int, world_size: int) -> None:
+    """A loop over single parameters gathers each one alone; what is nested, or computed meanwhile, changes nothing."""
+    true = weights_of(toy())
+    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
+    before = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"]
+    for name, param in engine.module.named_parameters():
+        with zero.GatheredParameters([param]):
+            assert torch.equal(param, true[name]), name
+            assert engine.residency.live <= max(value.numel() for value in true.values())
+        assert param.isnan().all() and engine.residency.live == 0
+    gathered = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"] - before
+    assert gathered <= sum(value.numel() for value in true.values()) + 2
+    up, down = (engine.module.blocks[0].get_submodule(name).weight for name in ("up", "down"))
+    with zero.GatheredParameters([up]):
+        with zero.GatheredParameters([up, engine.module.blocks[0].norm.weight]):
+            assert torch.equal(up, true["blocks.0.up.weight"])
+        with torch.no_grad():
+            engine(**toy_batches(1)[0])
+        assert torch.equal(up, true["blocks.0.up.weight"]) and down.isnan().all()
+        with zero.GatheredParameters(engine.module.blocks[0].parameters()):
+            assert torch.equal(down, true["blocks.0.down.weight"])
+        assert torch.equal(up, true["blocks.0.up.weight"]) and down.isnan().all()
+        with zero.GatheredParameters([up], modifier_rank=0), torch.no_grad():
+            up.zero_()
+    with zero.GatheredParameters([up]):
+        assert up.eq(0).all()
+    engine.empty_partition_cache()
+    assert up.isnan().all() and engine.residency.live == 0
+
+
+def test_single_parameters_are_gathered_by_themselves():
+    run_on(2, single_parameters)

@@ -1,0 +1,85 @@
+"""`GatheredParameters` shows sharded values for a while.
+
+A unit is unsharded whole, in one all-gather, if most of it is asked for or if it is to be changed. If less is asked
+for, as by a loop over single parameters, only those are gathered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zero.unit import State, Unit, _Exposed, unit_of
+
+logger = logging.getLogger("zero")
+
+
+class GatheredParameters:
+    """Context in which sharded parameters show their full values on every rank.
+
+    Args:
+        params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
+        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read, and
+            changes are lost with a warning, or a RuntimeError with `zero_optimization.enable_sanity_checks`.
+        fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif isinstance(params, nn.Module):
+            params = params.parameters()
+        asked: dict[Unit, set[int]] = {}
+        for param in params if enabled else ():
+            if (unit := unit_of(param)) is not None:
+                asked.setdefault(unit, set()).add(unit.index[param])
+        # In order of creation, which is the same on all ranks; that of `params` may not be (HF passes sets).
+        self.asked = {unit: sorted(asked[unit]) for unit in sorted(asked, key=lambda unit: unit.serial)}
+        self.modifier_rank = modifier_rank
+
+    def __enter__(self) -> None:
+        self._parts = {unit: self._apart(unit, indices) for unit, indices in self.asked.items()}
+        pending = [unit.fetch_parts(indices) for unit, indices in self._parts.items()]
+        writes = self.modifier_rank is not None
+        whole = (unit for unit in self.asked if not self._parts[unit])
+        self._exposed = _Exposed([unit for unit in whole if writes or not unit.shows(self.asked[unit])])
+        self._exposed.__enter__()
+        for each, (unit, indices) in zip(pending, self._parts.items(), strict=True):
+            each.wait()
+            unit.show_parts(indices)
+        sharded = [unit.params[i] for unit in self.asked if not unit.persistent for i in self.asked[unit]]
+        self._versions = {param: param._version for param in sharded}
+
+    def _apart(self, unit: Unit, indices: Sequence[int]) -> list[int]:
+        """Those to be gathered by themselves: a small part of a sharded unit, to be read only."""
+        if self.modifier_rank is not None or unit.state is not State.SHARDED or unit.persistent:
+            return []
+        numel = sum(unit.layout.slots[i].numel for i in indices)
+        return [i for i in indices if not unit.shows([i])] if 2 * numel <= unit.layout.numel else []
+
+    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        if self.modifier_rank is not None and exc_type is None:
+            for unit in self.asked:
+                unit.write_back(self.modifier_rank)
+        changed = [param for param, version in self._versions.items() if param._version != version]
+        self._exposed.__exit__(exc_type, *exc_info)
+        for unit, indices in self._parts.items():
+            unit.hide_parts(indices)
+        if changed and self.modifier_rank is None and exc_type is None:
+            message = (
+                f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "
+                "modifier_rank=None; pass the rank whose values all ranks are to take over (modifier_rank=0)"
+            )
+            if any(unit.strict for unit in self.asked):
+                raise RuntimeError(message)
+            logger.warning(message)
