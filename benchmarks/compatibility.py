@@ -16,9 +16,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -152,7 +154,12 @@ def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) 
     if len(log) != len(reference):
         raise RuntimeError(f"{len(log)} entries in the log, and {len(reference)} in the reference's")
     both = [(a[key], b[key]) for a, b in zip(reference, log, strict=True) for key in ("loss", "eval_loss") if key in a]
-    return max(abs(a - b) for a, b in both)
+    return _largest(abs(a - b) for a, b in both)
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Infinite where one is not a number, which `max` may pass over."""
+    return max(math.inf if math.isnan(each) else each for each in differences)
 
 
 def weight_difference(reference: Path, out: Path) -> float:
@@ -164,7 +171,7 @@ def weight_difference(reference: Path, out: Path) -> float:
     if file.name == "model.safetensors":
         kind = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
         kind.from_pretrained(out)
-    return max((saved[name] - wanted[name]).abs().max().item() for name in wanted)
+    return _largest((saved[name] - wanted[name]).abs().max().item() for name in wanted)
 
 
 def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
