@@ -76,7 +76,8 @@ def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, pa
 
     Autograd keeps such hooks where Python's garbage collector does not look: they would keep engine and model for ever.
     """
-    if (found := hooks()) is not None:
+    # Autograd also calls where a function returned None for the parameter: there is no gradient then.
+    if param.grad is not None and (found := hooks()) is not None:
         found.gradient_ready(found.units[number], index)
 
 
