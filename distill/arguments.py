@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 from torch import accelerator
@@ -18,6 +15,8 @@ from distill.config import DistillationConfig
 from distill.config import check as check_distillation
 from translation import arguments as shared
 from translation.records import InputError
+from zero.config.reading import read
+from zero.errors import refuse
 
 
 @dataclass
@@ -113,9 +112,7 @@ class ArgumentParser(shared.ArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Print `message` as one line on stderr and end this process with exit code 2."""
-    sys.stderr.write(f"run_distill.py: error: {' '.join(message.split())}\n")
-    sys.stderr.flush()
-    sys.exit(2)
+    refuse(f"run_distill.py: error: {' '.join(message.split())}")
 
 
 def is_demonstration(given) -> bool:
@@ -135,7 +132,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
     parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
     parser.set_defaults(use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
-    if given.deepspeed:
+    if given.deepspeed is not None:
         parser.set_defaults(**_settings_in(given.deepspeed))
         given = parser.parse_args(argv)
     if caching:
@@ -159,9 +156,9 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
 def _settings_in(path: str) -> dict[str, object]:
     """The Trainer's arguments that a ds_config sets, which must be equal in both: defaults for the command line."""
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--deepspeed {path}: {error}") from error
+        config = read(path)[1]
+    except ValueError as error:
+        raise InputError(f"--deepspeed: {error}") from error
     settings = {}
     for argument, keys in _IN_DS_CONFIG.items():
         value = config
@@ -174,7 +171,7 @@ def _settings_in(path: str) -> dict[str, object]:
 
 def _check(given: argparse.Namespace) -> None:
     for argument in ("deepspeed", "teacher_deepspeed"):
-        if path := getattr(given, argument):
+        if (path := getattr(given, argument)) is not None:
             _check_ds_config(argument, path, given)
     for name in ("max_length", "max_train_tokens", "max_eval_samples", "teacher_steps"):
         value = getattr(given, name)
@@ -184,7 +181,16 @@ def _check(given: argparse.Namespace) -> None:
         path = getattr(given, argument)
         if path and (os.path.isabs(path) or path.startswith(".")) and not os.path.exists(path):
             raise InputError(f"--{argument} {path}: no such file or folder")
-    _check_output_dir(given)
+    for argument in ("model_name_or_path", "teacher_model_name_or_path"):
+        if getattr(given, argument):
+            shared.check_weights(argument, getattr(given, argument))
+    for argument in ("tokenizer_name", "model_name_or_path", "teacher_model_name_or_path"):
+        if name := getattr(given, argument):
+            shared.check_tokenizer(argument, name)
+            break
+    shared.check_resume(given)
+    shared.check_output_dir(given.output_dir)
+    _check_output_is_new(given)
 
 
 def _check_caching(given: argparse.Namespace) -> None:
@@ -226,10 +232,8 @@ def _check_ds_config(argument: str, path: str, given: argparse.Namespace) -> Non
         raise InputError(f"--{argument}: {error}") from error
 
 
-def _check_output_dir(given: argparse.Namespace) -> None:
+def _check_output_is_new(given: argparse.Namespace) -> None:
     folder = given.output_dir
-    if folder and os.path.exists(folder) and not os.path.isdir(folder):
-        raise InputError(f"--output_dir {folder} is a file: name a folder")
     if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
         return
     if folder and os.path.isdir(folder) and os.listdir(folder):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,6 +36,8 @@ def run(arguments: Arguments) -> None:
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
     teacher = _load_teacher(model_args, args)
+    if teacher is not None:
+        _check_vocabulary("teacher_model_name_or_path", teacher, len(teacher_tokenizer))
     student = load_student(model_args, teacher, len(tokenizer))
     splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder)
     if not args.needs_teacher():
@@ -114,17 +119,28 @@ def _load_teacher(model_args: ModelArguments, args: DistillationConfig) -> PreTr
         return None
     try:
         return load_model(args.teacher_model_name_or_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"--teacher_model_name_or_path {args.teacher_model_name_or_path}: {error}") from error
+
+
+def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < tokens:
+        raise InputError(
+            f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has {tokens}: the two do not"
+            " belong together; name the model's own tokenizer"
+        )
 
 
 def load_student(model_args: ModelArguments, teacher: PreTrainedModel | None, tokens: int) -> PreTrainedModel:
     """The student that was named, or made from a configuration, or cut out of the teacher."""
     if model_args.model_name_or_path:
         try:
-            return load_model(model_args.model_name_or_path)
-        except (OSError, ValueError) as error:
+            student = load_model(model_args.model_name_or_path)
+        except (OSError, ValueError, SafetensorError) as error:
             raise InputError(f"--model_name_or_path {model_args.model_name_or_path}: {error}") from error
+        _check_vocabulary("model_name_or_path", student, tokens)
+        return student
     layers = None
     if model_args.init_student_from_teacher:
         layers = parse_layers(model_args.init_student_from_teacher, teacher.config.num_hidden_layers)
@@ -186,23 +202,35 @@ def load_examples(
 
     `written`: models will continue the examples, so each stays by itself.
     """
+    argument = f"--{split}_file {name}"
     records = tqdm(data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress)
     length = data_args.max_length
     packing = data_args.packing and not written
     if pairs:
         columns = data_args.source_column, data_args.target_column
-        examples = [data.encode_pair(data.pair_of(r, where, *columns), tokenizer, length) for where, r in records]
+        texts = (data.pair_of(record, where, *columns) for where, record in records)
+        texts = _with_words(texts, lambda pair: pair.target, argument)
+        examples = [data.encode_pair(pair, tokenizer, length) for pair in texts]
     else:
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
+        texts = _with_words(texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument)
         if teacher_tokenizer is not None:
             examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
         elif packing:
             examples = data.pack((data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id)
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
-    if not examples:
-        raise InputError(f"--{split}_file {name}: there is nothing in it")
     return examples
+
+
+def _with_words(examples: Iterable, learnt: Callable[[Any], str], argument: str) -> Iterator:
+    """Pass on the examples; InputError at their end if there is no text to learn in any of them."""
+    empty = True
+    for example in examples:
+        empty = empty and not learnt(example).strip()
+        yield example
+    if empty:
+        raise InputError(f"{argument}: there is nothing in it")
 
 
 # -- the teacher cache

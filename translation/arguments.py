@@ -3,18 +3,22 @@
 import argparse
 import difflib
 import os
-import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
+from safetensors import SafetensorError, safe_open
 from torch import accelerator
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import zero.config
 from translation.records import InputError, check_data_file
+from zero.checkpoint import find_resumable
 from zero.config import report
+from zero.errors import refuse
 
 
 @dataclass
@@ -127,10 +131,7 @@ class ArgumentParser(HfArgumentParser):
 
 def fail(message: str) -> NoReturn:
     """Print `message` as one line on stderr and end this process with exit code 2."""
-    # One write, so that the lines of several ranks do not mix.
-    sys.stderr.write(f"run_translation.py: error: {' '.join(message.split())}\n")
-    sys.stderr.flush()
-    sys.exit(2)
+    refuse(f"run_translation.py: error: {' '.join(message.split())}")
 
 
 def is_demonstration(model_args, data_args) -> bool:
@@ -187,7 +188,7 @@ def _demonstration_defaults(given: argparse.Namespace) -> dict:
 
 def check_arguments(given: argparse.Namespace) -> None:
     """Check everything that needs no process group, so that each rank finds the same fault by itself, at once."""
-    if given.deepspeed:
+    if given.deepspeed is not None:
         _check_ds_config(given)
     if not (given.do_train or given.do_eval or given.do_predict):
         raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
@@ -197,7 +198,12 @@ def check_arguments(given: argparse.Namespace) -> None:
     _check_data(given)
     for argument in ("model_name_or_path", "config_name", "tokenizer_name"):
         _check_folder(argument, getattr(given, argument))
-    _check_output_dir(given)
+    source = next((a for a in ("tokenizer_name", "model_name_or_path", "config_name") if getattr(given, a)), None)
+    if source:
+        check_tokenizer(source, getattr(given, source))
+    check_resume(given)
+    check_output_dir(given.output_dir)
+    _check_output_is_new(given)
 
 
 def _check_ds_config(given: argparse.Namespace) -> None:
@@ -249,25 +255,83 @@ def _check_folder(argument: str, name: str | None) -> None:
             raise InputError(f"--{argument} {name}: no such folder")
         return
     files = os.listdir(name)
-    if argument == "tokenizer_name":
-        wanted = ("tokenizer_config.json", "tokenizer.json", "spiece.model")
-    else:
-        wanted = ("config.json",)
-    if not any(file in files for file in wanted):
+    if argument != "tokenizer_name" and "config.json" not in files:
         raise InputError(
-            f"--{argument} {name}: there is no {wanted[0]} in this folder; name one that holds a saved model"
+            f"--{argument} {name}: there is no config.json in this folder; name one that holds a saved model"
         )
     if argument == "model_name_or_path" and not any(file.endswith((".safetensors", ".bin")) for file in files):
         raise InputError(
             f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to train this"
             f" configuration from scratch, name it by --config_name"
         )
+    if argument == "model_name_or_path":
+        check_weights(argument, name)
 
 
-def _check_output_dir(given: argparse.Namespace) -> None:
-    folder = given.output_dir
-    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+def check_weights(argument: str, name: str) -> None:
+    """The safetensors files of a local model must be whole; only their headers are read."""
+    for path in Path(name).glob("*.safetensors"):
+        try:
+            safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"--{argument} {name}: {path.name} is damaged or cut ({error}); copy it again") from error
+
+
+# Any of them: without, transformers makes a tokenizer that knows no text.
+_TOKENIZER_FILES = {
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("source.spm", "vocab.json", "vocab.txt"),
+}
+
+
+def check_tokenizer(argument: str, name: str) -> None:
+    """A local folder that a tokenizer is to be loaded from must hold one."""
+    if os.path.isdir(name) and not _TOKENIZER_FILES & set(os.listdir(name)):
+        raise InputError(
+            f"--{argument} {name}: there is no tokenizer.json in this folder; name one by --tokenizer_name"
+        )
+
+
+def check_resume(given: argparse.Namespace) -> None:
+    """A checkpoint to go on from must be there; "True" becomes the last one in the output folder."""
+    name = given.resume_from_checkpoint
+    if name is None:
+        return
+    if str(name).lower() == "true":
+        given.resume_from_checkpoint = find_resumable(given.output_dir) if os.path.isdir(given.output_dir) else None
+        if given.resume_from_checkpoint is None:
+            raise InputError(f"--resume_from_checkpoint {name}: there is no whole checkpoint in {given.output_dir}")
+    elif not os.path.isfile(os.path.join(name, "trainer_state.json")):
+        raise InputError(
+            f"--resume_from_checkpoint {name}: there is no trainer_state.json; name a folder such as out/checkpoint-500"
+        )
+
+
+def check_output_dir(folder: str | None) -> None:
+    """It must be possible to make and to write this folder; nothing is left behind."""
+    if not folder:
+        return
+    if os.path.isfile(folder):
         raise InputError(f"--output_dir {folder} is a file: name a folder")
+    try:
+        parent = Path(folder).absolute()
+        while not _is_there(parent):
+            parent = parent.parent
+        # As root every folder says that it can be written.
+        os.rmdir(tempfile.mkdtemp(dir=parent))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--output_dir {folder}: this folder cannot be made or written ({error})") from error
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return bool(os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _check_output_is_new(given: argparse.Namespace) -> None:
+    folder = given.output_dir
     if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
         return
     files = set(os.listdir(folder)) if folder and os.path.isdir(folder) else set()

@@ -117,13 +117,19 @@ def _source_and_target(
             "target": texts[language_key(data_args.target_lang, texts)],
         }
 
-    return records.map(
+    texts = records.map(
         pick,
         with_indices=True,
         remove_columns=records.column_names,
         load_from_cache_file=not data_args.overwrite_cache,
         desc=f"Reading the {split} split",
     )
+    for column, language in (("source", data_args.source_lang), ("target", data_args.target_lang)):
+        if not any(text.strip() for text in texts[column]):
+            raise InputError(
+                f"the {split} split: all texts of {language!r} are empty; give at least one with words in it"
+            )
+    return texts
 
 
 def tokenize(

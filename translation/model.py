@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
@@ -88,8 +89,17 @@ def _make_tokenizer(
     pieces = None
     if training_args.process_index == 0:
         sentences = (sentence for record in text for sentence in (record["source"], record["target"]))
-        pieces = scored_pieces(train_sentencepiece(sentences, size.vocab_size, size.character_coverage))
-    return t5_tokenizer(broadcast_object_list([pieces])[0])
+        try:
+            pieces = scored_pieces(train_sentencepiece(sentences, size.vocab_size, size.character_coverage))
+        except RuntimeError as error:
+            pieces = str(error)
+    pieces = broadcast_object_list([pieces])[0]
+    if isinstance(pieces, str):
+        raise InputError(
+            f"a vocabulary of {size.vocab_size} pieces cannot be made of the training texts ({pieces});"
+            " name a tokenizer by --tokenizer_name"
+        )
+    return t5_tokenizer(pieces)
 
 
 def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5Config:
@@ -117,7 +127,7 @@ def _load_model(model_args: ModelArguments) -> PreTrainedModel:
         if model_args.model_name_or_path:
             return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **_hub(model_args))
         return AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"no sequence-to-sequence model could be loaded from {name}: {error}") from error
 
 

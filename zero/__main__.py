@@ -5,16 +5,20 @@ Under torch's launcher: `torchrun --nproc_per_node N -m zero run SCRIPT.py ARGS.
 
 from __future__ import annotations
 
+import math
 import runpy
 import sys
-from argparse import ArgumentParser
+import traceback
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe
 from zero.config import load_config
+from zero.errors import UsageError, refuse
 from zero.hf import enable
 
 USAGE = """\
@@ -63,7 +67,11 @@ def _run(script: str, arguments: list[str]) -> None:
     # `-m` put the working directory first; a script has its own folder there. With -P neither is wanted.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except UsageError as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+        refuse(f"{script}, line {lines[-1] if lines else '?'}: {error}")
 
 
 def _configurations(arguments: list[str]) -> Iterator[str]:
@@ -71,9 +79,9 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
     for argument, following in pairwise([*arguments, "-"]):
         option, equals, value = argument.partition("=")
         if option in ("--deepspeed", "--deepspeed_config"):
-            if equals and value:
+            if equals:
                 yield value
-            elif not equals and following and not following.startswith("-"):
+            elif not following.startswith("-"):
                 yield following
 
 
@@ -87,15 +95,21 @@ def _use_checkpoint(command: str, arguments: list[str]) -> None:
     parser.description = "Make a model folder for from_pretrained of a checkpoint."
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one they are trained in")
-    parser.add_argument("--max-file-size", type=float, default=MAX_FILE_BYTES / 1e9, metavar="GB")
+    parser.add_argument("--max-file-size", type=_gigabytes, default=MAX_FILE_BYTES / 1e9, metavar="GB")
     options = parser.parse_args(arguments)
     dtype, max_file_bytes = DTYPES.get(options.dtype), int(options.max_file_size * 1e9)
     print(*consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True), sep="\n")
 
 
-def _refuse(message: str) -> None:
-    print(f"zero: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def _gigabytes(text: str) -> float:
+    number = float(text)
+    if not (number > 0 and math.isfinite(number)):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def _refuse(message: str) -> NoReturn:
+    refuse(f"zero: {message}")
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import checkpoint, comm
+from zero.accumulation import Accumulation
 from zero.activations import HostActivations
 from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
+from zero.clock import Throughput
 from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
 from zero.engine_settings import EngineSettings
@@ -30,6 +31,7 @@ from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
+from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.optim.torch_optimizers import build_optimizer
 from zero.parameters import placeholder
@@ -45,16 +47,16 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weak
 _engine_backwards = 0
 
 
-class ZeroEngine(EngineSettings, nn.Module):
+class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
-        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps:
-        counters. residency: gathered elements, now and at their peak. activations: `HostActivations` if
-        `cpu_checkpointing` moves them, or None.
+        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
+        global_samples: counters. tput_timer: samples per second. residency: gathered elements, now and at their peak.
+        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class ZeroEngine(EngineSettings, nn.Module):
             self.comm.watchdog.timeout = settings.watchdog_timeout
         self.module = model
         self._take_over(model)
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self._boundary: bool | None = None
-        self._inside_no_sync = self._loss_was_scaled = self._step_applied = False
+        self.global_steps = self.skipped_steps = 0
+        self.tput_timer = Throughput(settings.train_batch_size)
+        self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
         untested = settings.zero_allow_untested_optimizer or zero.stage == 0
@@ -106,6 +108,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer = None if inner is None else self._make_optimizer(inner)
+        self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
     # -- construction
@@ -116,11 +119,6 @@ class ZeroEngine(EngineSettings, nn.Module):
             logger.info(
                 "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE
             )
-            zero = self.settings.zero_optimization
-            if zero.offload_param is not None and zero.offload_param.device != "none" and not zero.offloads_params:
-                logger.warning(
-                    "zero_optimization.offload_param has no effect: it acts at stage 3, this is %d", zero.stage
-                )
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -148,7 +146,7 @@ class ZeroEngine(EngineSettings, nn.Module):
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
         if zero.leaf_module is not None:
             leaves = zero.leaf_module
-            set_z3_leaf_modules(self.module, leaves.classes, raise_if_not_found=False)
+            set_z3_leaf_modules(self.module, leaves.classes)
             set_z3_leaf_modules_by_name(self.module, leaves.names)
             set_z3_leaf_modules_by_suffix(self.module, leaves.name_suffixes)
         doubles = [n for n, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float64]
@@ -263,6 +261,9 @@ class ZeroEngine(EngineSettings, nn.Module):
     # -- training
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        self.relocation.refuse_absent("forward")
+        if torch.is_grad_enabled():
+            self.tput_timer.start()
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -309,6 +310,7 @@ class ZeroEngine(EngineSettings, nn.Module):
 
     def _gradients_begin(self) -> None:
         """The first parameter of a backward has its gradient: the factor depends on who runs it."""
+        self.relocation.refuse_absent("backward")
         if self.scaler is not None and not self._loss_was_scaled:
             raise RuntimeError(
                 "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
@@ -326,15 +328,18 @@ class ZeroEngine(EngineSettings, nn.Module):
             raise UsageError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
         if self._inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        self.tput_timer.stop(boundary)
+        self.relocation.refuse_absent("step")
         if boundary:
-            self._refuse_shown()
+            self._refuse_shown("the step")
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
             return
         checkpoint.check_background_save(self)
         self.global_steps += 1
+        self._count_samples()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
         self._report_times()
@@ -345,12 +350,12 @@ class ZeroEngine(EngineSettings, nn.Module):
             self.skipped_steps += 1
             self._log_skip()
 
-    def _refuse_shown(self) -> None:
-        """Values that are shown cannot be renewed under whoever looks at them."""
+    def _refuse_shown(self, before: str) -> None:
+        """Values that are shown cannot be renewed or moved under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
             if unit.is_shown and not unit.persistent:
-                raise UsageError(f"step: {unit} is shown by GatheredParameters: leave that context before the step")
+                raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _report_times(self) -> None:
         if self.settings.wall_clock_breakdown and self.comm.rank == 0:
@@ -360,33 +365,6 @@ class ZeroEngine(EngineSettings, nn.Module):
     def _log_skip(self) -> None:
         if self.scaler is not None and self.comm.rank == 0:
             logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before the parameters are updated."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.settings.gradient_accumulation_steps == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
-        self._boundary = is_boundary
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients stay on their rank; `step()` belongs after it (stages 0 and 1)."""
-        stage = self.settings.zero_optimization.stage
-        if stage >= 2:
-            raise UsageError(
-                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: no rank keeps whole "
-                "gradients there; use stage 1, or leave the context out"
-            )
-        if self._inside_no_sync:
-            raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")
-        self._inside_no_sync = True
-        try:
-            yield
-        finally:
-            self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
@@ -409,6 +387,37 @@ class ZeroEngine(EngineSettings, nn.Module):
         for unit in self.units:
             if unit.state in (State.FETCHING, State.RESIDENT):
                 unit.free()
+
+    def offload_states(
+        self,
+        include: Collection[str] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state to host memory between two steps; `reload_states` must follow before the next forward.
+
+        Args: include: names of `zero.optim.relocation.STATES`; None: all. device: "cpu", or "none", which moves
+        nothing. pin_memory: into page-locked memory. non_blocking is there for compatibility: copies are waited for.
+        """
+        if device != "cpu":
+            if device == "none":
+                return
+            raise UsageError(f"offload_states: device {device!r}: states go to 'cpu' only")
+        if self.settings.zero_optimization.offloads_params:
+            raise UsageError("offload_states: zero_optimization.offload_param keeps the parameters on the host already")
+        if self.optimizer is not None:
+            self.optimizer.wait()
+        self.reducer.drain()
+        self._refuse_shown("offload_states")
+        self.empty_partition_cache()
+        self.relocation.send(include, pin_memory)
+        if self.comm.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was freed is for others
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` moved away."""
+        self.relocation.bring_back()
 
     # -- weights out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,18 @@ class GradientReducer:
         target.add_(grad) if index in entry.parts else target.copy_(grad)
         entry.parts[index] = None
 
+    def collect_left(self, unit: Unit) -> None:
+        """Before a step: take over gradients that the script put on parameters by itself, the same ones on all ranks.
+
+        They are added to those of backwards; scaled, as those are, if there is a loss scale.
+        """
+        left = [index for index, param in enumerate(unit.params) if param.grad is not None]
+        for index in left:
+            self.collect(unit, index)
+        if left:
+            self.factor = 1.0
+            self.reduce(unit)
+
     def reduce(self, unit: Unit) -> None:
         """Start reducing what was collected for `unit`; parameters without a gradient count as zero."""
         entry = self._collected.pop(unit, None)
@@ -170,6 +182,13 @@ class GradientReducer:
             self._wait_for_leaving()
         self._leaving.append(unit.optimizer_tier.store(unit.grad, values))
 
+    def move(self, units: Iterable[Unit], tier: Tier) -> None:
+        """Bring the units' gradients, whole or reduced, to other memory; nothing may be on its way."""
+        for unit in units:
+            for grad in (unit.grad, self._carried.get(unit)):
+                if grad is not None:
+                    grad.data = tier.keep(grad)
+
     def has_pending(self, unit: Unit) -> bool:
         """Whether gradients of `unit` were collected but not reduced."""
         return unit in self._collected
@@ -191,6 +210,12 @@ class GradientReducer:
             stays = unit.optimizer_tier == Tier(self.comm.device)
             zeros = self._result(unit, stays, accumulate=False).zero_()
             self._finish(_Reduction(unit, 0, zeros, Pending(), stays))
+
+    def reduce_carried(self) -> None:
+        """Reduce now what waits for a last micro-batch. Every rank must call, having run as many backwards."""
+        for unit in sorted(self._carried, key=lambda unit: unit.serial):
+            self._start(unit, self._carried.pop(unit))
+        self.drain()
 
     def drain(self) -> None:
         """Wait for all reductions in flight."""

@@ -206,7 +206,7 @@ class ModuleHooks:
         """Also called, with None, after an exception in forward."""
         if in_backward():
             return
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)
         if self._depth > 0:
             return
         outputs = list(tensors_with_grad(output)) if torch.is_grad_enabled() else []

@@ -228,6 +228,18 @@ class Unit:
         self.master = self.shard if shares and self.tier == tier else tier.keep(self.master)
         self.optimizer_tier = tier
 
+    @torch.no_grad()
+    def move_weights(self, tier: Tier) -> None:
+        """Bring what holds the weights between steps to `tier`; of a persistent unit that is all of it."""
+        if self.persistent:
+            self.full.data = tier.keep(self.full)
+            self.shard.data = self._own_slice(self.full)
+            self._views = self._make_views()
+            self._show_values()
+        else:
+            self.shard.data, self.tier = tier.keep(self.shard), tier
+        self._label_parameters()
+
     def wait_for_update(self) -> None:
         """Until the optimizer has made what it still has to make of the last step for this unit."""
         with self.comm.clock.waiting("optimizer"):

@@ -318,6 +318,8 @@ def test_generation_without_hooks():
 def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use experts of their own, one expert is never used, and one rank's batch is shorter."""
     model, reference = build(Experts), build(Experts)
+    with pytest.raises(ValueError, match="no module of class Expertz"):
+        engine_of(build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}})
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
     assert {leaf: len(params) for leaf, params in engine.optimizer.leaf_parameters.items()} == {model.experts: 6}

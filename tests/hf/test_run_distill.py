@@ -50,6 +50,12 @@ def make_models(folder: Path) -> None:
     student.save_pretrained(folder / "minicodformer")
     small = LlamaConfig(vocab_size=len(other), **{**sizes, "num_hidden_layers": 1}, **tokens)
     small.save_pretrained(folder / "other_student")
+    few = LlamaForCausalLM(LlamaConfig(vocab_size=7, **{**sizes, "num_hidden_layers": 1}))
+    for name, model in (("few_tokens", few), ("cut", teacher)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
 
 
 def make_data(folder: Path) -> None:
@@ -59,6 +65,7 @@ def make_data(folder: Path) -> None:
     (folder / "turns.jsonl").write_text("\n".join(json.dumps(["write a function", x]) for x in LINES))
     pairs = [{"translation": {"en": f"number {i}", "de": f"Nummer {i}"}} for i in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
 
 
@@ -112,6 +119,18 @@ JOBS: dict[str, list[str]] = {
     "broken": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
         "--train_file", "{}/broken.jsonl", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_broken",
+    ],
+    "no text": [
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
+        "--train_file", "{}/blank.jsonl", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_blank",
+    ],
+    "cut teacher": [
+        *COMMON, "--teacher_model_name_or_path", "{}/cut", "--init_student_from_teacher", "0",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_cut",
+    ],
+    "small vocabulary": [
+        *COMMON, "--kd_alpha", "0", "--model_name_or_path", "{}/few_tokens",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_few",
     ],
     "no such layer": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,9",
@@ -246,6 +265,9 @@ def test_t5_is_scored_with_bleu(finished):
         ("other tokenizer", ["different tokenizers", "--loss_type uld"]),
         ("cache of other data", ["another temperature", "cache_teacher"]),
         ("broken", ["broken.jsonl, line 2: not valid JSON"]),
+        ("no text", ["--train_file", "blank.jsonl: there is nothing in it"]),
+        ("cut teacher", ["--teacher_model_name_or_path", "model.safetensors is damaged or cut"]),
+        ("small vocabulary", ["--model_name_or_path", "embeddings for 7 tokens"]),
         ("no such layer", ["'9' is no layer", "0 to 3"]),
         ("no student", ["there is no student", "--student_config"]),
         ("wrong temperature", ["temperature is 0", "positive"]),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from tests.dist.pool import run_on
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
@@ -55,3 +56,27 @@ def test_same_bits(tmp_path, case, sleeps):
     found = curve_on(1, trained, str(tmp_path), param, optimizer, sleeps)
     same = ({"device": "cpu"}, {"device": "cpu", "overlap_step": False}) if away else ({}, {})
     assert_equal(found, curve_on(1, trained, str(tmp_path), *same, False))
+
+
+def relocated(rank: int, world_size: int, moves: bool) -> list[float]:
+    """Losses in 16 bits, all states going to the host and back after each step."""
+    engine, _ = start(build("t5").cuda(), ds_config(**SMALL, bf16={"enabled": True}))
+    states = (2 + 4 + 4 + 8) * sum(unit.layout.shard_numel for unit in engine.units)
+    losses = []
+    for batch in batches("t5", 4):
+        loss = engine(**{name: value.cuda() for name, value in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if moves:
+            before = torch.cuda.memory_allocated()
+            engine.offload_states()
+            assert before - torch.cuda.memory_allocated() > 0.9 * states
+            assert {unit.master.device.type for unit in engine.units} == {"cpu"}
+            engine.reload_states()
+            assert torch.cuda.memory_allocated() > before - 0.1 * states
+    return losses
+
+
+def test_states_leave_the_device_and_come_back():
+    assert run_on(1, relocated, True) == run_on(1, relocated, False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.launch import run
 from tests.warm import warm_ranks
 from zero.__main__ import main
+from zero.errors import refuse
 
 
 def python(
@@ -240,10 +242,42 @@ def test_bad_configuration_ends_before_the_script_starts(form, content, said, tm
 
 
 @pytest.mark.parametrize(
-    "arguments, said", [(["walk"], "unknown command 'walk'"), (["run"], "no script"), (["run", "no.py"], "no.py")]
+    "arguments, said",
+    [
+        (["walk"], "unknown command 'walk'"),
+        (["run"], "no script"),
+        (["run", "no.py"], "no.py"),
+        (["run", __file__, "--deepspeed", ""], "the name of the file is empty"),
+    ],
 )
 def test_bad_command_line(arguments, said, capsys):
     assert_refused(arguments, said, capsys)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "inf", "nan"])
+def test_files_of_no_size_are_refused(size, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["consolidate", "checkpoint", "out", f"--max-file-size={size}"])
+    assert ended.value.code == 2 and f"{size} is not a number above 0" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_script_is_one_line_that_names_the_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from zero.config import load_config\n\nload_config({'fp16': 1})\n", encoding="utf-8")
+    said = f"{script}, line 3: DeepSpeed configuration dict: fp16: expected an object, got 1"
+    done = zero("run", script)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == said
+
+
+def test_ranks_with_the_same_fault_leave_it_to_the_first_to_say_so(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for rank, said in (("0", "wrong"), ("3", "[rank 3] wrong")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            refuse("wrong")
+        assert (ended.value.code, capsys.readouterr().err) == (2, said + "\n")
+    assert len(waited) == 1
 
 
 def assert_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ LAYERS = [
     "zero.preemption",
     "zero.export",
     "zero.engine_settings",
+    "zero.accumulation",
     "zero.engine",
     "zero.streaming",
     "zero",
@@ -44,7 +45,7 @@ LAYERS = [
 ]
 # Within a package.
 INSIDE = {
-    "zero.config": ["keys", "reading", "optim", "settings", "report", "__init__"],
+    "zero.config": ["keys", "reading", "optim", "settings", "loading", "report", "__init__"],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "folder",
@@ -67,12 +68,16 @@ INSIDE = {
         "placement",
         "attributes",
         "step",
+        "relocation",
     ],
     "zero.hf": [
         "names",
         "accelerator",
         "configuration",
         "definitions",
+        "estimates",
+        "groups",
+        "timers",
         "tuning",
         "finder",
         "hook",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero.config import load_config
-from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_keys
+from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_defaults
 from zero.optim.torch_optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -123,7 +123,7 @@ def test_pieces_with_gaps_update_as_the_whole_parameter(kind, by_user):
 
 def test_every_setting_of_torchs_optimizers_is_a_known_key():
     for kind in ELEMENTWISE:
-        assert optimizer_keys(kind) <= OptimizerParams.model_fields.keys(), kind
+        assert optimizer_defaults(kind).keys() <= OptimizerParams.model_fields.keys(), kind
 
 
 class Lamb(torch.optim.SGD):

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from translation.arguments import parse_arguments
+from translation.arguments import check_output_dir, parse_arguments
 from translation.records import InputError, check_data_file, read_records
 
 LANGUAGES = {"--source_lang": "en", "--target_lang": "de"}
@@ -34,6 +36,14 @@ BAD_ARGUMENTS = {
     "no model there": (TRAIN + " --model_name_or_path .", "--model_name_or_path .*no config.json"),
     "no such folder": (TRAIN + " --model_name_or_path ./t5", "--model_name_or_path ./t5: no such folder"),
     "no configuration": (TRAIN + " --deepspeed missing.json", "missing.json"),
+    "an empty name of a configuration": (TRAIN + " --deepspeed=", "--deepspeed: .*name of the file is empty"),
+    "no checkpoint": (TRAIN + " --resume_from_checkpoint out/checkpoint-5", "checkpoint-5: there is no trainer_state"),
+    "no last checkpoint": (TRAIN + " --resume_from_checkpoint True", "there is no whole checkpoint in out"),
+    "no folder can be made there": (
+        TRAIN.replace("out ", "train.jsonl/out "),
+        "--output_dir.*cannot be made or written",
+    ),
+    "not even by root": (TRAIN.replace("out ", "/proc/out "), "--output_dir /proc/out: this folder cannot be made"),
     "fp16 and bf16": (TRAIN + " --fp16 --bf16", "fp16 and bf16"),
 }
 
@@ -82,6 +92,36 @@ def test_a_folder_without_weights(folder):
         parse_arguments([*TRAIN.split(), "--model_name_or_path", str(folder)])
 
 
+def saved_model(folder):
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(4)}, folder / "model.safetensors")
+
+
+def test_a_folder_without_a_tokenizer(folder):
+    saved_model(folder)
+    arguments = [*TRAIN.split(), "--model_name_or_path", str(folder)]
+    with pytest.raises(InputError, match=r"no tokenizer.json .*--tokenizer_name"):
+        parse_arguments(arguments)
+    parse_arguments([*arguments, "--tokenizer_name", "some/name"])
+
+
+def test_a_cut_model(folder):
+    saved_model(folder)
+    (folder / "tokenizer.json").touch()
+    whole = (folder / "model.safetensors").read_bytes()
+    for cut in (whole[:-1], whole[:20], b""):
+        (folder / "model.safetensors").write_bytes(cut)
+        with pytest.raises(InputError, match="model.safetensors is damaged or cut"):
+            parse_arguments([*TRAIN.split(), "--model_name_or_path", str(folder)])
+
+
+def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
+    check_output_dir("a/b/c")
+    assert sorted(path.name for path in folder.iterdir()) == ["train.jsonl", "zero.json"]
+    with pytest.raises(InputError, match="cannot be made or written"):
+        check_output_dir("x" * 300)
+
+
 def test_a_full_output_folder_is_left_alone(folder):
     (folder / "out").mkdir()
     (folder / "out" / "thesis.txt").write_text("years of work")
@@ -108,8 +148,8 @@ def test_the_demonstration_gives_way_to_explicit_arguments(folder):
 
 
 def test_a_named_model_gets_the_usual_defaults(folder):
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").touch()
+    saved_model(folder)
+    (folder / "tokenizer.json").touch()
     _, _, args = parse_arguments(f"--model_name_or_path {folder} --do_train --output_dir out".split())
     assert (args.learning_rate, args.per_device_train_batch_size, args.bf16) == (5e-5, 8, False)
 

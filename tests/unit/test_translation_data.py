@@ -1,12 +1,14 @@
 """From files and saved datasets to tokens."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
 from translation import data
 from translation.arguments import parse_arguments
+from translation.model import ScratchSize, _make_tokenizer
 from translation.records import InputError
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
@@ -86,6 +88,20 @@ def tokens(folder, tokenizer):
         return data.tokenize(text, tokenizer, data_args, args, split)
 
     return tokenize
+
+
+def test_texts_without_a_word(folder):
+    (folder / "train.jsonl").write_text('{"en": "Germany", "de": ""}\n{"en": "France", "de": " "}\n')
+    with pytest.raises(InputError, match="the train split: all texts of 'de' are empty"):
+        load("--train_file train.jsonl")
+
+
+def test_more_characters_than_pieces():
+    letters = [chr(0x4E00 + number) for number in range(200)]
+    text = datasets.Dataset.from_dict({"source": letters, "target": letters})
+    size = ScratchSize(vocab_size=100, character_coverage=1.0, d_model=32, num_layers=1)
+    with pytest.raises(InputError, match="vocabulary of 100 pieces cannot be made .*--tokenizer_name"):
+        _make_tokenizer(text, size, SimpleNamespace(process_index=0))
 
 
 def test_prefix_and_labels(tokens, tokenizer):

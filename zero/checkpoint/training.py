@@ -64,6 +64,8 @@ def save_checkpoint(
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
         be stored. On every rank alike; the checkpoints that existed are still there.
     """
+    if save_dir is None or not os.fspath(save_dir):
+        raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
     ranks = Ranks.of(engine.comm, what)
     tag = ranks.together(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
@@ -146,6 +148,7 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
         "skipped_steps": engine.skipped_steps,
+        "global_samples": engine.global_samples,
         "gradient_accumulation_steps": engine.settings.gradient_accumulation_steps,
         "loss_scaler": None if scaler is None else encode(scaler.state_dict(), "loss_scaler"),
         "lr_scheduler": None if scheduler is None else encode(scheduler.state_dict(), "lr_scheduler"),
@@ -318,6 +321,8 @@ def _read(engine: ZeroEngine, ranks: Ranks, folder: Path, names: set[str], of_op
 
 
 def _restore_progress(engine: ZeroEngine, description: dict, with_optimizer: bool) -> None:
+    by_steps = description["global_steps"] * engine.settings.train_batch_size  # earlier checkpoints do not say
+    engine.global_samples = description.get("global_samples", by_steps)
     engine.global_steps, engine.skipped_steps = description["global_steps"], description["skipped_steps"]
     accumulation = engine.settings.gradient_accumulation_steps
     same = accumulation == description["gradient_accumulation_steps"]

@@ -1,15 +1,16 @@
 """The DeepSpeed configuration, read, checked and reported."""
 
+from zero.config.loading import load_config
 from zero.config.settings import (
     AioConfig,
     BF16Config,
     Config,
     FP16Config,
+    LeafModuleConfig,
     OffloadConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
     ZeroConfig,
-    load_config,
 )
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BF16Config",
     "Config",
     "FP16Config",
+    "LeafModuleConfig",
     "OffloadConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",

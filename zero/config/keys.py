@@ -4,26 +4,46 @@ A key is declared once, as a field of its section:
 
 - ``key: bool = True`` acts as documented by DeepSpeed; such keys live in :mod:`zero.config`;
 - ``key: bool = unused(True, reason)`` is a valid key without effect, listed with the reason when a user sets it;
+- ``key: idle("enabled job_name") = unused(None, reason)`` is a section without effect, with its keys;
 - ``key: only(bool, True, reason) = True`` would change the result if it were ignored: any other value is an error.
 
 So a key that gains an effect is one edited line. Names, types and bounds follow DeepSpeed 0.19.8
 (``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
 """
 
-from typing import Annotated, Any, Literal
+import math
+import sys
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
 
 
 class Section(BaseModel):
-    """One JSON object of the configuration: unknown keys are errors and no value is converted silently."""
+    """One JSON object of the configuration: no value is converted silently, no number is infinite or NaN."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+    # Unknown keys are errors; if lenient, only those that are like a known one.
+    lenient: ClassVar[bool] = False
 
-    def idle(self, key: str) -> str | None:
+    def why_idle(self, key: str) -> str | None:
         """Why `key` has no effect; None if it acts."""
         return (type(self).model_fields[key].json_schema_extra or {}).get("unused")
+
+
+class IdleSection(Section):
+    """A section without effect: its keys are known, their values are not looked at."""
+
+    lenient = True
+
+
+def idle(keys: str, **typed: Any) -> Any:
+    """A section without effect with these keys, or None; any value is right for all but the `typed` ones."""
+    fields = {**dict.fromkeys(keys.split(), Any), **typed}
+    section = create_model("IdleSection", __base__=IdleSection, **{key: (kind, None) for key, kind in fields.items()})
+    return section | None
 
 
 def unused(default: Any, reason: str) -> Any:
@@ -39,7 +59,18 @@ def only(kind: Any, value: Any, reason: str) -> Any:
             raise ValueError(f"{given!r} is not available: {reason}; use {value!r}")
         return given
 
-    return Annotated[kind, AfterValidator(check), Field(json_schema_extra={"only": value})]
+    return Annotated[
+        kind, AfterValidator(check), Field(json_schema_extra={"unused": f"no other value is available: {reason}"})
+    ]
+
+
+def choice(*values: str) -> Any:
+    """One of these words, whatever the case of its letters."""
+
+    def spelt(given: Any) -> Any:
+        return next((value for value in values if str(given).lower() == value.lower()), given)
+
+    return Annotated[Literal[values], BeforeValidator(spelt)]
 
 
 def _integral(value: Any) -> Any:
@@ -48,8 +79,8 @@ def _integral(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(_integral)]
-Count = Annotated[Int, Field(ge=0)]
-Positive = Annotated[Int, Field(gt=0)]
+Count = Annotated[Int, Field(ge=0, le=sys.maxsize)]
+Positive = Annotated[Int, Field(gt=0, le=sys.maxsize)]
 
 
 _DTYPES = {
@@ -71,22 +102,24 @@ def _parse_dtype(value: Any) -> Any:
     return _DTYPES[value.lower()]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _lies_between(low: float, high: float, value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
 
 
-def _parse_rates(value: Any) -> Any:
-    if _is_number(value) or (isinstance(value, list) and value and all(map(_is_number, value))):
-        return value
-    raise ValueError(f"expected a number or a list with one number a parameter group, got {value!r}")
+def _per_group(high: float, what: str) -> Any:
+    """A number of at least 0 and less than `high`, or a list with one for each parameter group."""
 
+    def check(value: Any) -> Any:
+        values = value if isinstance(value, list) and value else [value]
+        if all(_lies_between(0, high, each) for each in values):
+            return value
+        raise ValueError(f"expected {what}, or a list with one a parameter group, got {value!r}")
 
-def _is_beta(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < 1
+    return Annotated[float | list[float], PlainValidator(check)]
 
 
 def _parse_betas(value: Any) -> Any:
-    if isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_beta, value)):
+    if isinstance(value, list | tuple) and len(value) == 2 and all(_lies_between(0, 1, each) for each in value):
         return tuple(value)
     raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
 
@@ -100,37 +133,38 @@ def _parse_names(value: Any) -> Any:
 
 Names = Annotated[list[str], PlainValidator(_parse_names)]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
-TagValidation = Annotated[
-    Literal["Ignore", "Warn", "Fail"],
-    BeforeValidator(lambda value: value.capitalize() if isinstance(value, str) else value),
-]
 DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
-Rates = Annotated[float | list[float], PlainValidator(_parse_rates)]
+Rates = _per_group(math.inf, "a finite number of at least 0")
+Momenta = _per_group(math.nextafter(1, 2), "a number from 0 to 1")
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0)]
 Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
 
 
 NOT_YET = "not available yet"
 _TORCH_PROFILER = "not measured here; use torch.profiler"
 _TRACKERS = "metrics are written by the Trainer's report_to"
+_NO_AUTOCAST = "the whole model has the dtype of fp16 or bf16; enable one, or enter torch.autocast in the script"
 _NO_TENSOR_PARALLEL = "the model is sharded over data-parallel ranks only"
 
 
-def _without_tensor_parallel(section: dict | None) -> dict | None:
-    if section and section.get("autotp_size", 0) not in (0, 1):
-        raise ValueError(f"autotp_size {section['autotp_size']} is not available: {_NO_TENSOR_PARALLEL}; use 1")
-    return section
+_RANDOM_LTD = idle(
+    "enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name model_type hidden_state_order "
+    "micro_batch_size global_batch_size sample_idx attention_mask",
+    random_ltd_schedule=idle("min_value max_value schedule_type", schedule_config=idle("require_steps seq_per_step")),
+    layer_token_lr_schedule=idle("enabled total_layer_tokens warmup_type warmup_layer_tokens"),
+)
 
 
 class SectionsWithoutEffect(Section):
     """The top-level keys of DeepSpeed that do nothing here."""
 
+    lenient = True
+
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
-    managed_gradient_accumulation: only(bool, True, "the engine finds the accumulation boundary itself") = True
     sequence_parallel_size: only(Int, 1, "sequence parallelism is not part of this engine") = 1
-    data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank")
+    data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank; another number is an error")
     disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
     seq_parallel_communication_data_type: str | None = unused(None, "there is no sequence parallelism")
     dump_state: bool = unused(False, "the engine keeps no such dump; log the model instead")
@@ -142,24 +176,64 @@ class SectionsWithoutEffect(Section):
     log_level: str | None = unused(None, "set the level of the logger 'zero'")
     use_data_before_expert_parallelism: bool = unused(False, "there is no expert parallelism")
     datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
-    weight_quantization: dict | None = unused(None, "weights are not quantized")
-    pipeline: dict | None = unused(None, "there is no pipeline parallelism")
-    data_efficiency: dict | None = unused(None, "batches come from the script's own data loader")
-    hybrid_engine: dict | None = unused(None, "generation runs on the training engine")
-    torch_autocast: dict | None = unused(None, "precision follows fp16 and bf16; use torch.autocast in the script")
-    flops_profiler: dict | None = unused(None, _TORCH_PROFILER)
-    comms_logger: dict | None = unused(None, _TORCH_PROFILER)
-    timers: dict | None = unused(None, _TORCH_PROFILER)
-    tensorboard: dict | None = unused(None, _TRACKERS)
-    wandb: dict | None = unused(None, _TRACKERS)
-    csv_monitor: dict | None = unused(None, _TRACKERS)
-    comet: dict | None = unused(None, _TRACKERS)
-    autotuning: dict | None = unused(None, "settings are never searched for; what the file says is used")
-    compile: dict | None = unused(None, "there is no DeepCompile")
-    tensor_parallel: Annotated[dict | None, AfterValidator(_without_tensor_parallel)] = unused(
-        None, _NO_TENSOR_PARALLEL
+    weight_quantization: idle("enabled quantized_initialization post_init_quant q_type q_groups num_bits") = unused(
+        None, "weights are not quantized"
     )
-    expert_parallel: dict | None = unused(None, _NO_TENSOR_PARALLEL)
+    pipeline: idle(
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
+    ) = unused(None, "there is no pipeline parallelism")
+    data_efficiency: idle(
+        "enabled seed",
+        data_sampling=idle(
+            "enabled num_epochs num_workers pin_memory dynamic_batching",
+            curriculum_learning=idle("enabled data_cluster_path curriculum_metrics"),
+        ),
+        data_routing=idle("enabled", random_ltd=_RANDOM_LTD),
+    ) = unused(None, "batches come from the script's own data loader")
+    hybrid_engine: idle(
+        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+        "enable_cuda_graph"
+    ) = unused(None, "generation runs on the training engine")
+    torch_autocast: idle("dtype lower_precision_safe_modules", enabled=only(bool, False, _NO_AUTOCAST)) = unused(
+        None, _NO_AUTOCAST
+    )
+    flops_profiler: idle("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file") = (
+        unused(None, _TORCH_PROFILER)
+    )
+    comms_logger: idle("enabled prof_all prof_ops verbose debug") = unused(None, _TORCH_PROFILER)
+    timers: idle("", throughput=idle("enabled synchronized")) = unused(None, _TORCH_PROFILER)
+    tensorboard: idle("enabled output_path job_name") = unused(None, _TRACKERS)
+    wandb: idle("enabled group team project") = unused(None, _TRACKERS)
+    csv_monitor: idle("enabled output_path job_name") = unused(None, _TRACKERS)
+    comet: idle("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode") = (
+        unused(None, _TRACKERS)
+    )
+    autotuning: idle(
+        "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path "
+        "tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size "
+        "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
+        "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
+    ) = unused(None, "settings are never searched for; what the file says is used")
+    compile: idle(
+        "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
+        "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+        "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "keep_int_input_tensors keep_all_input_tensors passes"
+    ) = unused(None, "there is no DeepCompile")
+    tensor_parallel: idle(
+        "tp_size tp_grain_size tp_overlap_comm tensor_parallel tp mpu dtype injection_policy_tuple "
+        "partition_config preset_model vocab_parallel_lm_head vocab_parallel_ce_backend keep_module_on_host "
+        "kernel_inject replace_with_kernel_inject",
+        autotp_size=only(Annotated[Int, AfterValidator(lambda size: size or 1)], 1, _NO_TENSOR_PARALLEL),
+    ) = unused(None, _NO_TENSOR_PARALLEL)
+    expert_parallel: idle(
+        "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
+        "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
+        "route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm "
+        "comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k "
+        "load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
+        "has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
+    ) = unused(None, _NO_TENSOR_PARALLEL)
 
 
 _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"
@@ -181,17 +255,18 @@ REMOVED_KEYS = {
     "optimizer.params.max_grad_norm": "is not an optimizer setting; use gradient_clipping at the top level",
 }
 
+
+def _on_the_cpu(flag: Any) -> dict | None:
+    if not isinstance(flag, bool | None):
+        raise ValueError(f"expected true or false, got {flag!r}")
+    return {"device": "cpu"} if flag else None
+
+
 # Old name -> (new dotted key, new value from old value). A new value of None means: no longer needed, drop it.
 DEPRECATED_KEYS = {
     "bfloat16": ("bf16", lambda value: value),
-    "zero_optimization.cpu_offload": (
-        "zero_optimization.offload_optimizer",
-        lambda value: {"device": "cpu"} if value else None,
-    ),
-    "zero_optimization.cpu_offload_param": (
-        "zero_optimization.offload_param",
-        lambda value: {"device": "cpu"} if value else None,
-    ),
+    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _on_the_cpu),
+    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", _on_the_cpu),
     **{
         f"zero_optimization.{name}": (f"zero_optimization.stage3_{name}", lambda value: value)
         for name in (

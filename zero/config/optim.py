@@ -7,12 +7,25 @@ schedule, whose defaults are DeepSpeed's.
 
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, Field
 
-from zero.config.keys import Betas, Count, Int, NonNegative, Positive, Rates, Section, only, unused
+from zero.config.keys import (
+    Betas,
+    Count,
+    Fraction,
+    Int,
+    Momenta,
+    NonNegative,
+    Positive,
+    Rates,
+    Section,
+    choice,
+    only,
+    unused,
+)
 
 # Lower-case class name -> why its state cannot be cut into shards at any element.
 NOT_ELEMENTWISE = {
@@ -30,12 +43,12 @@ ELEMENTWISE = (
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
 )
 _DEEPSPEEDS_ADAM = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
-# What DeepSpeed accepts beyond the settings of torch's class of that name, or, for Lion, instead of one.
+# What DeepSpeed accepts beyond the settings of torch's class of that name.
 _DEEPSPEEDS = {
     "Adam": _DEEPSPEEDS_ADAM,
     "AdamW": _DEEPSPEEDS_ADAM,
     "Adagrad": {"fp32_optimizer_states"},
-    "Lion": {"lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"},
+    "Lion": {"set_grad_none", "fp32_optimizer_states"},
 }
 
 
@@ -54,13 +67,20 @@ def _optimizer_type(given: str) -> str:
     raise ValueError(f"expected one of {', '.join(ELEMENTWISE)}, got {given!r}; pass any other to initialize()")
 
 
-def optimizer_keys(kind: str) -> set[str]:
-    """The keys of ``optimizer.params`` that an optimizer of this type has."""
-    keys = set(_DEEPSPEEDS.get(kind, ()))
-    if kind != "Lion":
-        keys |= inspect.signature(getattr(torch.optim, kind)).parameters.keys() - {"params"}
-    # Of Adam it is the twin of adam_w_mode.
-    return keys - {"decoupled_weight_decay"} if kind == "Adam" else keys
+def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
+    """The keys of ``optimizer.params`` that an optimizer of this type has, with their defaults."""
+    if kind == "Lion":
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    else:
+        arguments = inspect.signature(getattr(torch.optim, kind)).parameters
+        defaults = {key: argument.default for key, argument in arguments.items() if key != "params"}
+    if kind in ("Adam", "AdamW") and not torch_adam:
+        # DeepSpeed's decay no weights unless told to.
+        defaults["weight_decay"] = 0.0
+    if kind == "Adam":
+        # The twin of adam_w_mode.
+        del defaults["decoupled_weight_decay"]
+    return dict.fromkeys(_DEEPSPEEDS.get(kind, ())) | defaults
 
 
 class Settings(Section):
@@ -74,7 +94,15 @@ class Settings(Section):
 
 
 _NOT_COMPILED = "the engine's step is neither captured nor differentiated"
-_Factors = Annotated[tuple[float, float] | None, Field(strict=False)]
+
+
+def _in_order(pair: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < pair[0] <= pair[1]:
+        raise ValueError(f"expected two numbers above 0, the smaller one first, got {list(pair)}")
+    return pair
+
+
+_Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_in_order)]
 
 
 class OptimizerParams(Settings):
@@ -102,10 +130,10 @@ class OptimizerParams(Settings):
     fp32_optimizer_states: bool = unused(True, "optimizer states are always fp32")
 
     # SGD, RMSprop
-    momentum: NonNegative | None = None
-    dampening: float | None = None
+    momentum: Fraction | None = None
+    dampening: Fraction | None = None
     nesterov: bool = False
-    alpha: NonNegative | None = None
+    alpha: Fraction | None = None
     centered: bool = False
 
     # Adagrad
@@ -115,11 +143,11 @@ class OptimizerParams(Settings):
     # NAdam, RAdam, Adadelta, ASGD, Rprop
     momentum_decay: NonNegative | None = None
     decoupled_weight_decay: bool = False
-    rho: NonNegative | None = None
+    rho: Fraction | None = None
     lambd: NonNegative | None = None
     t0: NonNegative | None = None
-    etas: _Factors = None
-    step_sizes: _Factors = None
+    etas: _Factors | None = None
+    step_sizes: _Factors | None = None
 
 
 class OptimizerConfig(Section):
@@ -131,7 +159,7 @@ class OptimizerConfig(Section):
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """(dotted key, message) of settings that an optimizer of this type does not have."""
-        kinds = {kind: optimizer_keys(kind) for kind in ELEMENTWISE}
+        kinds = {kind: optimizer_defaults(kind) for kind in ELEMENTWISE}
         yield from _misplaced("optimizer", self.type, self.params.model_fields_set, kinds)
 
 
@@ -141,7 +169,7 @@ class SchedulerParams(Settings):
     last_batch_iteration: Annotated[Int, Field(ge=-1)] = -1
 
     warmup_num_steps: Count = 1000
-    warmup_type: Literal["log", "linear"] = "log"
+    warmup_type: choice("log", "linear") = "log"
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates | None = None
     total_num_steps: Positive | None = None
@@ -150,7 +178,7 @@ class SchedulerParams(Settings):
 
     lr_range_test_min_lr: Rates = 1e-3
     lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: float = 1.0
+    lr_range_test_step_rate: NonNegative = 1.0
     lr_range_test_staircase: bool = False
 
     cycle_min_lr: Rates | None = None
@@ -162,8 +190,8 @@ class SchedulerParams(Settings):
     cycle_second_stair_count: Count | None = None
     decay_step_size: Count = 0
     cycle_momentum: bool = True
-    cycle_min_mom: Rates = 0.8
-    cycle_max_mom: Rates = 0.9
+    cycle_min_mom: Momenta = 0.8
+    cycle_max_mom: Momenta = 0.9
     decay_mom_rate: NonNegative = 0.0
 
 
@@ -185,11 +213,28 @@ _REQUIRED = {
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
 
+# (a setting, the one that it must not exceed)
+_ORDERED = (
+    ("warmup_min_lr", "warmup_max_lr"),
+    ("warmup_num_steps", "total_num_steps"),
+    ("cycle_min_lr", "cycle_max_lr"),
+    ("cycle_min_mom", "cycle_max_mom"),
+)
+
+
+def _exceeds(low: Any, high: Any) -> bool:
+    """Whether one of the numbers, each one for all parameter groups or a list, is above its counterpart."""
+    if low is None or high is None:
+        return False
+    lows, highs = (value if isinstance(value, list) else [value] for value in (low, high))
+    groups = max(len(lows), len(highs))
+    return any(a > b for a, b in zip(lows * (groups // len(lows)), highs * (groups // len(highs)), strict=False))
+
 
 class SchedulerConfig(Section):
     """``scheduler``."""
 
-    type: Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+    type: choice(*SCHEDULE_KEYS)
     params: SchedulerParams = Field(default_factory=SchedulerParams)
 
     def contradictions(self, auto: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -198,6 +243,10 @@ class SchedulerConfig(Section):
         for key in _REQUIRED.get(self.type, ()):
             if getattr(self.params, key) is None and key not in coming:
                 yield f"scheduler.params.{key}", f"is required by {self.type}"
+        for low, high in _ORDERED:
+            if {low, high} <= self.params.model_fields_set and _exceeds(self.params[low], self.params[high]):
+                message = f"{self.params[low]} is more than {high}, which is {self.params[high]}; exchange them"
+                yield f"scheduler.params.{low}", message
         given = self.params.model_fields_set | coming
         yield from _misplaced("scheduler", self.type, given, SCHEDULE_KEYS)
 

@@ -5,7 +5,6 @@ Nothing here knows the keys: the functions take the top section (a model class) 
 
 import base64
 import binascii
-import copy
 import difflib
 import json
 import os
@@ -17,7 +16,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from zero.config.keys import AUTO_KEYS, DEPRECATED_KEYS, Section
+from zero.config.keys import AUTO_KEYS, DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
+from zero.errors import UsageError
+
+# A configuration has five levels and some 40 keys; more than this is something else.
+_MOST_LEVELS, _MOST_UNKNOWN = 32, 50
 
 
 def read(source: Any) -> tuple[str, dict]:
@@ -25,26 +28,39 @@ def read(source: Any) -> tuple[str, dict]:
     if isinstance(source, dict):
         return "DeepSpeed configuration dict", source
     if not isinstance(source, str | os.PathLike):
-        raise ValueError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
+        raise UsageError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
+    if not os.fspath(source):
+        raise UsageError("DeepSpeed configuration: the name of the file is empty")
     text = _inline_json(source)
     if text is not None:
         place = "DeepSpeed configuration string"
     else:
         place = os.fspath(source)
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ValueError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
+        text = _read_file(place)
     try:
         value = _parse(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
+        raise UsageError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
+    except RecursionError:
+        raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise UsageError(f"{place}: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
+        raise UsageError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
     return place, value
+
+
+def _read_file(place: str) -> str:
+    try:
+        if os.path.exists(place) and not os.path.isfile(place):
+            # Reading a pipe would wait for its writer.
+            raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
+        return Path(place).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
 
 
 def _parse(text: str) -> Any:
@@ -79,21 +95,60 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
     return dict(pairs)
 
 
-def rename_deprecated(raw: dict) -> tuple[dict, list[tuple[str, str]], list[tuple[str, str]]]:
-    """A copy of ``raw`` with old keys under their new names, the renames made, and the clashes found."""
-    data, renamed, problems = copy.deepcopy(raw), [], []
+def rename_deprecated(raw: dict, overriding: bool = False) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
+    """A copy of ``raw`` with all keys in their sections under their new names, the renames made, and what clashes.
+
+    A dotted key means the nested one. ``overriding``: where both are given the dotted one was written later, by code.
+    """
+    data, renamed, problems = _copied(raw), [], {}
+    _nest_dotted(data, overriding, problems)
     for old, (new, convert) in DEPRECATED_KEYS.items():
         value = pop(data, old)
         if value is None:
             continue
         section, key = walk(data, new)
         if key in section:
-            problems.append((old, f"old name of {new}, which is given too; delete {old}"))
+            problems[old] = f"old name of {new}, which is given too; delete {old}"
+            continue
+        try:
+            converted = convert(value[0])
+        except ValueError as error:
+            problems[old] = str(error)
             continue
         renamed.append((old, new))
-        if (converted := convert(value[0])) is not None:
+        if converted is not None:
             section[key] = converted
     return data, renamed, problems
+
+
+def _copied(value: Any, level: int = 0) -> Any:
+    """A copy of nested dicts and lists; other values are the same objects."""
+    if level > _MOST_LEVELS:
+        raise UsageError(f"DeepSpeed configuration: nested more than {_MOST_LEVELS} levels deep")
+    if isinstance(value, list):
+        return [_copied(item, level + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not isinstance(key, str):
+            raise UsageError(f"DeepSpeed configuration: the key {key!r} is not a string")
+    return {key: _copied(item, level + 1) for key, item in value.items()}
+
+
+def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None:
+    for dotted in [key for key in data if "." in key]:
+        value, section = data.pop(dotted), data
+        *path, key = dotted.split(".")
+        for part in path:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            problems[dotted] = (
+                f"contradicts {'.'.join(path)}, which is given too and is not an object; delete one of them"
+            )
+        elif key not in section or section[key] == "auto" or (overriding and value != "auto"):
+            section[key] = value
+        elif value not in ("auto", section[key]):
+            problems[dotted] = f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of them"
 
 
 def walk(data: dict, dotted: str) -> tuple[dict, str]:
@@ -124,9 +179,6 @@ def take_auto(data: dict, prefix: str, auto: set[str]) -> None:
 
 Model = TypeVar("Model", bound=Section)
 
-# Share of matching characters (difflib) from which one key is taken for a misspelling of another.
-_ALIKE = 0.6
-
 _EXPECTED = {
     "bool_type": "true or false",
     "int_type": "an integer",
@@ -152,7 +204,7 @@ def validate(data: dict, top: type[Model]) -> tuple[Model | None, dict[str, str]
         return top.model_validate(data), {}
     except ValidationError as error:
         found: dict[str, str] = {}
-        for item in error.errors(include_url=False):
+        for item in error.errors(include_url=False)[:1000]:
             found.setdefault(*_explain(item, data, top))
     for key in found:
         pop(data, key)
@@ -172,8 +224,6 @@ def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
         path.append(part)
         model = _section_of(model, part)
     key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        return key, _unknown_key(path, top)
     if error["type"] == "missing":
         return key, "is required"
     if error["type"] == "value_error":
@@ -195,24 +245,64 @@ def _show(value: Any) -> str:
     return f"the string {text}" if isinstance(value, str) else text
 
 
-def _unknown_key(path: list[str], top: type[Section]) -> str:
-    """What to say about a key that its section does not have."""
-    *section, key = path
+def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, str]]:
+    """Remove all keys that their section does not have: (those that may be passed over, the message for each other)."""
+    ignored: list[str] = []
+    problems: dict[str, str] = {}
+    sections = [((), data, top)]
+    for path, values, model in sections:
+        unknown = [key for key in values if key not in model.model_fields]
+        if len(unknown) > _MOST_UNKNOWN:
+            name = ".".join((*path, _short(unknown[0])))
+            problems[name] = f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
+            unknown, values = [], {key: value for key, value in values.items() if key in model.model_fields}
+        for key in unknown:
+            name, message = ".".join((*path, _short(key))), _unknown_key(path, key, model, top)
+            del values[key]
+            if message is None:
+                ignored.append(name)
+            else:
+                problems[name] = message
+        for key, value in values.items():
+            if isinstance(value, dict) and (inner := _section_of(model, key)) is not None:
+                sections.append(((*path, key), value, inner))
+    return ignored, problems
+
+
+def _unknown_key(section: tuple[str, ...], key: str, model: type[Section], top: type[Section]) -> str | None:
+    """What to say about a key that its section does not have; None if it may be passed over."""
     everywhere = list(_all_keys(top))
     homes = [".".join(full) for full in everywhere if full[-1] == key]
     if homes:
         return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
+    here = [(*section, name) for name in model.model_fields]
+    old = [tuple(name.split(".")) for name in (*DEPRECATED_KEYS, *REMOVED_KEYS)]
+    here += [name for name in old if name[:-1] == section]
+    # A short name of another section may be like this one by chance.
+    for names in (here, [name for name in everywhere if len(name[-1]) >= 8]):
+        if near := [name for name in names if _is_misspelt(key, name[-1])]:
+            best = max(near, key=lambda name: _likeness(key, name[-1]))
+            return f"unknown key; did you mean {'.'.join(best)}?"
+    if model.lenient:
+        return None
+    nearest = max(here, key=lambda name: _likeness(key, name[-1]))
+    return f"not a key of DeepSpeed 0.19; the nearest valid key is {'.'.join(nearest)}"
 
-    def likeness(full: tuple[str, ...]) -> float:
-        return difflib.SequenceMatcher(None, key.lower(), full[-1].lower()).ratio()
 
-    best = max((full for full in everywhere if list(full[:-1]) == section), key=likeness)
-    if likeness(best) < _ALIKE:
-        elsewhere = max(everywhere, key=likeness)
-        best = elsewhere if likeness(elsewhere) >= _ALIKE else best
-    if likeness(best) < _ALIKE:
-        return f"not a key of DeepSpeed 0.19; the nearest valid key is {'.'.join(best)}"
-    return f"unknown key; did you mean {'.'.join(best)}?"
+def _likeness(key: str, known: str) -> float:
+    """Share of matching characters."""
+    if len(key) > 2 * len(known):
+        return 0.0
+    return difflib.SequenceMatcher(None, key.lower().replace("-", "_"), known.lower(), autojunk=False).ratio()
+
+
+def _is_misspelt(key: str, known: str) -> bool:
+    """Whether `key` is `known` with a letter changed, missing, added or moved; in a long name, with several."""
+    return _likeness(key, known) >= (0.75 if len(known) >= 8 else 1 - 1 / len(known) - 1e-9)
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 60 else key[:57] + "..."
 
 
 def _section_of(model: type[Section], key: str) -> type[Section] | None:
@@ -223,8 +313,9 @@ def _section_of(model: type[Section], key: str) -> type[Section] | None:
 
 
 def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every valid key."""
+    """The path of every valid key, but for those in sections without effect."""
     for key in model.model_fields:
         yield (*prefix, key)
-        if (section := _section_of(model, key)) is not None:
+        section = _section_of(model, key)
+        if section is not None and not issubclass(section, IdleSection):
             yield from _all_keys(section, (*prefix, key))

@@ -7,12 +7,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from zero.config.keys import Section
-from zero.config.reading import read, walk
+from zero.config.keys import IdleSection, Section
+from zero.config.optim import SCHEDULE_KEYS, optimizer_defaults
+from zero.config.reading import read, rename_deprecated, walk
 from zero.config.settings import Config
 
 # The argument of transformers' TrainingArguments that replaces "auto" for a key, where it has another name.
@@ -36,7 +37,18 @@ _TRAINER_ARGUMENTS = {
 logger = logging.getLogger("zero")
 
 FILE = "zero_config.txt"
-_HEADER = ("key", "given", "effective", "from", "effect")
+
+
+class _Row(NamedTuple):
+    key: str
+    given: str
+    effective: str
+    source: str
+    effect: str
+    at_default: bool = False
+
+
+_HEADER = _Row("key", "given", "effective", "from", "effect")
 
 
 def option(*names: str) -> str | None:
@@ -54,13 +66,16 @@ def _original(config: Config) -> dict:
     try:
         original = read(source)[1] if source else {}
     except (ValueError, OSError):
-        return config.raw
-    return original if original and _same_but_for_auto(original, config.raw) else config.raw
+        original = {}
+    return rename_deprecated(original if original and _became(original, config.raw) else config.raw)[0]
 
 
-def _same_but_for_auto(original: Any, filled: Any) -> bool:
+def _became(original: Any, filled: Any) -> bool:
+    """Whether `original` with its "auto" filled in, and without what some trainers take out, is `filled`."""
     if isinstance(original, dict) and isinstance(filled, dict):
-        return all(key in filled and _same_but_for_auto(value, filled[key]) for key, value in original.items())
+        # accelerate overwrites that key, whatever the file says.
+        kept = {key: value for key, value in original.items() if key in filled and key != "steps_per_print"}
+        return all(_became(value, filled[key]) for key, value in kept.items())
     return original in ("auto", filled)
 
 
@@ -72,53 +87,74 @@ def _show(value: Any) -> str:
     return "-" if value is None else json.dumps(value, default=str)
 
 
-def _rows(section: Section, prefix: str, original: dict, inherited: str | None = None) -> Iterator[tuple[str, ...]]:
-    for name in type(section).model_fields:
-        key, value = prefix + name, getattr(section, name)
-        reason = inherited or section.idle(name)
+def _rows(section: Section, prefix: str, original: dict, inherited: str | None = None) -> Iterator[_Row]:
+    for name, field in type(section).model_fields.items():
+        key, value, given = prefix + name, getattr(section, name), name in section.model_fields_set
+        reason = inherited or section.why_idle(name)
         if isinstance(value, Section):
             yield from _rows(value, f"{key}.", original, reason)
             continue
+        if isinstance(section, IdleSection) and not given:
+            continue
         holder, last = walk(original, key)
-        given = holder.get(last)
-        if given == "auto":
-            source = f"auto: {_TRAINER_ARGUMENTS.get(key, last)}"
-        elif name in section.model_fields_set:
-            source = "configuration"
-        else:
-            source = "default"
-        shown = given if given is not None else (value if source == "configuration" else None)
-        yield key, _show(shown), _show(value), source, f"none: {reason}" if reason else "used"
+        written = holder.get(last, value if given else None)
+        filled = given and written == "auto"
+        source = f"auto: {_TRAINER_ARGUMENTS.get(key, last)}" if filled else "configuration" if given else "default"
+        effect = f"none: {reason}" if reason else "used"
+        at_default = not given or value == field.get_default(call_default_factory=True)
+        yield _Row(key, _show(written), _show(value), source, effect, at_default)
+
+
+def _table(config: Config) -> list[_Row]:
+    """A row for each key, but for settings that the chosen optimizer or schedule does not have."""
+    settings: dict[str, dict] = {}
+    if config.optimizer is not None:
+        defaults = optimizer_defaults(config.optimizer.type, config.optimizer.params.torch_adam)
+        settings["optimizer.params."] = {key: _show(default) for key, default in defaults.items()}
+    if config.scheduler is not None:
+        settings["scheduler.params."] = dict.fromkeys(SCHEDULE_KEYS[config.scheduler.type], "-")
+    rows = []
+    for row in _rows(config, "", _original(config)):
+        section = next((section for section in settings if row.key.startswith(section)), None)
+        if section is not None:
+            key = row.key.removeprefix(section)
+            if key not in settings[section]:
+                continue
+            if row.effective == "-":
+                row = row._replace(effective=settings[section][key])
+        if "." in row.key and row.key in config.raw:
+            row = row._replace(source=f"{row.source} (dotted key)", given=_show(config.raw[row.key]))
+        rows.append(row)
+    return rows
 
 
 def report(config: Config, everything: bool = True) -> str:
-    """A table for people with a line for each key of `config`; without `everything`, not for those that neither were
-    given nor do anything."""
-    rows = list(_rows(config, "", _original(config)))
-    # Settings that the chosen optimizer or schedule does not have.
-    rows = [row for row in rows if not (".params." in row[0] and row[2] == "-" and row[3] == "default")]
-    if not everything:
-        rows = [row for row in rows if row[3] != "default" or row[4] == "used"]
-    rows = [_HEADER, *rows]
+    """A table for people with a row for each key of `config`; without `everything`, for those not at their defaults."""
+    rows = [_HEADER, *(row for row in _table(config) if everything or not row.at_default)]
     widths = [min(max(len(row[i]) for row in rows), 60) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell[:60].ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-    )
+    lines = ["  ".join([*(row[i][:60].ljust(widths[i]) for i in range(4)), row.effect]) for row in rows]
+    if config.ignored:
+        lines.append(f"unknown keys, ignored: {', '.join(config.ignored)}")
+    return "\n".join(lines)
 
 
 _reported: set[str] = set()
 
 
 def announce(config: Config) -> None:
-    """Print the table once for each configuration, and write it whole to `FILE` in the folder `--output_dir` names."""
-    text = report(config)
+    """Print what is not at its default, once a configuration; write all to `FILE` in `--output_dir`."""
+    text, folder = report(config), option("--output_dir")
     if text in _reported:
         return
     _reported.add(text)
     print(report(config, everything=False), file=sys.stderr)
-    if folder := option("--output_dir"):
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / FILE).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            logger.warning("the table of the configuration was not written: %s", error)
+    if not folder:
+        print("all other keys are at their defaults; with --output_dir a file there lists them", file=sys.stderr)
+        return
+    path = Path(folder) / FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        print(f"all other keys are at their defaults; {path} lists them", file=sys.stderr)
+    except OSError as error:
+        logger.warning("the table of the configuration was not written: %s", error)

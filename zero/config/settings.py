@@ -1,28 +1,25 @@
 """The DeepSpeed configuration (``ds_config.json``) as typed, validated settings.
 
-:func:`load_config` is the way in. Every key is in one of four states: used (the fields below), without effect
+Made by :mod:`zero.config.loading`. Every key is in one of four states: used (the fields below), without effect
 (:mod:`zero.config.keys`; :mod:`zero.config.report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
-error that names the dotted key, the file it is in and the nearest valid key; sections without effect are not looked
-into. All errors of a configuration are reported together, one line each.
+error that names the dotted key, the file it is in and the nearest valid key. An unknown key at the top, or in a section
+without effect, is passed over if it is like no other. All errors of a configuration are reported together, one
+line each.
 
 Defaults are those of DeepSpeed 0.19.8. Sizes (``*_bucket_size``, ``*_threshold``, ``*_parameters``, ``*_distance``) are
 numbers of parameter elements, not bytes.
 """
 
 import math
-import os
 import sys
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from zero.config.keys import (
-    AUTO_WITHOUT_DEFAULT,
     BATCH_KEYS,
     NOT_YET,
-    REMOVED_KEYS,
     Count,
     DType,
     Flag,
@@ -33,30 +30,36 @@ from zero.config.keys import (
     Positive,
     Section,
     SectionsWithoutEffect,
-    TagValidation,
+    choice,
+    idle,
     only,
     unused,
 )
 from zero.config.optim import OptimizerConfig, SchedulerConfig
-from zero.config.reading import pop, read, rename_deprecated, take_auto, validate
 from zero.errors import UsageError
+
+
+def _path(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"{text!r} is no path: it has a NUL character in it")
+    return text
 
 
 class OffloadConfig(Section):
     """Where shards (``offload_param``) or gradients, masters and optimizer state (``offload_optimizer``) live."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
+    device: choice("none", "cpu", "nvme") = "none"
     pin_memory: bool = True
-    nvme_path: str | None = None
+    nvme_path: Annotated[str, AfterValidator(_path)] | None = None
 
     _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count")
 
-    def idle(self, key: str) -> str | None:
+    def why_idle(self, key: str) -> str | None:
         if self.device == "none" and key != "device":
             return "nothing is offloaded"
         if self.device != "nvme" and key in self._only_for_files:
             return "acts with device nvme only"
-        return super().idle(key)
+        return super().why_idle(key)
 
 
 class OffloadParamConfig(OffloadConfig):
@@ -77,7 +80,7 @@ class OffloadOptimizerConfig(OffloadConfig):
     pipeline_read: bool = False
     pipeline_write: bool = False
     fast_init: bool = unused(False, "new moments are holes in the file: nothing is written for them")
-    ratio: Fraction | Literal["auto"] = 1.0
+    ratio: Fraction | choice("auto") = 1.0
     # None: where the state is in another memory than the one that computes.
     overlap_step: bool | None = None
     super_offload: bool = unused(False, NOT_YET)
@@ -110,7 +113,7 @@ class LeafModuleConfig(Section):
     name_suffixes: Names = []
 
 
-_STAGE_1_2 = "acts on stages 1 and 2 only"
+_STAGE_1_2 = "of DeepSpeed's own stages 1 and 2; here every stage shards unit by unit"
 _UNQUANTIZED = "parameters and gradients are communicated unquantized"
 _UNITS = "parameters are gathered unit by unit, one collective each"
 
@@ -122,6 +125,11 @@ def _even(elements: int) -> int:
     return elements
 
 
+def _floor(value: Any) -> Any:
+    # Its published formula is 0.9 times a square.
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
 class ZeroConfig(Section):
     """``zero_optimization``. Sizes in elements; the ``stage3_*`` names are kept as DeepSpeed documents them."""
 
@@ -129,10 +137,11 @@ class ZeroConfig(Section):
     contiguous_gradients: bool = True
     overlap_comm: bool | None = None
     reduce_bucket_size: Positive = int(5e8)
-    sub_group_size: Positive = int(1e9)
+    # 0: all at once.
+    sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = int(1e9)
     offload_param: OffloadParamConfig | None = None
     offload_optimizer: OffloadOptimizerConfig | None = None
-    stage3_prefetch_bucket_size: Count = int(5e7)
+    stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(_floor)] = int(5e7)
     stage3_param_persistence_threshold: Count = int(1e5)
     stage3_model_persistence_threshold: Count = sys.maxsize
     stage3_max_live_parameters: Count = int(1e9)
@@ -165,13 +174,22 @@ class ZeroConfig(Section):
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
     log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
     save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
-    zenflow: dict | None = unused(None, NOT_YET)
+    zenflow: idle(
+        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+        "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"
+    ) = unused(None, NOT_YET)
 
     @model_validator(mode="after")
     def _overlap_by_default_at_stage_3(self) -> "ZeroConfig":
         if self.overlap_comm is None:
-            self.overlap_comm = self.stage == 3
+            # Not as an attribute, which would count as given.
+            vars(self)["overlap_comm"] = self.stage == 3
         return self
+
+    def why_idle(self, key: str) -> str | None:
+        if self.stage < 3 and (key.startswith("stage3_") or key in ("offload_param", "leaf_module")):
+            return f"acts at stage 3, this is {self.stage}"
+        return super().why_idle(key)
 
     @property
     def offloads_params(self) -> bool:
@@ -183,24 +201,35 @@ class ZeroConfig(Section):
         return self.offload_optimizer is not None and self.offload_optimizer.device != "none"
 
 
-class FP16Config(Section):
+class _SixteenBit(Section):
+    enabled: bool = False
+
+    def why_idle(self, key: str) -> str | None:
+        return super().why_idle(key) if self.enabled or key == "enabled" else "the section is not enabled"
+
+
+class FP16Config(_SixteenBit):
     """``fp16``. ``loss_scale`` 0 means dynamic, starting at ``2 ** initial_scale_power``."""
 
-    enabled: bool = False
     auto_cast: bool = unused(False, "inputs keep the dtype that the script gives them")
     loss_scale: NonNegative = 0.0
-    initial_scale_power: Count = 16
+    # The scale is kept in fp32, whose largest power of two this is.
+    initial_scale_power: Annotated[Count, Field(le=127)] = 16
     loss_scale_window: Positive = 1000
     hysteresis: Positive = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Positive = 1
     fp16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
 
+    def why_idle(self, key: str) -> str | None:
+        if self.loss_scale and key not in ("enabled", "loss_scale"):
+            return "the scale is fixed by loss_scale"
+        return super().why_idle(key)
 
-class BF16Config(Section):
+
+class BF16Config(_SixteenBit):
     """``bf16``."""
 
-    enabled: bool = False
     immediate_grad_update: bool = unused(False, "gradients are always reduced as soon as a unit's backward is done")
     # False: a step is taken with gradients that are not finite, too.
     check_grad_overflow: bool = True
@@ -235,12 +264,14 @@ class CheckpointConfig(Section):
     """``checkpoint``. ``async_save`` is this engine's own key: training goes on while a checkpoint is written."""
 
     async_save: bool = False
-    tag_validation: TagValidation = "Warn"
+    tag_validation: choice("Ignore", "Warn", "Fail") = "Warn"
     load_universal: bool | None = unused(None, "every checkpoint loads on any number of ranks")
     use_node_local_storage: bool | None = unused(None, "all ranks write to one file system")
-    parallel_write: dict | None = unused(None, "all ranks write at the same time")
+    parallel_write: idle("pipeline_stage") = unused(None, "all ranks write at the same time")
     checkpoint_serialization: bool | None = unused(None, NOT_YET)
-    writer: dict | None = unused(None, NOT_YET)
+    writer: idle("type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled") = unused(
+        None, NOT_YET
+    )
 
 
 class Config(SectionsWithoutEffect):
@@ -249,15 +280,17 @@ class Config(SectionsWithoutEffect):
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
+    # False: the script's own call of step() ends the accumulation.
+    managed_gradient_accumulation: bool = True
     gradient_clipping: NonNegative = 1.0
-    steps_per_print: Annotated[float, Field(gt=0)] | None = unused(
+    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = unused(
         None, "the Trainer reports progress; see logging_steps"
     )
     wall_clock_breakdown: bool = False
     # This engine's own key, in seconds; None: 0.8 of the process group's timeout.
-    watchdog_timeout: Annotated[float, Field(gt=0)] | None = None
+    watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     communication_data_type: DType = None
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: choice("mean", "sum") = "mean"
     # Not DeepSpeed's default, which is false: here every element-wise optimizer works alike.
     zero_allow_untested_optimizer: Flag = True
     # Given as true, a script's torch optimizer is refused under offload; accelerate makes it a DeepSpeedCPUAdam then.
@@ -275,13 +308,21 @@ class Config(SectionsWithoutEffect):
     _raw: dict = PrivateAttr(default_factory=dict)
     _place: str = PrivateAttr("")
     _auto: frozenset = PrivateAttr(frozenset())
+    _ignored: list = PrivateAttr(default_factory=list)
     _deprecated: list = PrivateAttr(default_factory=list)
 
-    def idle(self, key: str) -> str | None:
+    @model_validator(mode="after")
+    def _halve_at_once_at_stage_0(self) -> "Config":
+        """There DeepSpeed halves the loss scale at every overflow; a hysteresis that is given is honoured here."""
+        if self.zero_optimization.stage == 0 and "hysteresis" not in self.fp16.model_fields_set:
+            vars(self.fp16)["hysteresis"] = 1
+        return self
+
+    def why_idle(self, key: str) -> str | None:
         zero = self.zero_optimization
         if key == "aio" and not any(o and o.device == "nvme" for o in (zero.offload_param, zero.offload_optimizer)):
             return "nothing is offloaded to nvme"
-        return super().idle(key)
+        return super().why_idle(key)
 
     @property
     def raw(self) -> dict:
@@ -292,6 +333,11 @@ class Config(SectionsWithoutEffect):
     def auto(self) -> frozenset[str]:
         """Dotted keys that were still "auto"."""
         return self._auto
+
+    @property
+    def ignored(self) -> list[str]:
+        """Dotted keys that are not DeepSpeed's, nor like one."""
+        return self._ignored
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -309,6 +355,9 @@ class Config(SectionsWithoutEffect):
         Accumulation that neither is given nor follows is 1. Raises ValueError if the numbers do not multiply out, or
         if neither train_batch_size nor train_micro_batch_size_per_gpu is known.
         """
+        if self.data_parallel_size not in (None, world_size):
+            message = f"is {self.data_parallel_size}, and the number of ranks is {world_size}; delete it"
+            raise UsageError(f"{self._place}: data_parallel_size: {message}")
         train, micro, steps = (getattr(self, key) for key in BATCH_KEYS)
         if train is None and micro is None:
             state = "is still 'auto'" if {BATCH_KEYS[0], BATCH_KEYS[1]} & self._auto else "is missing"
@@ -326,9 +375,8 @@ class Config(SectionsWithoutEffect):
             steps = train // (micro * world_size)
         if train != micro * steps * world_size or not micro or not steps:
             raise UsageError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
-        self.train_batch_size = train
-        self.train_micro_batch_size_per_gpu = micro
-        self.gradient_accumulation_steps = steps
+        # Not as attributes, which would count as given.
+        vars(self).update(zip(BATCH_KEYS, (train, micro, steps), strict=True))
         return self
 
     def _batch_mismatch(self, world_size: int | None) -> str:
@@ -341,72 +389,3 @@ class Config(SectionsWithoutEffect):
             return f"{self.train_batch_size} is not a whole multiple of {factors}"
         product = math.prod(given.values()) * world_size
         return f"{self.train_batch_size} is not {factors} = {product}; change one of them or leave one out"
-
-
-def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -> Config:
-    """Read and check a DeepSpeed configuration.
-
-    Args:
-        source: path of a JSON file, a dict (left unchanged), a JSON string, or a JSON string in URL-safe base64.
-        allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then has its default
-            (batch sizes: None). Without it, "auto" is an error where DeepSpeed has no default to fall back on.
-
-    Raises:
-        ValueError: one line for each thing wrong, naming file, dotted key, what was expected and the nearest key.
-    """
-    place, raw = read(source)
-    data, deprecated, problems = rename_deprecated(raw)
-    for key, reason in REMOVED_KEYS.items():
-        # A section that is switched off asks for nothing.
-        if (value := pop(data, key)) is not None and value[0] != {"enabled": False}:
-            problems.append((key, reason))
-    auto: set[str] = set()
-    take_auto(data, "", auto)
-    config, found = validate(data, Config)
-    problems = {**dict(problems), **found}
-    if config is not None:
-        config._raw, config._place, config._auto, config._deprecated = raw, place, frozenset(auto), deprecated
-        for key, message in _contradictions(config, allow_auto, unknown={*auto, *problems}):
-            problems.setdefault(key, message)
-    if problems:
-        raise UsageError("\n".join(f"{place}: {key}: {message}" for key, message in problems.items()))
-    return config
-
-
-def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of settings that are valid alone but not together; ``unknown`` keys have no value yet."""
-    if not allow_auto:
-        for key in AUTO_WITHOUT_DEFAULT:
-            if key in config.auto:
-                yield key, "is still 'auto' and has no default; set a value"
-    yield from _precision_contradictions(config)
-    yield from _offload_contradictions(config.zero_optimization, "zero_optimization.stage" not in unknown)
-    if config.optimizer is not None:
-        yield from config.optimizer.contradictions()
-    if config.scheduler is not None:
-        yield from config.scheduler.contradictions(config.auto)
-    train, micro, steps = (getattr(config, key) for key in BATCH_KEYS)
-    if train is not None and train % ((micro or 1) * (steps or 1)):
-        yield "train_batch_size", config._batch_mismatch(None)
-
-
-def _precision_contradictions(config: Config) -> Iterator[tuple[str, str]]:
-    fp16 = config.fp16
-    if fp16.enabled and config.bf16.enabled:
-        yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
-    initial = 2**fp16.initial_scale_power
-    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > initial:
-        yield "fp16.min_loss_scale", f"{fp16.min_loss_scale} is above 2 ** initial_scale_power = {initial}"
-
-
-def _offload_contradictions(zero: ZeroConfig, stage_known: bool) -> Iterator[tuple[str, str]]:
-    for name, minimum in (("offload_param", 3), ("offload_optimizer", 1)):
-        offload = getattr(zero, name)
-        if offload is None or offload.device == "none":
-            continue
-        key = f"zero_optimization.{name}.device"
-        if offload.device == "nvme" and not offload.nvme_path:
-            yield f"zero_optimization.{name}.nvme_path", "is missing, and device is nvme; name a folder on a fast disk"
-        # `offload_param` is left aside below stage 3: accelerate's plugin writes it whatever the stage.
-        if stage_known and zero.stage < minimum and name == "offload_optimizer":
-            yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from zero import comm
-from zero.config import BF16Config, Config, FP16Config, ZeroConfig, load_config
+from zero.config import BF16Config, Config, FP16Config, LeafModuleConfig, ZeroConfig, load_config
+from zero.config.keys import Names
 from zero.config.reading import rename_deprecated
 from zero.errors import UsageError
+from zero.optim.relocation import STATES
 
 
 class DeepSpeedConfig:
@@ -67,6 +69,24 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+# What `engine.offload_states` takes, as members of an enumeration.
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
+
+# Mixtures of experts, whose ranks may choose differently. Their blocks are gathered as a whole anyway.
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
+    for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig):
+    """`zero_optimization.leaf_module` as a class of its own, with DeepSpeed's defaults."""
+
+    classes: Names = DEFAULT_LEAF_MODULE_CLASSES
+
+
 class DeepSpeedFP16Config(FP16Config):
     """`fp16` as a class of its own, which takes scales as text too."""
 
@@ -82,6 +102,8 @@ class DeepSpeedFP16Config(FP16Config):
 
 class DeepSpeedZeroConfig(ZeroConfig):
     """`zero_optimization` as a class of its own: takes old names too, and answers to those without `stage3_`."""
+
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
 
     def __init__(self, **settings: Any):
         data, _, problems = rename_deprecated({"zero_optimization": settings})

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import nn
 
 from zero import comm
+from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.folder import MODEL_FILE
 from zero.export import copied_state_dict
 from zero.gathered import GatheredParameters
 from zero.hf.accelerator import get_accelerator
@@ -92,6 +95,36 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log `message` on the given ranks; on all without, or with a -1 among them."""
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)
+
+
+# The key in a checkpoint's `client_state` under which scripts describe it for DeepSpeed's universal checkpoints. It is
+# stored like all other keys; every checkpoint here loads on any number of ranks without it.
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+
+
+def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:
+    """The file that stands for the model in a checkpoint's folder; the values themselves are in slices."""
+    return os.path.join(base_folder, MODEL_FILE.replace("00", mp_rank_str))
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a checkpoint's whole model in fp32 to `output_dir`, in files of at most `max_shard_size` with an index.
+
+    `model.safetensors` with `safe_serialization`, else `pytorch_model.bin`. Tied weights are stored once. The model
+    is held in host memory; `python -m zero consolidate` needs less. Raises ValueError for a missing or damaged
+    checkpoint.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    size = sys.maxsize if max_shard_size is None else max_shard_size
+    os.makedirs(output_dir, exist_ok=True)
+    save_torch_state_dict(state, output_dir, max_shard_size=size, safe_serialization=safe_serialization)
 
 
 class RepeatingLoader:

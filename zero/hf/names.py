@@ -64,13 +64,20 @@ NAMES: dict[str, dict[str, str]] = {
         "git_branch": "zero.hf.names:GIT_BRANCH",
         "torch_info": "zero.hf.definitions:TORCH_INFO",
     },
-    "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.utils": _names("zero.hf.definitions", "clone_tensors_for_torch_save"),
+    "deepspeed.checkpoint": {
+        **_names("zero.hf.definitions", "get_model_ckpt_name_for_rank"),
+        **_names("zero.hf.definitions", "UNIVERSAL_CHECKPOINT_INFO"),
+    },
+    "deepspeed.checkpoint.constants": _names("zero.hf.definitions", "UNIVERSAL_CHECKPOINT_INFO"),
+    "deepspeed.checkpoint.utils": _names(
+        "zero.hf.definitions", "clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"
+    ),
     "deepspeed.checkpointing": _names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": _names(
-        "zero.activations", "checkpoint", "configure", "is_configured", "reset"
-    ),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        **_names("zero.activations", "checkpoint", "configure", "is_configured", "reset"),
+        "non_reentrant_checkpoint": "zero.activations:checkpoint",
+    },
     "deepspeed.comm": {
         "init_distributed": "zero.hf.definitions:init_distributed",
         "is_initialized": "zero.hf.definitions:is_initialized",
@@ -141,13 +148,27 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
     },
+    "deepspeed.runtime.zero.leaf_module_config": {
+        **_names("zero.hf.configuration", "DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES"),
+        **_names("zero.hf.configuration", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES", "DeepSpeedZeroLeafModuleConfig"),
+    },
     "deepspeed.runtime.zero.offload_config": {
-        **_names("zero.hf.configuration", "OffloadDeviceEnum"),
+        **_names("zero.hf.configuration", "OffloadDeviceEnum", "OffloadStateTypeEnum"),
         "DeepSpeedZeroOffloadOptimizerConfig": "zero.config:OffloadOptimizerConfig",
         "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
     },
-    "deepspeed.runtime.zero.stage_1_and_2": {"DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer"},
-    "deepspeed.runtime.zero.stage3": {"DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer"},
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer",
+        **_names("zero.hf.estimates", "estimate_zero2_model_states_mem_needs"),
+        **_names("zero.hf.estimates", "estimate_zero2_model_states_mem_needs_all_cold"),
+        **_names("zero.hf.estimates", "estimate_zero2_model_states_mem_needs_all_live"),
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer",
+        **_names("zero.hf.estimates", "estimate_zero3_model_states_mem_needs"),
+        **_names("zero.hf.estimates", "estimate_zero3_model_states_mem_needs_all_cold"),
+        **_names("zero.hf.estimates", "estimate_zero3_model_states_mem_needs_all_live"),
+    },
     "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "zero.errors:UsageError"},
     "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.runtime.zero.partition_parameters": {
@@ -158,12 +179,14 @@ NAMES: dict[str, dict[str, str]] = {
         "_orig_torch_arange": "torch:arange",
     },
     "deepspeed.utils": {**_names("zero.hf.definitions", "RepeatingLoader", "log_dist", "logger"), **_SAFE, **_LEAF},
-    "deepspeed.utils.groups": {},
+    "deepspeed.utils.groups": {"*": "zero.hf.groups"},
     "deepspeed.utils.tensor_fragment": _SAFE,
+    "deepspeed.utils.timer": {"*": "zero.hf.timers"},
     "deepspeed.utils.torch": _names("zero.hf.definitions", "register_grad_hook", "required_torch_version"),
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
+        "convert_zero_checkpoint_to_fp32_state_dict": "zero.hf.definitions:convert_zero_checkpoint_to_fp32_state_dict",
     },
     "deepspeed.zero": {**_ZERO, **_names("zero.tiling", "TiledLinear", "TiledLinearReturnBias")},
 }
@@ -172,9 +195,12 @@ NAMES: dict[str, dict[str, str]] = {
 # them, and who calls them is told so.
 ABSENT: dict[str, tuple[str, ...]] = {
     "deepspeed.checkpoint.constants": ("BASE_OPTIMIZER_STATE", "FP32_FLAT_GROUPS", "OPTIMIZER_STATE_DICT"),
-    "deepspeed.checkpoint.utils": ("get_model_ckpt_name_for_rank",),
     "deepspeed.moe.layer": ("MoE",),
+    "deepspeed.monitor.config": ("DeepSpeedMonitorConfig", "get_monitor_config"),
+    "deepspeed.monitor.monitor": ("Monitor", "MonitorMaster"),
     "deepspeed.pipe": ("LayerSpec", "PipelineModule", "TiedLayerSpec"),
+    "deepspeed.profiling.flops_profiler": ("FlopsProfiler", "get_model_profile"),
+    "deepspeed.profiling.flops_profiler.profiler": ("FlopsProfiler", "get_model_profile"),
     "deepspeed.runtime.bf16_optimizer": ("BF16_Optimizer",),
     "deepspeed.runtime.fp16.fused_optimizer": ("FP16_Optimizer",),
     "deepspeed.runtime.fp16.loss_scaler": (
@@ -190,7 +216,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
         *("CheckOverflow", "call_to_str", "check_internal_apis_for_count_used_parameters", "clip_grad_norm_"),
         *("clip_tensors_by_global_norm", "count_used_parameters_in_backward", "get_global_norm", "get_weight_norm"),
     ),
-    "deepspeed.runtime.zero.offload_config": ("OffloadStateTypeEnum",),
     "deepspeed.runtime.zero.offload_states": ("get_state_devices",),
     "deepspeed.runtime.zero.partition_parameters": ("MultipleAllGatherHandles", "partitioned_param_data_shape"),
     "deepspeed.runtime.zero.stage_1_and_2": ("split_half_float_double",),

@@ -9,6 +9,7 @@ from torch import nn
 
 from zero.fragments import safe_get_local_grad
 from zero.leaf import get_z3_leaf_modules
+from zero.optim.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
     from zero.comm import Communicator
@@ -16,8 +17,34 @@ if TYPE_CHECKING:
     from zero.hooks import ModuleHooks
 
 
+class LossScalerView:
+    """A loss scaler under DeepSpeed's names; to be read only."""
+
+    __slots__ = ("_scaler",)
+    _NAMES = {
+        "cur_scale": "scale",
+        "loss_scale": "scale",
+        "dynamic_loss_scale": "dynamic",
+        "scale_window": "loss_scale_window",
+        "min_scale": "min_loss_scale",
+        "delayed_shift": "hysteresis",
+        "cur_hysteresis": "_overflows_left",
+        "cur_iter": "_steps",
+        "last_overflow_iter": "_last_overflow",
+    }
+
+    def __init__(self, scaler: LossScaler):
+        object.__setattr__(self, "_scaler", scaler)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scaler, self._NAMES.get(name, name))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} of the loss scaler follows the section fp16 of the configuration: set it there")
+
+
 class OptimizerAttributes:
-    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm` and `reducer`.
+    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm`, `reducer` and `scaler`.
 
     Attributes: parameter_offload: what gathers the parameters, with `forward_hooks` and `backward_hooks` that scripts
     take off for generation; set by the engine.
@@ -28,6 +55,18 @@ class OptimizerAttributes:
     comm: Communicator
     reducer: GradientReducer
     parameter_offload: ModuleHooks
+    scaler: LossScaler | None
+
+    @property
+    def loss_scaler(self) -> LossScalerView:
+        """The loss scaler; without fp16 a fixed one of scale 1."""
+        return LossScalerView(self.scaler or LossScaler(loss_scale=1.0))
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
 
     @property
     def _global_grad_norm(self) -> float | None:

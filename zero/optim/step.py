@@ -186,6 +186,7 @@ class ZeroOptimizer(OptimizerAttributes):
             self.wait()
         self.reducer.drain()
         for unit in self.units:
+            self.reducer.collect_left(unit)
             self.reducer.settle(unit)
         self.reducer.drain()
         self._placement.adjust(self.tiles, self.optimizer.state)

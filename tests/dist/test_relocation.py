@@ -1,0 +1,91 @@
+"""`offload_states` and `reload_states`: everything moves, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.training import ds_config
+from zero.errors import UsageError
+from zero.hf.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
+
+WIDTH, ROWS = 16, 4
+
+
+def engine_of(stage: int, **sections: object) -> zero.ZeroEngine:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    config = ds_config(accumulation=2, stage3_param_persistence_threshold=2, **sections)
+    config["zero_optimization"]["stage"] = stage
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
+    """Addresses of the memory of each kind of state."""
+    units, found = engine.optimizer.units, {}
+    found["lp_params"] = [(unit.full if unit.persistent else unit.shard).data_ptr() for unit in units]
+    found["hp_params"] = [unit.master.data_ptr() for unit in units if unit.master is not unit.shard]
+    waiting = [engine.reducer.carried(unit) for unit in units]
+    held = [unit.grad for unit in units if unit.grad is not None] + [grad for grad in waiting if grad is not None]
+    found["lp_grads"] = [grad.data_ptr() for grad in held]
+    found["optim_states"] = [state["exp_avg"].data_ptr() for state in engine.optimizer.state.values() if state]
+    return found
+
+
+def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, names: list | None) -> list[float]:
+    engine, losses = engine_of(stage, **sections), []
+    for step in range(6):
+        batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(batch.to(engine.units[0].dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if not moves:
+            continue
+        before = places(engine)  # in the middle of an accumulation, and after its end
+        engine.offload_states(names, OffloadDeviceEnum.cpu)
+        away = places(engine)
+        for kind, addresses in before.items():
+            moved = names is None or kind in names
+            assert (not set(addresses) & set(away[kind])) if moved else addresses == away[kind], kind
+        with pytest.raises(UsageError, match="reload_states"):
+            engine(batch)
+        engine.reload_states()
+        assert engine.relocation.away == set()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("stage", "sections", "names"),
+    [
+        (1, {"bf16": {"enabled": True}}, None),
+        (2, {}, None),
+        (3, {"bf16": {"enabled": True}}, None),
+        (3, {}, None),
+        (3, {"bf16": {"enabled": True}}, [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]),
+        (0, {"bf16": {"enabled": True}}, ["lp_params"]),
+    ],
+)
+def test_states_go_and_come_back(stage, sections, names):
+    runs = [run_on(2, train, stage, moves, sections, names) for moves in (True, False)]
+    assert runs[0] == runs[1]
+
+
+def refused(rank: int, world_size: int) -> None:
+    engine = engine_of(3)
+    with pytest.raises(UsageError, match="'moments' is none of"):
+        engine.offload_states(["moments"])
+    with pytest.raises(UsageError, match="'nvme'"):
+        engine.offload_states(device="nvme")
+    engine.offload_states(device=OffloadDeviceEnum.none)
+    assert engine.relocation.away == set()
+    with zero.GatheredParameters(list(engine.parameters())), pytest.raises(UsageError, match="is shown"):
+        engine.offload_states()
+
+
+def test_what_cannot_be_offloaded():
+    run_on(2, refused)

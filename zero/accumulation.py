@@ -1,0 +1,95 @@
+"""Micro-batches: which one is the last of its step, who decides that, and when their gradients go to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zero.config import Config
+from zero.errors import UsageError
+from zero.gradients import GradientReducer
+
+
+class Accumulation:
+    """Mixed into the engine, which sets `settings` and `reducer`.
+
+    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks that steps were made of.
+    """
+
+    settings: Config
+    reducer: GradientReducer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.micro_steps = self.global_samples = 0
+        # What the script set by hand; None: the engine counts.
+        self._is_gradient_accumulation_boundary: bool | None = None
+        self._inside_no_sync = False
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; else the script's call of `step()` ends the accumulation."""
+        return self.settings.managed_gradient_accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is known to be the last one before the parameters are updated."""
+        if self._is_gradient_accumulation_boundary is not None:
+            return self._is_gradient_accumulation_boundary
+        steps = self.settings.gradient_accumulation_steps
+        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so that each step() is "
+                "the boundary; leave the call out"
+            )
+        self._is_gradient_accumulation_boundary = is_boundary
+
+    def _count_samples(self) -> None:
+        """At the end of an accumulation, before its gradients are forgotten."""
+        steps = self.settings.gradient_accumulation_steps
+        steps_made = steps if self.managed_gradient_accumulation() else self.reducer.backwards
+        self.global_samples += self.settings.train_batch_size // steps * steps_made
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of micro-batches whose gradients stay on their rank; `step()` belongs after it (stages 0 and 1)."""
+        stage = self.settings.zero_optimization.stage
+        if stage >= 2:
+            raise UsageError(
+                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: at this ZeRO stage no "
+                "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
+            )
+        if self._inside_no_sync:
+            raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")
+        self._inside_no_sync = True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Context of a step's backwards whose gradients are reduced together, at its end (stages 1 to 3).
+
+        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. The boundary that is set
+        in it by hand ends with it.
+        """
+        if not self.managed_gradient_accumulation():
+            raise UsageError(
+                "coalesce_grad_reduction: managed_gradient_accumulation is false, so that step() ends the accumulation"
+            )
+        if self.settings.zero_optimization.stage == 0:
+            raise NotImplementedError("coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()")
+        if self._inside_no_sync:
+            raise UsageError("coalesce_grad_reduction cannot be nested inside another one or inside no_sync")
+        boundary = self._is_gradient_accumulation_boundary
+        deferred, self.reducer.deferred = self.reducer.deferred, True
+        self._inside_no_sync = True
+        try:
+            yield
+            self.reducer.reduce_carried()
+        finally:
+            self.reducer.deferred, self._inside_no_sync = deferred, False
+            self._is_gradient_accumulation_boundary = boundary

@@ -1,0 +1,117 @@
+"""How much memory a model's states take: `estimate_zero{2,3}_model_states_mem_needs`, with the numbers of this engine.
+
+Training in 16 bits by Adam; bytes of a parameter:
+
+    2 weights + 4 gradient + 4 master + 8 moments
+
+All of it is sharded over the ranks, but for the weights at stage 2, which every device holds whole. At stage 3 a device
+holds the weights and the gradient of the unit in use besides. The host of a node builds the model in fp32 once for each
+of its ranks, unless under `Init`. Activations, and what torch itself takes, come on top. All results are bytes; those
+of the host are for a node and are multiplied by `additional_buffer_factor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import nn
+
+from zero.layout import plan_units
+
+_WEIGHTS, _OPTIMIZER = 2, 4 + 4 + 8
+_BUILT = 4
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """(elements of all parameters, elements of the largest unit)."""
+    units = [sum(param.numel() for param in plan.params) for plan in plan_units(model, persistence_threshold=0)]
+    return sum(units), max(units, default=0)
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """(bytes of a node's host, of a device, and of the largest unit in use) at stage 3."""
+    away = (_OPTIMIZER if cpu_offload else 0) + (_WEIGHTS if cpu_offload and cpu_offload_params else 0)
+    in_use = 2 * _WEIGHTS * largest_layer_params
+    device = in_use + (_WEIGHTS + _OPTIMIZER - away) * total_params // (num_gpus_per_node * num_nodes)
+    built = (largest_layer_params if zero_init else total_params) * _BUILT * num_gpus_per_node
+    host = max(away * total_params // num_nodes, built)
+    return int(host * additional_buffer_factor), device, in_use
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int]:
+    """(bytes of a node's host, of a device) at stage 2."""
+    away = _OPTIMIZER if cpu_offload else 0
+    device = _WEIGHTS * total_params + (_OPTIMIZER - away) * total_params // (num_gpus_per_node * num_nodes)
+    host = max(away * total_params // num_nodes, total_params * _BUILT * num_gpus_per_node)
+    return int(host * additional_buffer_factor), device
+
+
+def _print(head: str, num_gpus_per_node: int, num_nodes: int, rows: list[tuple[int, int, str]]) -> None:
+    print(f"Memory for parameters, gradients and optimizer states: {num_nodes} nodes of {num_gpus_per_node} devices,")
+    print(f"model with {head}.\n  per CPU  |  per GPU |   Options")
+    for host, device, options in rows:
+        print(f" {host / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {options}")
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print the estimates of stage 3 for each way of offloading, with and without `Init`."""
+    rows = []
+    for (optimizer, params), init in itertools.product([(True, True), (True, False), (False, False)], [True, False]):
+        needs = (num_gpus_per_node, num_nodes, optimizer, params, init, additional_buffer_factor)
+        host, device, _ = estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *needs)
+        places = ["cpu " if offloaded else "none" for offloaded in (params, optimizer)]
+        options = f"offload_param={places[0]}, offload_optimizer={places[1]}, zero_init={init:d}"
+        rows.append((host, device, options))
+    head = f"{total_params / 1e6:.1f}M parameters, {largest_layer_params / 1e6:.1f}M in the largest unit"
+    _print(head, num_gpus_per_node, num_nodes, rows)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """The same for a model that is there."""
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *_sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """Print the estimates of stage 2 with and without an offloaded optimizer."""
+    rows = []
+    for offload in (True, False):
+        needs = (num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
+        options = f"offload_optimizer={'cpu ' if offload else 'none'}"
+        rows.append((*estimate_zero2_model_states_mem_needs(total_params, *needs), options))
+    _print(f"{total_params / 1e6:.1f}M parameters", num_gpus_per_node, num_nodes, rows)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    """The same for a model that is there."""
+    estimate_zero2_model_states_mem_needs_all_cold(
+        _sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
+    )

@@ -1,0 +1,118 @@
+"""`deepspeed.utils.timer`: a stopwatch for each name, and samples per second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from zero.clock import Throughput
+from zero.hf.accelerator import get_accelerator
+from zero.hf.definitions import log_dist, logger
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+
+
+class SynchronizedWallClockTimer:
+    """Stopwatches by name: `timers("forward").start()`. Each waits for the device when it is started or stopped."""
+
+    class Timer:
+        """One stopwatch; all durations in milliseconds."""
+
+        def __init__(self, name: str):
+            self.name_, self.started_, self.records, self._start = name, False, [], 0.0
+
+        def start(self) -> None:
+            assert not self.started_, f"{self.name_} timer has already been started"
+            get_accelerator().synchronize()
+            self._start, self.started_ = time.perf_counter(), True
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Both arguments are there for compatibility."""
+            assert self.started_, "timer is not started"
+            get_accelerator().synchronize()
+            self.records.append(1000 * (time.perf_counter() - self._start))
+            self.started_ = False
+
+        def reset(self) -> None:
+            self.records, self.started_ = [], False
+
+        def elapsed(self, reset: bool = True) -> float:
+            """The sum so far; a running stopwatch goes on."""
+            running = self.started_
+            if running:
+                self.stop()
+            total = sum(self.records)
+            if reset:
+                self.reset()
+            if running:
+                self.start()
+            return total
+
+        def mean(self) -> float:
+            return statistics.fmean(self.records) if self.records else 0.0
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def get_timers(self) -> dict[str, Timer]:
+        return self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log these stopwatches, each divided by `normalizer`, from `ranks` (default: 0)."""
+        known = [name for name in names if name in self.timers]
+        parts = [f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known]
+        log_dist(" | ".join(["time (ms)", *parts]), ranks or [0])
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+
+
+class NoopTimer(SynchronizedWallClockTimer):
+    """Stopwatches that always show 0, for scripts that switch timing off."""
+
+    class Timer(SynchronizedWallClockTimer.Timer):
+        def start(self) -> None:
+            pass
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            pass
+
+    def log(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
+class ThroughputTimer(Throughput):
+    """`Throughput`, which acts if `config.enabled` and logs the samples per second every `steps_per_output` steps."""
+
+    def __init__(
+        self,
+        config: object,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ):
+        super().__init__(batch_size or 1, start_step)
+        self.config, self.steps_per_output, self.logging = config, steps_per_output, logging_fn or logger.info
+
+    def start(self) -> None:
+        if self.config.enabled:
+            super().start()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        super().stop(global_step)
+        if global_step and report_speed and self.steps_per_output:
+            if self.global_step_count % self.steps_per_output == 0:
+                self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.4g} samples per second")
