@@ -122,6 +122,8 @@ def _import_all(imported: str) -> None:
         import translation.trainer  # noqa: F401
     with contextlib.suppress(ImportError):
         import peft  # noqa: F401
+    with contextlib.suppress(ImportError):
+        from trl import GRPOTrainer, SFTTrainer  # noqa: F401
     from transformers import (  # noqa: F401
         AutoModelForSeq2SeqLM,
         GPT2LMHeadModel,

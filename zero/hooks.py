@@ -76,7 +76,8 @@ def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, pa
 
     Autograd keeps such hooks where Python's garbage collector does not look: they would keep engine and model for ever.
     """
-    if (found := hooks()) is not None:
+    # Autograd also calls where a function returned None for the parameter: there is no gradient then.
+    if param.grad is not None and (found := hooks()) is not None:
         found.gradient_ready(found.units[number], index)
 
 
@@ -141,6 +142,10 @@ class ModuleHooks:
         """Put the hooks on, also again: scripts take off `forward_hooks` and `backward_hooks` while all parameters are
         gathered for generation, empty both lists, and call this by DeepSpeed's name.
         """
+        # Such scripts read and clear these too. They stay empty: any read is noticed, and units count their users.
+        model.ds_external_parameters = partial(iter, ())
+        for param in model.parameters():
+            param.ds_active_sub_modules = set()
         self.forward_hooks.append(model.register_forward_pre_hook(self._root_pre_forward))
         per_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:

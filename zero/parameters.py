@@ -66,8 +66,8 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter of the same shape that shows NaN."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """An ordinary parameter with the values, for which the unit is unsharded: all ranks must copy alike."""
+        with self._zero_unit.exposed():
             copied = nn.Parameter(self.data.clone(memory_format=torch.contiguous_format), self.requires_grad)
         memo[id(self)] = copied
         return copied

@@ -97,6 +97,33 @@ def test_another_learning_rate_is_named_before_the_update(stage, world_size):
         assert f"param group 0, lr: 0.1 on rank 0, 0.1000001 on rank {world_size - 1}" in message
 
 
+class Scaled(torch.nn.Linear):
+    """Its scale is one element, in a param group and unit of its own: rank 1 has no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None:
+    model = Scaled()
+    groups = [{"params": [model.weight, model.bias]}, {"params": [model.scale]}]
+    config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
+    engine = zero.initialize(model=model, optimizer=SGD(groups, lr=0.1), config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+    assert engine.was_step_applied()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_without_a_part_of_a_unit_agrees(stage):
+    run_on(2, training_with_an_empty_shard, stage)
+
+
 def test_equal_numbers_agree_and_neighbours_do_not():
     for world_size in (2, 3, 7, 1000):
         for number in (0.0, 1e-30, 0.1, 3.14159, 1e9):

@@ -1,15 +1,17 @@
-"""Both examples on two ranks: what they print, that a resumed run ends as a straight one, that the model loads."""
+"""The examples on two ranks: what they print, that a resumed run ends as a straight one, that the model loads."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import T5ForConditionalGeneration
+from transformers import Qwen2ForCausalLM, T5ForConditionalGeneration
 
 from tests.launch import REPOSITORY, torchrun
+from tests.warm import warm_ranks
 
 
 def lines(script: str, *args: object) -> list[str]:
@@ -40,3 +42,15 @@ def test_torch_loop_resumes_where_it_was(tmp_path: Path) -> None:
     assert resumed[0].startswith("resumed from") and resumed[1:] == straight[1:]
     after = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in weights.items())
+
+
+def test_trl_sft_learns_and_saves(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    script = REPOSITORY / "examples" / "trl_sft.py"
+    arguments = ("--steps", "30", "--output", tmp_path)
+    done = warm_ranks("-m", "zero", "run", script, *arguments, nproc=2, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+    assert len(losses) == 3 and losses[-1] < 0.5 * losses[0], losses
+    model = Qwen2ForCausalLM.from_pretrained(tmp_path)
+    assert model.model.embed_tokens.weight.isfinite().all()

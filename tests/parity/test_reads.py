@@ -55,6 +55,19 @@ class SavedWeight(torch.autograd.Function):
         return grad @ weight, grad.t() @ hidden
 
 
+class FixedWeight(torch.autograd.Function):
+    """A product that gives its weight None for a gradient, as a loss does with a teacher's head."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(weight)
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0].t(), None
+
+
 class Base(nn.Module):
     """A body that is called, and a head whose weight is only read."""
 
@@ -75,6 +88,11 @@ class FunctionApply(Base):
 class FunctionSavesWeight(Base):
     def result(self, hidden):
         return SavedWeight.apply(hidden, self.head.weight)
+
+
+class FunctionGivesNone(Base):
+    def result(self, hidden):
+        return FixedWeight.apply(hidden, self.head.weight)
 
 
 class Reentrant(Base):
@@ -224,8 +242,8 @@ def functional(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 MODELS = [
-    *(FunctionApply, FunctionSavesWeight, Reentrant, NonReentrant, Returned, Attention, Recurrent),
-    *(WeightNorm, OldWeightNorm, Listed, TiedTwice, Lora, Root),
+    *(FunctionApply, FunctionSavesWeight, FunctionGivesNone, Reentrant, NonReentrant, Returned, Attention),
+    *(Recurrent, WeightNorm, OldWeightNorm, Listed, TiedTwice, Lora, Root),
 ]
 CASES: dict[str, tuple[type[nn.Module], Loss]] = {
     **{kind.__name__: (kind, forward_loss) for kind in MODELS},
@@ -265,6 +283,8 @@ def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
             (sum(expected) / world_size).backward()
             for key, param in reference.named_parameters():
                 if param.requires_grad:
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param)
                     grad = fragments.safe_get_full_grad(dict(model.named_parameters())[key])
                     note = f"{name}, step {step}, {key}"
                     torch.testing.assert_close(

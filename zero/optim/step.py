@@ -323,7 +323,9 @@ class ZeroOptimizer(OptimizerAttributes):
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         # Beside the norms, in the same reduction: whether all ranks are about to take the same step.
-        facts = hyper_parameters(self.param_groups) | {"backwards since the last step": self.reducer.backwards}
+        # Not how many tiles: of a unit with few elements a rank may have none.
+        facts = {key: each for key, each in hyper_parameters(self.param_groups).items() if not key.endswith(", params")}
+        facts["backwards since the last step"] = self.reducer.backwards
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64, device=squares.device)
         norms = [self._norm(unit, start, end).to(squares.device) for _, unit, start, end in self._pieces]
         if norms:

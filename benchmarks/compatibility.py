@@ -1,0 +1,252 @@
+"""Published training scripts, unmodified, on this engine and under DDP: do they run, and are the numbers the same?
+
+    python -m benchmarks.compatibility --examples CHECKOUT_OF_TRL [--only trl/grpo] [--stages 3]
+
+For each script that is installed, full and with adapters: train 4 steps on two processes of the CPU in fp32, evaluate,
+save, go on from the checkpoint of step 2, load what was saved. The reference is the same script under DDP. A script is
+started as `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed FILE` starts it, but that the ranks are forks
+of a process that has imported transformers. Hubs are not asked: `compatibility_data` makes models and data.
+
+Prints a table and writes the rows to a JSON file, beside those of earlier runs of other scripts or stages. The exit
+code is 1 where a script fails or a loss differs by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors.torch import load_file
+
+from benchmarks.compatibility_data import write_datasets, write_models
+from benchmarks.launch import REPOSITORY
+from tests.warm import warm_ranks
+
+TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2
+COMMON = (
+    f"--max_steps {STEPS} --logging_steps 1 --eval_strategy steps --eval_steps 2 --save_strategy steps "
+    f"--save_steps {SAVED_AT} --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --bf16 false "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --report_to none --disable_tqdm true --seed 7 "
+    "--ddp_backend gloo"
+)
+_TRL = COMMON + " --dtype float32 --model_name_or_path {data}/"
+_SAMPLING = (
+    "model --dataset_name {data}/prompt --num_generations 2 --max_completion_length 12 --beta 0.1"
+    " --reward_funcs benchmarks.compatibility_data.vowels"
+)
+_TEACHER = " --teacher_model_name_or_path {data}/teacher"
+_LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
+
+
+@dataclass(frozen=True)
+class Script:
+    """One published script.
+
+    Attributes: package: the distribution it comes with. file: below the package's folder; `examples/...` below the
+    folder of the option `--examples`; `benchmarks/...` below this repository. arguments: `{data}` stands for the folder
+    of models and data. adapters: what it takes besides to train adapters; None: it cannot. resumes: whether it takes
+    `--resume_from_checkpoint`.
+    """
+
+    package: str
+    file: str
+    arguments: str
+    adapters: str | None = _LORA
+    resumes: bool = True
+
+
+SCRIPTS = {
+    "trl/sft": Script("trl", "scripts/sft.py", _TRL + "model --dataset_name {data}/messages --max_length 64"),
+    "trl/dpo": Script("trl", "scripts/dpo.py", _TRL + "model --dataset_name {data}/preference --max_length 64"),
+    "trl/reward": Script(
+        "trl",
+        "scripts/reward.py",
+        _TRL + "reward --dataset_name {data}/preference --max_length 64",
+        _LORA + " --lora_task_type SEQ_CLS",
+    ),
+    "trl/kto": Script("trl", "scripts/kto.py", _TRL + "model --dataset_name {data}/label --max_length 64"),
+    "trl/grpo": Script("trl", "scripts/grpo.py", _TRL + _SAMPLING),
+    "trl/rloo": Script("trl", "scripts/rloo.py", _TRL + _SAMPLING),
+    "trl/distillation": Script(
+        "trl",
+        "scripts/distillation.py",
+        _TRL + "model --dataset_name {data}/prompt --max_completion_length 12" + _TEACHER,
+    ),
+    "trl/gkd": Script(
+        "trl",
+        "examples/scripts/gkd.py",
+        _TRL + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12" + _TEACHER,
+        resumes=False,
+    ),
+    "transformers/t5": Script("transformers", "benchmarks/t5_trainer.py", COMMON + " --eval_strategy no", None),
+}
+
+
+def find(script: Script, examples: Path | None) -> Path | None:
+    """The script's file, or None where it is not installed."""
+    if script.file.startswith("benchmarks/"):
+        path = REPOSITORY / script.file
+    elif script.file.startswith("examples/"):
+        path = examples / script.file.removeprefix("examples/") if examples else None
+    else:
+        spec = importlib.util.find_spec(script.package)
+        path = Path(spec.submodule_search_locations[0], script.file) if spec else None
+    return path if path is not None and path.exists() and importlib.util.find_spec(script.package) else None
+
+
+def command(script: Script, file: Path, data: Path, method: str, stage: int | None, out: Path) -> list[str]:
+    """What follows `torchrun --nproc_per_node 2`; stage None is DDP."""
+    line = script.arguments.format(data=data).split() + (script.adapters.split() if method == "LoRA" else [])
+    line += ["--output_dir", str(out)]
+    if stage is None:
+        return [str(file), *line]
+    return ["-m", "zero", "run", str(file), *line, "--deepspeed", str(data / f"stage{stage}.json")]
+
+
+def write_configurations(folder: Path) -> None:
+    """`stage2.json`, `stage3.json`; at stage 3 only parameters of at most 100 elements are whole on every rank."""
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    for stage in (2, 3):
+        zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        settings = {"zero_optimization": zero, **dict.fromkeys(auto, "auto")}
+        (folder / f"stage{stage}.json").write_text(json.dumps(settings))
+
+
+def write_inputs(folder: Path) -> Path:
+    """Models, data sets and configurations."""
+    write_datasets(folder)
+    write_models(folder)
+    write_configurations(folder)
+    return folder
+
+
+def train(line: list[str], out: Path) -> list[dict[str, Any]]:
+    """Run the command, and return the Trainer's log. Raises RuntimeError with the end of what a failed job printed."""
+    on_zero = line[0] == "-m"
+    imported = "transformers on zero" if on_zero else "transformers"
+    env = {} if on_zero else {"ACCELERATE_USE_CPU": "true"}
+    try:
+        done = warm_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=REPOSITORY)
+    except TimeoutError as error:
+        # DDP's processes sometimes hang when all is written and the process group has been destroyed.
+        if on_zero or not list(out.glob("*.safetensors")):
+            raise RuntimeError(str(error)[-4000:]) from None
+    else:
+        if done.returncode:
+            raise RuntimeError((done.stdout + done.stderr)[-4000:])
+    return json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+
+
+def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) -> float:
+    """Largest absolute difference of the losses of all training steps and evaluations."""
+    if len(log) != len(reference):
+        raise RuntimeError(f"{len(log)} entries in the log, and {len(reference)} in the reference's")
+    both = [(a[key], b[key]) for a, b in zip(reference, log, strict=True) for key in ("loss", "eval_loss") if key in a]
+    return _largest(abs(a - b) for a, b in both)
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """Infinite where one is not a number, which `max` may pass over."""
+    return max(math.inf if math.isnan(each) else each for each in differences)
+
+
+def weight_difference(reference: Path, out: Path) -> float:
+    """Largest absolute difference of the saved weights; a saved model is loaded too."""
+    (file,) = reference.glob("*.safetensors")
+    saved, wanted = load_file(out / file.name), load_file(file)
+    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in wanted.items()}:
+        raise RuntimeError(f"{out / file.name}: other names or shapes than DDP's")
+    if file.name == "model.safetensors":
+        kind = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
+        kind.from_pretrained(out)
+    return _largest((saved[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
+    """Go on in a folder of its own from the checkpoint of step 2 in `out`; `out` then has the resumed run's results."""
+    start = out.with_name(out.name + "_start") / f"checkpoint-{SAVED_AT}"
+    shutil.copytree(out / start.name, start)
+    shutil.rmtree(out)
+    return train([*line, "--resume_from_checkpoint", str(start)], out)
+
+
+def measure(script: Script, file: Path, data: Path, method: str, stage: int, reference: Path) -> dict[str, Any]:
+    """The largest differences to the DDP run in `reference`, of the straight and of the resumed run."""
+    out = reference.with_name(f"{reference.name}_{stage}")
+    line = command(script, file, data, method, stage, out)
+    expected = json.loads((reference / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+    row = {"loss": loss_difference(expected, train(line, out)), "weights": weight_difference(reference, out)}
+    if script.resumes:
+        row["resumed"] = loss_difference(expected, resume(line, out))
+        row["weights"] = max(row["weights"], weight_difference(reference, out))
+    worst = max(row["loss"], row.get("resumed", 0.0))
+    return {"result": "equal" if worst <= TOLERANCE else "differs", **row}
+
+
+def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
+    """A row for each method and stage of one script."""
+    script, rows = SCRIPTS[name], []
+    file = find(script, args.examples)
+    if file is None:
+        print(f"{name}: skipped, {script.file} of {script.package} is not installed", file=sys.stderr)
+        return []
+    for method in ["full"] if script.adapters is None else ["full", "LoRA"]:
+        reference = data / f"{name.replace('/', '_')}_{method}"
+        began = time.monotonic()
+        train(command(script, file, data, method, None, reference), reference)
+        for stage in args.stages:
+            row = {"script": name, "version": f"{script.package} {version(script.package)}", "method": method}
+            row["stage"] = stage
+            try:
+                row |= measure(script, file, data, method, stage, reference)
+            except (RuntimeError, OSError) as error:
+                row |= {"result": "fails", "error": str(error)}
+            rows.append(row)
+            print(f"{time.monotonic() - began:6.0f} s  {show(row)}", file=sys.stderr, flush=True)
+    return rows
+
+
+def show(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("loss", "resumed", "weights")]
+    cells = [row["script"], row["version"], str(row["stage"]), row["method"], row["result"], *numbers]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="SCRIPT")
+    parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
+    parser.add_argument("--examples", type=Path, help="folder `examples` of TRL's source, for what no wheel contains")
+    parser.add_argument("--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility")
+    args = parser.parse_args()
+
+    shutil.rmtree(args.folder / "runs", ignore_errors=True)
+    data = write_inputs(args.folder / "runs")
+    table = args.folder / "compatibility.json"
+    rows = json.loads(table.read_text()) if table.exists() else []
+    for name in args.only:
+        fresh = rows_of(name, args, data)
+        made = {(row["script"], row["method"], row["stage"]) for row in fresh}
+        rows = [row for row in rows if (row["script"], row["method"], row["stage"]) not in made] + fresh
+        table.write_text(json.dumps(rows, indent=2))
+    columns = ["script", "version", "stage", "trained", "result", "loss", "loss, resumed", "weights"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    print("\n".join(show(row) for row in rows))
+    sys.exit(0 if all(row["result"] == "equal" for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

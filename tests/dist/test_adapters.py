@@ -1,0 +1,57 @@
+"""PEFT's adapters on a model that is sharded already: attached, trained, saved and loaded again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+
+import zero
+from tests.dist.pool import run_on
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, relative, start, train_plain, train_zero
+
+# The head is copied and trained as a whole.
+ADAPTERS = {"target_modules": ["up", "down"], "modules_to_save": ["head"], "r": 3, "lora_alpha": 5}
+
+
+def with_adapters(model: torch.nn.Module) -> peft.PeftModel:
+    torch.manual_seed(4)
+    return peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS))
+
+
+def attached_and_trained(rank: int, world_size: int, stage: int, folder: Path) -> None:
+    batches = toy_batches(3)
+    plain = with_adapters(toy())
+    expected = train_plain(plain, batches)
+    shapes = {name: (param.shape, param.numel(), param.dtype) for name, param in plain.named_parameters()}
+
+    with zero.Init(enabled=stage == 3, config=ds_config(stage=stage)):
+        base = toy()
+    calls = zero.comm.communicator().calls
+    before = Counter(calls)
+    model = with_adapters(base)
+    gathers = calls["all_gather"] - before["all_gather"]
+    assert gathers == (stage == 3), "adapters are attached without a collective; only the head's values are copied"
+    assert {name: (param.shape, param.numel(), param.dtype) for name, param in model.named_parameters()} == shapes
+
+    engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=0))
+    assert relative(train_zero(engine, batches).norms, expected.norms) <= 1e-6
+    assert {name: (param.shape, param.numel(), param.dtype) for name, param in model.named_parameters()} == shapes
+
+    with zero.GatheredParameters(model.parameters()):
+        if rank == 0:
+            model.save_pretrained(folder)
+    torch.distributed.barrier()
+    reloaded = peft.PeftModel.from_pretrained(toy(), folder)
+    for name, value in reloaded.state_dict().items():
+        assert torch.allclose(value, expected.weights[name], rtol=0, atol=1e-6), name
+        assert "lora_B" not in name or value.abs().max() > 1e-4, "it was not trained"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_on_a_sharded_model(stage: int, tmp_path: Path) -> None:
+    run_on(2, attached_and_trained, stage, tmp_path)
