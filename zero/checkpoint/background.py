@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from zero.checkpoint.files import Slices
 from zero.checkpoint.ranks import Ranks, connect
-from zero.checkpoint.slices import Slices
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine

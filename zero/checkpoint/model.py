@@ -28,6 +28,8 @@ from zero.checkpoint.values import dtype_name
 _SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
@@ -84,7 +86,7 @@ def write_model(
     try:
         for name, of_file in files.items():
             with open(folder / f".{name}", "wb") as file:
-                file.write(_header(of_file))
+                file.write(header(of_file))
                 for tensor in of_file:
                     left = tensor.nbytes
                     while left > 0:
@@ -124,13 +126,16 @@ def _cut(tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int) -> d
     return {f"{stem}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)}
 
 
-def _header(tensors: Iterable[TensorSpec]) -> bytes:
+def header(tensors: Iterable[TensorSpec]) -> bytes:
+    """What a safetensors file of these tensors begins with."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        dtype = _SAFETENSORS[tensor.dtype]
-        entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        if tensor.dtype not in _SAFETENSORS:
+            raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored")
+        entry = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[tensor.name] = entry
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
     return len(encoded).to_bytes(8, "little") + encoded

@@ -4,7 +4,7 @@
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter; or a number, such as step
     plain/NAME             a buffer, or a parameter that is not sharded
 
-All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.slices`.
+All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.slices import SliceReader, Slices, add, whole
+from zero.checkpoint.files import SliceReader, Slices, add, whole
+from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of
@@ -119,12 +120,12 @@ def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     )
 
 
-def read_optimizer_state(engine: ZeroEngine, kinds: dict[str, dict], reader: SliceReader) -> None:
+def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
     """Give each of this rank's tiles the state that is stored.
 
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
     """
-    optimizer, slices, read = engine.optimizer, {}, []
+    optimizer, slices, read, kinds = engine.optimizer, {}, [], reader.manifest.optimizer.state
     optimizer.state.clear()  # what is read needs its room
     for tile in optimizer.tiles:
         parts = list(_parts(tile, engine.comm.rank))
@@ -193,12 +194,12 @@ def group_settings(engine: ZeroEngine) -> list[object]:
     ]
 
 
-def restore_group_settings(engine: ZeroEngine, description: dict) -> None:
+def restore_group_settings(engine: ZeroEngine, manifest: Manifest) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
-    groups, settings = engine.optimizer.param_groups, decode(description["optimizer"]["groups"])
+    groups, settings = engine.optimizer.param_groups, decode(manifest.optimizer.groups)
     if len(groups) == len(settings):
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
@@ -208,7 +209,7 @@ def restore_group_settings(engine: ZeroEngine, description: dict) -> None:
         logger.warning(text, len(settings), len(groups))
     first = {index: name for name, index in reversed(group_of(engine).items())}
     for index, name in first.items():
-        new = settings[description["parameters"][name]["group"]]
+        new = settings[manifest.parameters[name].group]
         _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
 
 
