@@ -84,7 +84,9 @@ def sync(folder: Path) -> None:
 
 def make_folders(folder: Path) -> None:
     """The folder and those above it, durable."""
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder))
+    if not folder.exists():
         make_folders(folder.parent)
         folder.mkdir(exist_ok=True)
         sync(folder.parent)
