@@ -17,7 +17,6 @@ import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -67,21 +66,28 @@ def add(slices: dict[str, Slices], key: str, numel: int, start: int, values: tor
 
 def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
     """`act` for each number, in a few threads; after an error the rest is left out, and the error raised."""
-    left, failed = iter(numbers), threading.Event()
+    left, errors = iter(list(numbers)), []
 
     def work() -> None:
         for number in left:  # shared: each thread takes the next one
-            if failed.is_set():
-                return
             try:
+                if errors:
+                    return
                 act(number)
-            except BaseException:
-                failed.set()
-                raise
+            except BaseException as error:
+                errors.append(error)
 
-    with ThreadPoolExecutor(THREADS, "zero checkpoint") as pool:
-        for done in [pool.submit(work) for _ in range(THREADS)]:
-            done.result()
+    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
+    try:
+        for number, helper in enumerate(helpers):
+            helper.start()
+    except RuntimeError:  # the interpreter is at its end, and a save in the background is not
+        helpers = helpers[:number]
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
 
 
 # -- writing
