@@ -17,6 +17,7 @@ import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -77,12 +78,12 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
             except BaseException as error:
                 errors.append(error)
 
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
-    try:
-        for number, helper in enumerate(helpers):
+    helpers = []
+    with suppress(RuntimeError):  # the interpreter may be at its end when a save in the background is not
+        for _ in range(THREADS - 1):
+            helper = threading.Thread(target=work, daemon=True)
             helper.start()
-    except RuntimeError:  # the interpreter is at its end, and a save in the background is not
-        helpers = helpers[:number]
+            helpers.append(helper)
     work()
     for helper in helpers:
         helper.join()

@@ -90,7 +90,7 @@ class Manifest(_Part):
     gradient_accumulation_steps: Count
     loss_scaler: Any
     lr_scheduler: Any
-    client_state: Any
+    client_state: dict[str, Any]
     random_states: list[Any]
     frozen_excluded: bool
     hf_config: dict[str, Any] | None
@@ -100,6 +100,12 @@ class Manifest(_Part):
     optimizer: OptimizerState | None
     files: dict[FileName, File]
     tensors: dict[str, StoredTensor]
+
+    @model_validator(mode="after")
+    def _every_rank_has_random_states(self) -> Manifest:
+        if len(self.random_states) != self.world_size:
+            raise ValueError(f"{len(self.random_states)} random states of {self.world_size} ranks")
+        return self
 
     @model_validator(mode="after")
     def _slices_fill_their_tensors(self) -> Manifest:
