@@ -74,6 +74,7 @@ INSIDE = {
         "definitions",
         "tuning",
         "finder",
+        "resume",
         "hook",
         "preemption",
         "__init__",
