@@ -42,7 +42,7 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
     cases = list(product(files, (flip, cut, remove), ("flag", "find_resumable")))
     chance.shuffle(cases)
-    for number, (file, damage, by) in enumerate(cases[: max(1, trials * 3 // 10)]):
+    for number, (file, damage, by) in enumerate(cases[: max(2, trials * 3 // 10)]):
         job = Job(folder / str(number), RANKS, "sync", by, None)
         shutil.copytree(template.output, job.output)
         damage(job.output / newest.name / file, chance)

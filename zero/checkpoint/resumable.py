@@ -169,10 +169,12 @@ _to_seal: tuple[Path, int] | None = None
 
 
 def seal_later(folder: Path, world_size: int) -> None:
-    """On rank 0: from now on `seal` looks whether the Trainer has completed its folder."""
+    """On rank 0: from now on `seal` looks whether the Trainer has completed its folder, which is incomplete so far."""
     global _to_seal
     seal()
     _to_seal = (folder, world_size) if job_folder(folder) != folder else None
+    for name in (SEAL, TRAINER_STATE) if _to_seal else ():  # of an earlier checkpoint of this step
+        disk.remove(folder / name)
 
 
 @atexit.register

@@ -24,9 +24,13 @@ def guard_checkpoints() -> None:
 
 
 def _audit(event: str, arguments: tuple) -> None:
-    if event == "os.listdir" and sys._getframe(1).f_code.co_name == "get_last_checkpoint":
+    if event == "os.listdir" and _called_by("get_last_checkpoint", 2):
         set_incomplete_aside(Path(arguments[0]))
-    elif event == "os.mkdir" and os.environ.get("RANK", "0") == "0":
-        folder = Path(os.fsdecode(arguments[0]))
+    elif event == "os.mkdir" and _called_by("_save", 3) and os.environ.get("RANK", "0") == "0":
+        folder = Path(os.fsdecode(arguments[0]))  # `Trainer._save` by way of `os.makedirs`
         if _CHECKPOINT.fullmatch(folder.name) and folder.parent.is_dir():
             lock(folder.parent)
+
+
+def _called_by(function: str, depth: int) -> bool:
+    return sys._getframe(depth).f_code.co_name == function
