@@ -64,12 +64,18 @@ def write(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[count:], position + count
 
 
-def read(path: Path) -> bytes:
-    """The content of a regular file; OSError for anything else of that name, a link or a pipe too."""
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file; OSError for anything else of that name, a link or a pipe too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file."""
+    with open(open_regular(path), "rb") as file:
         return file.read()
 
 

@@ -13,7 +13,6 @@ verifies the blocks that it lies in, while they are in the processor's cache, an
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -191,9 +190,9 @@ class SliceReader:
             of_file.sort(key=lambda target: target.position)
             self._read_file(name, of_file)
 
-    def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Compare all sums of all files, a share of the files for each rank; DamagedCheckpointError names one."""
-        for name in list(self.manifest.files)[rank::world_size]:
+    def verify(self) -> None:
+        """Compare all sums of all files; DamagedCheckpointError names one."""
+        for name in self.manifest.files:
             self._read_file(name, None)
 
     def _targets(self, key: str, wanted: Slices) -> Iterator[tuple[str, _Target]]:
@@ -213,7 +212,7 @@ class SliceReader:
     def _read_file(self, name: str, targets: list[_Target] | None) -> None:
         """Read and verify the blocks that targets, sorted by position, lie in; all blocks if that is None."""
         path, entry = self.folder / name, self.manifest.files[name]
-        descriptor = open_regular(path, entry)
+        descriptor = _open(path, entry)
         wanted: dict[int, list[_Target]] = {} if targets is not None else {n: [] for n in range(len(entry.sums))}
         for target in targets or ():
             for number in range(target.position // BLOCK, -(-target.end // BLOCK)):
@@ -244,22 +243,21 @@ class SliceReader:
         return self._scratch.block
 
 
-def open_regular(path: Path, entry: File) -> int:
-    """A descriptor of a file of a checkpoint that has the size that was written, and is no link to elsewhere."""
+def _open(path: Path, entry: File) -> int:
+    """A descriptor of a file of a checkpoint that has the size that was written."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = disk.open_regular(path)
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedCheckpointError(f"{path} is damaged: it cannot be opened: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_size == entry.bytes:
+    if (found := os.fstat(descriptor).st_size) == entry.bytes:
         return descriptor
     os.close(descriptor)
-    raise DamagedCheckpointError(f"{path} is damaged: {found.st_size} bytes, {entry.bytes} were written")
+    raise DamagedCheckpointError(f"{path} is damaged: {found} bytes, {entry.bytes} were written")
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Whether all files are there in their sizes, which is all that a crash can change; DamagedCheckpointError."""
     for name, entry in manifest.files.items():
-        os.close(open_regular(folder / name, entry))
+        os.close(_open(folder / name, entry))

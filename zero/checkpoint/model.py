@@ -6,14 +6,9 @@ The safetensors library's own writer wants all tensors of a file in memory; the 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import shutil
-import tempfile
-import threading
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +85,7 @@ def write_model(
                 for tensor in of_file:
                     left = tensor.nbytes
                     while left > 0:
-                        left -= file.write(_bytes_of(next(parts)))
+                        left -= file.write(bytes_of(next(parts)))
                     assert left == 0, tensor.name
                 file.flush()
                 os.fsync(file.fileno())
@@ -141,61 +136,10 @@ def header(tensors: Iterable[TensorSpec]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Of a tensor in host memory."""
     return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# -- a state dict outside of the process's own memory
-
-
-# Bytes of a mapped model that may count as the process's own.
-_RESIDENT = 1 << 29
-
-
-def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
-    """Again and again as long as the mapping is used: pages that were read stay in the system's cache alone.
-
-    They would be dropped when memory is short, but limits on resident memory count them until then.
-    """
-    while (memory := mapped()) is not None:
-        memory.madvise(mmap.MADV_DONTNEED)
-        del memory
-        time.sleep(0.02)
-
-
-def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
-
-    The kernel reads and drops their pages as needed, so they take none of the process's own memory; the space on the
-    disk is free again when the last of them is gone. The file is made where temporary files go (`TMPDIR`), or in the
-    working directory if only that has room for `nbytes`.
-
-    Raises OSError if there is no such room.
-    """
-    places = [tempfile.gettempdir(), os.getcwd()]
-    place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)
-    if place is None:
-        raise OSError(
-            f"no room for the {megabytes(nbytes)} of the model in {' or '.join(places)}; set TMPDIR to a disk"
-        )
-    entries: list[tuple[str, torch.Size, torch.dtype, int]] = []
-    with tempfile.TemporaryFile(dir=place) as file:
-        for name, tensor in tensors:
-            file.write(b"\0" * (-file.tell() % 64))
-            entries.append((name, tensor.shape, tensor.dtype, file.tell()))
-            file.write(_bytes_of(tensor))
-        file.write(b"\0")  # an empty file cannot be mapped
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
-    if nbytes > _RESIDENT:
-        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
-    return {
-        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
-        if shape.numel()
-        else torch.empty(shape, dtype=dtype)
-        for name, shape, dtype, offset in entries
-    }

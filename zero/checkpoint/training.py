@@ -128,8 +128,9 @@ def _collect(
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
     for kinds, _ in gathered:  # a rank whose shards are all padding knows none
-        if kinds:
-            description["optimizer"]["state"] |= kinds
+        for key, kind in kinds.items():
+            merged = description["optimizer"]["state"].setdefault(key, kind)
+            merged.get("numbers", {}).update(kind.get("numbers", {}))
     return slices, description
 
 
@@ -159,6 +160,8 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
         },
         "optimizer": None,
         "hf_config": model_config(engine.module),
+        "files": {},
+        "tensors": {},
     }
     if optimizer is not None:
         groups, classes = state.group_settings(engine), state.classes_of(optimizer.optimizer)
@@ -187,23 +190,16 @@ def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: 
         folders.commit(folder, description["tag"], description, latest=latest)
 
     try:
-        written = ranks.each(lambda: write(slices, folder, DATA_FILE.format(ranks.rank)))
-        description["files"] = {of_rank["name"]: of_rank["file"] for of_rank in written}
-        description["tensors"] = _tensors(written)
+        for of_rank in ranks.each(lambda: write(slices, folder, DATA_FILE.format(ranks.rank))):
+            description["files"][of_rank["name"]] = of_rank["file"]
+            for key, entry in of_rank["tensors"].items():
+                tensor = description["tensors"].setdefault(key, entry | {"slices": []})
+                tensor["slices"] += entry["slices"]
         ranks.on_first(commit)
     except Exception:
         if ranks.rank == 0:
             folders.abandon(folder)
         raise
-
-
-def _tensors(written: list[dict]) -> dict[str, dict]:
-    """Where each tensor's slices are, of what all ranks have written."""
-    tensors: dict[str, dict] = {}
-    for of_rank in written:
-        for key, entry in of_rank["tensors"].items():
-            tensors.setdefault(key, entry | {"slices": []})["slices"] += entry["slices"]
-    return tensors
 
 
 # -- load
