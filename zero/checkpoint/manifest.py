@@ -70,10 +70,17 @@ class Value(_Part):
     group: Count | None = None
 
 
+class StateKey(_Part):
+    """The dtype of what is sliced like the parameter, or one number for each parameter."""
+
+    dtype: str | None = None
+    numbers: dict[str, Any] | None = None
+
+
 class OptimizerState(_Part):
-    classes: list[str]
+    classes: list[str] = Field(min_length=1)
     groups: list[Any]
-    state: dict[str, dict[str, Any]]
+    state: dict[str, StateKey]
 
 
 class Manifest(_Part):

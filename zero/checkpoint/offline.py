@@ -163,7 +163,7 @@ def describe(checkpoint: str | os.PathLike) -> str:
         f"parameters   {count:,}, {trained:,} of them trained, computing in {dtypes}",
         f"optimizer    {optimizer.classes[0] if optimizer else 'none'}",
         f"scheduler    {manifest.lr_scheduler or 'none'}",
-        f"loss scale   {scaler['scale'] if scaler else 'none'}",
+        f"loss scale   {scaler.get('scale') if isinstance(scaler, dict) else 'none'}",
         f"client state {', '.join(map(str, decode(manifest.client_state))) or 'none'}",
         "",
         *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in sizes.items()),

@@ -128,10 +128,10 @@ def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
             continue  # a tile of padding gets its state from the optimizer, as it did when training began
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
         for key, kind in reader.manifest.optimizer.state.items():
-            if "numbers" in kind:
-                state[key] = _number(key, kind["numbers"], [name for name, *_ in parts], tile, optimizer.param_groups)
+            if kind.numbers is not None:
+                state[key] = _number(key, kind.numbers, [name for name, *_ in parts], tile, optimizer.param_groups)
                 continue
-            state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind["dtype"]))
+            state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
     reader.read(slices)
