@@ -8,7 +8,8 @@ fp32 parameters, masters and two moments; every variant in its own processes. Th
 round, since a shared machine's disk is now fast and now slow, and each saves several times in a round; the medians over
 all saves are reported, and the first `blocked`, when memory for the copy is new. `blocked`: seconds until training may
 go on; `step`, `after`: of the training step before the save and of the one after; `total`: until everything is on disk,
-asynchronously with that step between; `load`: with nothing in the page cache; `extra MB`: largest anonymous memory.
+asynchronously with that step between; `cold`: loading with nothing in the page cache, `load`: with the files in it;
+`extra MB`: largest anonymous memory. `ours-unsynced` leaves out every fsync: the difference is what durability costs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 
 from benchmarks.launch import REPOSITORY, run_ranks
 
-OURS = ["ours", "ours-async", "dcp", "dcp-async"]
+OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -37,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--saves", type=int, default=3, help="saves of each variant in each round")
+    parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
     parser.add_argument("--folder", type=Path, help="where to write; default: where temporary files go")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
     args = parser.parse_args()
@@ -50,7 +52,7 @@ def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """One job of one variant; see `benchmarks.checkpoint_worker` for what a rank reports."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         command = ["-m", "benchmarks.checkpoint_worker", "--variant", variant, "--folder", folder]
-        command += ["--saves", str(args.saves)]
+        command += ["--saves", str(args.saves), "--model", args.model]
         python, env = sys.executable, {}
         if variant == "deepspeed":
             # The launcher of that environment would otherwise look for a GPU.
@@ -67,18 +69,19 @@ def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
     }
     row["memory"] = max(save["memory"] for of_ranks in saves for save in of_ranks)
     row["blocked first"] = max(rank["saves"][0]["blocked"] for rank in jobs[0])
-    row["load"] = statistics.median(max(rank["load"] for rank in ranks) for ranks in jobs)
+    for name in ("load", "cold"):
+        row[name] = statistics.median(max(rank[name] for rank in ranks) for ranks in jobs)
     return row
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        "variant      blocked s  first s   step s  after s  total s   load s       MB  extra MB",
+        "variant        blocked s  first s   step s  after s  total s   load s   cold s       MB  extra MB",
     ]
     for variant, row in rows.items():
-        seconds = ("blocked", "blocked first", "step before", "step after", "total", "load")
+        seconds = ("blocked", "blocked first", "step before", "step after", "total", "load", "cold")
         cells = [f"{row[name]:7.2f}" for name in seconds] + [f"{row[name] / 1e6:7.0f}" for name in ("bytes", "memory")]
-        lines.append("  ".join([f"{variant:<13}", *cells]))
+        lines.append("  ".join([f"{variant:<15}", *cells]))
     return "\n".join(lines)
 
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import t5
 from benchmarks.launch import report
-from benchmarks.t5 import T5_250M, build_t5, synthetic_batches
+from benchmarks.t5 import build_t5, synthetic_batches
 
 BUILD_SEED = 1
-VOCABULARY = T5_250M["vocab_size"]
 
 
 @dataclass
@@ -67,6 +67,11 @@ def ours(model: nn.Module) -> Checkpoints:
 
     engine = _engine(zero, model, {})
     return Checkpoints(_step_of(engine), engine.save_checkpoint, None, engine.load_checkpoint)
+
+
+def ours_unsynced(model: nn.Module) -> Checkpoints:
+    os.fsync = os.fdatasync = lambda descriptor: None
+    return ours(model)
 
 
 def ours_async(model: nn.Module) -> Checkpoints:
@@ -127,6 +132,7 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
 
 VARIANTS = {
     "ours": ours,
+    "ours-unsynced": ours_unsynced,
     "ours-async": ours_async,
     "dcp": dcp,
     "dcp-async": lambda model: dcp(model, asynchronous=True),
@@ -212,12 +218,13 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--saves", type=int, required=True)
+    parser.add_argument("--model", required=True)
     args = parser.parse_args()
-    model = build_t5(T5_250M, BUILD_SEED)
+    model = build_t5(getattr(t5, args.model), BUILD_SEED)
     parameters = model.num_parameters()
     variant = VARIANTS[args.variant](model)
     rank = dist.get_rank()
-    batches = synthetic_batches(VOCABULARY, 1, 8, 8, seed=rank)
+    batches = synthetic_batches(getattr(t5, args.model)["vocab_size"], 1, 8, 8, seed=rank)
     variant.step(next(batches))
     saves = []
     for number in range(args.saves):
@@ -227,8 +234,8 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         forget(args.folder)
-    load = timed(lambda: variant.load(args.folder / str(args.saves - 1)))
-    report({"parameters": parameters, "saves": saves, "load": load})
+    cold, load = (timed(lambda: variant.load(args.folder / str(args.saves - 1))) for _ in range(2))
+    report({"parameters": parameters, "saves": saves, "load": load, "cold": cold})
     dist.destroy_process_group()
 
 

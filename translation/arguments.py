@@ -334,9 +334,11 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
     folder = given.output_dir
     if not given.do_train or given.overwrite_output_dir or given.resume_from_checkpoint:
         return
-    files = set(os.listdir(folder)) if folder and os.path.isdir(folder) else set()
+    if not folder or not os.path.isdir(folder) or get_last_checkpoint(folder) is not None:
+        return
     # What a run that ended before its first checkpoint has written is no reason to stop.
-    if files - {report.FILE} and get_last_checkpoint(folder) is None:
+    left = [name for name in os.listdir(folder) if not name.startswith((".zero", "incomplete-checkpoint-"))]
+    if set(left) - {report.FILE}:
         raise InputError(
             f"--output_dir {folder} has files in it and no checkpoint to resume from: name another folder,"
             f" or give --overwrite_output_dir to train into this one"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zero.clock import Clock
-from zero.watchdog import Watchdog
+from zero.watchdog import Watchdog, end_with_launcher
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Most bytes of a message to be summed: malloc has memory for them, while larger ones come into new pages each time.
@@ -295,6 +295,8 @@ def communicator() -> Communicator:
     if not is_initialized():
         init_distributed()
     device = compute_device()
+    if not _communicators:
+        end_with_launcher()
     if device not in _communicators or _communicators[device].is_destroyed:
         _communicators[device] = Communicator(device)
     return _communicators[device]

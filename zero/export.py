@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +19,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, model_config, on_disk, write_model
+from zero.checkpoint.folder import megabytes
+from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, model_config, write_model
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names, values_of
 from zero.comm import Communicator, Pending
@@ -176,7 +183,7 @@ def save_16bit_model(
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
 
-    The tensors lie in a temporary file, see `zero.checkpoint.model.on_disk`: besides two gathered units a rank needs no
+    The tensors lie in a temporary file, see `on_disk`: besides two gathered units a rank needs no
     memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
     """
     names, nbytes = [spec.name for spec in weights.specs], sum(spec.nbytes for spec in weights.specs)
@@ -209,3 +216,55 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
     kept = {name: state[name].detach() for name in first.values()}
     copies = on_disk(((name, value.cpu()) for name, value in kept.items()), sum(v.nbytes for v in kept.values()))
     return {name: copies[same_as[name]] for name in state}
+
+
+# -- a state dict outside of the process's own memory
+
+
+# Bytes of a mapped model that may count as the process's own.
+_RESIDENT = 1 << 29
+
+
+def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
+    """Again and again as long as the mapping is used: pages that were read stay in the system's cache alone.
+
+    They would be dropped when memory is short, but limits on resident memory count them until then.
+    """
+    while (memory := mapped()) is not None:
+        memory.madvise(mmap.MADV_DONTNEED)
+        del memory
+        time.sleep(0.02)
+
+
+def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
+    """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
+
+    The kernel reads and drops their pages as needed, so they take none of the process's own memory; the space on the
+    disk is free again when the last of them is gone. The file is made where temporary files go (`TMPDIR`), or in the
+    working directory if only that has room for `nbytes`.
+
+    Raises OSError if there is no such room.
+    """
+    places = [tempfile.gettempdir(), os.getcwd()]
+    place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)
+    if place is None:
+        raise OSError(
+            f"no room for the {megabytes(nbytes)} of the model in {' or '.join(places)}; set TMPDIR to a disk"
+        )
+    entries: list[tuple[str, torch.Size, torch.dtype, int]] = []
+    with tempfile.TemporaryFile(dir=place) as file:
+        for name, tensor in tensors:
+            file.write(b"\0" * (-file.tell() % 64))
+            entries.append((name, tensor.shape, tensor.dtype, file.tell()))
+            file.write(bytes_of(tensor))
+        file.write(b"\0")  # an empty file cannot be mapped
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
+    if nbytes > _RESIDENT:
+        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
+    return {
+        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+        if shape.numel()
+        else torch.empty(shape, dtype=dtype)
+        for name, shape, dtype, offset in entries
+    }

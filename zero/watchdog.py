@@ -138,3 +138,17 @@ class Watchdog:
     @staticmethod
     def _key(rank: int) -> str:
         return f"zero_watchdog/rank{rank}"
+
+
+def end_with_launcher() -> None:
+    """End this process when torchrun, which started it, was killed: nobody else would, and it would train on."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="zero-launcher", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    rank = os.environ.get("RANK", "0")
+    print(f"zero: [rank {rank}] the launcher (process {launcher}) is gone: this rank ends", file=sys.stderr, flush=True)
+    os._exit(1)

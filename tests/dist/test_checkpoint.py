@@ -23,8 +23,9 @@ from tests.dist.training import (
 )
 from tests.parity.models import batches, build
 from tests.tolerance import rounding
-from zero.checkpoint.folder import locate, read_description
-from zero.checkpoint.slices import SliceReader, whole
+from zero.checkpoint.files import SliceReader, whole
+from zero.checkpoint.folder import locate
+from zero.checkpoint.manifest import read_manifest
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -35,7 +36,8 @@ STEPS = 3
 
 def stored(folder: str | Path) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint in `folder`, flattened, by its key."""
-    reader = SliceReader(locate(Path(folder), None))
+    newest = locate(Path(folder), None)
+    reader = SliceReader(newest, read_manifest(newest))
     tensors = {}
     for key, nbytes in reader.stored_bytes().items():
         tensors[key] = torch.full((nbytes // reader.dtype(key).itemsize,), float("nan")).to(reader.dtype(key))
@@ -183,7 +185,7 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
         "first.bias",
         "scale",
     }
-    assert read_description(locate(tmp_path, None))["tied"] == {"last.weight": "first.weight"}
+    assert read_manifest(locate(tmp_path, None)).tied == {"last.weight": "first.weight"}
 
 
 def test_frozen_parameters_may_be_left_out(tmp_path):
@@ -349,7 +351,7 @@ def tag_of_each_rank(rank: int, world_size: int, validation: str, folder: str) -
         engine.save_checkpoint(folder, tag=f"of_rank_{rank}")
     except ValueError as error:
         return str(error)
-    return ", ".join(path.name for path in sorted(Path(folder).iterdir()))
+    return ", ".join(path.name for path in sorted(Path(folder).iterdir()) if path.name[0] != ".")
 
 
 @pytest.mark.parametrize("validation", ["FAIL", "warn", "Ignore"])

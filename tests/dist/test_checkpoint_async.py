@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
 from tests.dist.pool import run_on
 from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.training import ds_config, start, train_zero
-from tests.launch import torchrun
+from tests.launch import kill_tree, test_environment, torchrun
 from tests.parity.models import batches, build
-from zero.checkpoint.folder import find_intact, locate
-from zero.checkpoint.slices import SliceWriter
+from zero.checkpoint import training
+from zero.checkpoint.disk import LOCK
+from zero.checkpoint.folder import locate
+from zero.checkpoint.resumable import find_intact
 from zero.engine import ZeroEngine
 
 ASYNC = {"checkpoint": {"async_save": True}}
@@ -31,15 +38,15 @@ def state(engine: ZeroEngine) -> list[torch.Tensor]:
 def save_and_train_on(rank: int, world_size: int, folder: str) -> tuple[bool, bool, str]:
     """Nothing is written before two more steps are done, and a second save waits for the first."""
     engine, _ = start(build("gpt2"), ds_config(bf16={"enabled": True}) | ASYNC)
-    data, trained, write_data = batches("gpt2", 4), threading.Event(), SliceWriter.write_data
+    data, trained, write = batches("gpt2", 4), threading.Event(), training.write
 
     def write_later(*args):
         assert trained.wait(60)
-        return write_data(*args)
+        return write(*args)
 
     train_zero(engine, data[:2])
     expected = state(engine)
-    with mock.patch.object(SliceWriter, "write_data", write_later):
+    with mock.patch.object(training, "write", write_later):
         engine.save_checkpoint(folder)
         train_zero(engine, data[2:])
         moved = not torch.equal(expected[0], state(engine)[0])
@@ -86,7 +93,39 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
     first, second = run_on(2, fail_in_the_background, str(tmp_path))
     assert first == second
     assert "rank 1" in first[1] and "File too large" in first[1] and first[2] == "global_step1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "global_step1", "latest", "zero_to_fp32.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != LOCK) == [
+        "after",
+        "global_step1",
+        "latest",
+        "zero_to_fp32.py",
+    ]
+
+
+def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Each saves while the other one's save is running, under the same name every other time."""
+    engines = [start(build("gpt2"), ds_config() | ASYNC)[0] for _ in range(2)]
+    same = []
+    for number in range(4):
+        tags = ["same", "same"] if number % 2 else ["a", "b"]
+        expected = []
+        for engine, tag in zip(engines, tags, strict=True):
+            train_zero(engine, batches("gpt2", 1))
+            expected.append(state(engine))
+            engine.save_checkpoint(folder, tag=tag)
+        for engine in engines:
+            engine.wait_for_checkpoint()
+        other, _ = start(build("gpt2"), ds_config())
+        for tag in set(tags):
+            other.load_checkpoint(folder, tag=tag)
+            wanted = expected if tag == "same" else [expected[tags.index(tag)]]
+            same.append(any(all(map(torch.equal, state(other), each)) for each in wanted))
+    return same
+
+
+def test_two_engines_save_into_one_folder(tmp_path):
+    assert run_on(2, two_engines, str(tmp_path)) == [[True] * 6] * 2
+    left = {path.name for path in tmp_path.iterdir() if path.name != LOCK}
+    assert left == {"a", "b", "same", "latest", "zero_to_fp32.py"}
 
 
 SCRIPT = """
@@ -121,3 +160,39 @@ def test_exit_waits_and_tells_of_a_failure(disk, tmp_path):
     assert not list((tmp_path / "checkpoints").glob(".saving*"))
     assert (process.returncode == 0) == (disk == "free"), process.stderr
     assert ("File too large" in process.stderr) == (disk == "full")
+
+
+ENDLESS = """
+import os, sys, time
+import zero
+
+engine = zero.initialize(model=__import__("torch").nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})[0]
+open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w")
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ranks_end_when_torchrun_is_killed(nproc, tmp_path):
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    pids.mkdir()
+    script.write_text(ENDLESS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    process = subprocess.Popen([*launcher, script, pids], env=test_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(list(pids.iterdir())) == nproc)
+        process.kill()
+        ranks = [int(path.name.split("-")[1]) for path in pids.iterdir()]
+        wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+        assert f"the launcher (process {process.pid}) is gone" in process.communicate()[1]
+    finally:
+        kill_tree(process.pid)
+        for path in pids.iterdir():
+            kill_tree(int(path.name.split("-")[1]))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

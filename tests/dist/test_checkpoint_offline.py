@@ -18,8 +18,8 @@ from tests.dist.training import ds_config, start, train_zero
 from tests.launch import run
 from tests.parity.models import batches, build
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate
-from zero.checkpoint.slices import Slices
 
 
 def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -132,16 +132,13 @@ def test_consolidate_overwrites_no_model(checkpoint, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
 
 
-def test_large_tensors_are_cut_into_bounded_slices():
-    values = torch.arange(10)
-    slices = Slices(14, {3: values})
-    slices.split(4)
-    assert {start: part.tolist() for start, part in slices.parts.items()} == {
-        3: [0, 1, 2, 3],
-        7: [4, 5, 6, 7],
-        11: [8, 9],
-    }
-    assert all(part.untyped_storage().data_ptr() == values.data_ptr() for part in slices.parts.values())
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_all_ranks_hold_is_written_once(world_size):
+    values, found = torch.arange(10), {}
+    for rank in range(world_size):
+        for first, part in Slices(14, {3: values}).share(rank, world_size).parts.items():
+            found |= dict(enumerate(part.tolist(), first))
+    assert found == dict(enumerate(range(10), 3))
 
 
 def command(*arguments: object) -> tuple[int, str, str]:

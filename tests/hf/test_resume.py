@@ -97,15 +97,18 @@ def preempted(tmp_path_factory):
 def resumed(straight, preempted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     sources = {name: straight[0] / name / f"checkpoint-{SAVED}" for name in CONFIGS}
-    # A save that was killed, too, leaves a folder like this one.
+    # A save that was killed, too, leaves a folder like this one: the ordinary flag passes over it, in the same folder.
     (straight[0] / "killed" / f"checkpoint-{KILLED}").mkdir()
-    sources["killed"] = find_resumable(straight[0] / "killed")
+    sources["killed"] = None
     sources["preempted"] = find_resumable(preempted[0] / "preempted")
     jobs = {
         name: _job(name if name in CONFIGS else "sections", folder / name, 2, resume=str(source))
         for name, source in sources.items()
     }
-    return _run(folder, 2, jobs)
+    jobs["killed"] = _job("sections", straight[0] / "killed", 2, resume=True)
+    reports = _run(folder, 2, jobs)
+    assert (straight[0] / "killed" / f"incomplete-checkpoint-{KILLED}").is_dir()
+    return reports
 
 
 def test_sigterm_leaves_a_checkpoint_of_the_step_at_hand(preempted):

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import shutil
-import zlib
+import signal
+import time
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.unit.checkpoints import load, save
+from zero.__main__ import main
+from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
 from zero.checkpoint import folder as folders
+from zero.checkpoint import manifest as manifests
+from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
+from zero.checkpoint.resumable import find_intact, find_resumable, offer, read_verified
+from zero.errors import UsageError
 
-
-def save(save_dir: Path, tag: str, content: bytes = b"weights", latest: bool = True) -> Path:
-    """What `save_checkpoint` does on disk, with one small file."""
-    folder = folders.begin(save_dir, tag, len(content))
-    (folder / "data").write_bytes(content)
-    description = {
-        "format": folders.FORMAT,
-        "version": folders.FORMAT_VERSION,
-        "files": {"data": {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}},
-        "nested": {"a": 1, "b": [1.5]},
-    }
-    folders.commit(folder, tag, description, latest=latest)
-    return save_dir / tag
-
-
-def load(load_dir: Path, tag: str | None = None) -> bytes:
-    folder = folders.locate(load_dir, tag)
-    folders.verify(folder, folders.read_description(folder)["files"].items())
-    return (folder / "data").read_bytes()
+DATA = "rank00000.safetensors"
 
 
 def hidden(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+    return [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != disk.LOCK]
 
 
 class Crash(BaseException):
@@ -72,39 +65,40 @@ def test_a_crash_at_any_system_call_leaves_a_checkpoint_that_loads(tag, tmp_path
     seen = set()
     for survived in range(100):
         folder = tmp_path / str(survived)
-        save(folder, "global_step1", b"old")
+        save(folder, "global_step1", 1)
         with monkeypatch.context() as patch:
             crash = CrashAt(patch, survived)
             try:
-                save(folder, tag, b"new")
+                save(folder, tag, 2)
                 finished = True
             except Crash:
                 finished = False
             crash.left = 1000
+        folders._writing.clear()  # the next process knows nothing of this one's saves
         content = load(folder)
-        assert content in ((b"new",) if finished else (b"old", b"new"))
+        assert content in ((2,) if finished else (1, 2))
         seen.add(content)
         # The next save cleans up, and loses nothing on the way.
-        save(folder, "global_step3", b"next")
-        assert load(folder) == b"next" and hidden(folder) == []
-        assert load(folder, "global_step1") in ((b"old",) if tag == "global_step2" else (b"old", b"new"))
+        save(folder, "global_step3", 3)
+        assert load(folder) == 3 and hidden(folder) == []
+        assert load(folder, "global_step1") in ((1,) if tag == "global_step2" else (1, 2))
         if finished:
-            assert survived >= 8 and seen == {b"old", b"new"}
+            assert survived >= 8 and seen == {1, 2}
             return
     raise AssertionError("the save never finished")
 
 
 def test_latest_changes_last_and_only_when_asked(tmp_path):
-    save(tmp_path, "global_step1", b"1")
-    save(tmp_path, "probe", b"p", latest=False)
-    assert load(tmp_path) == b"1" and load(tmp_path, "probe") == b"p"
+    save(tmp_path, "global_step1", 1)
+    save(tmp_path, "probe", 7, latest=False)
+    assert load(tmp_path) == 1 and load(tmp_path, "probe") == 7
 
 
 def test_without_a_pointer_the_highest_number_is_newest(tmp_path):
     for number in (9, 10):
-        save(tmp_path, f"global_step{number}", str(number).encode())
+        save(tmp_path, f"global_step{number}", number)
     (tmp_path / "latest").unlink()
-    assert load(tmp_path) == b"10"
+    assert load(tmp_path) == 10
     assert folders.locate(tmp_path / "global_step9", None) == tmp_path / "global_step9"
     assert folders.locate(tmp_path / "nowhere", None) is None
 
@@ -122,11 +116,11 @@ def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatc
 def test_files_that_went_to_another_disk_are_noticed(tmp_path):
     folder = folders.begin(tmp_path, "global_step1", 0)
     with pytest.raises(OSError, match="same file system"):
-        folders.commit(folder, "global_step1", {"files": {"__1_0.distcp": {"bytes": 3}}}, latest=True)
+        folders.commit(folder, "global_step1", {"files": {"rank00001.safetensors": {"bytes": 3}}}, latest=True)
     assert folders.locate(tmp_path, None) is None
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/tmp/a", ".hidden", "latest"])
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/tmp/a", ".hidden", "latest", "a\0b"])
 def test_tags_that_are_no_folder_names(tag):
     with pytest.raises(ValueError, match="tag"):
         folders.check_tag(tag)
@@ -138,68 +132,293 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def become_link(path: Path) -> None:
+    """To a file with the same content, outside."""
+    path.rename(path.parents[2] / "outside")
+    path.symlink_to(path.parents[2] / "outside")
+
+
+def become_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 DAMAGE = {
-    "flipped": (lambda folder: flip(folder / "data"), "data is damaged: its checksum"),
-    "truncated": (lambda folder: os.truncate(folder / "data", 3), "data is damaged: 3 bytes, 7 were written"),
-    "missing": (lambda folder: (folder / "data").unlink(), "data is missing"),
-    "description flipped": (lambda folder: flip(folder / folders.DESCRIPTION), "checkpoint.json is damaged"),
-    "description truncated": (
-        lambda folder: os.truncate(folder / folders.DESCRIPTION, 40),
-        "checkpoint.json is damaged",
-    ),
-    "description missing": (lambda folder: (folder / folders.DESCRIPTION).unlink(), "checkpoint.json is missing"),
+    "flipped": (lambda folder: flip(folder / DATA), f"{DATA} is damaged: its checksum"),
+    "truncated": (lambda folder: os.truncate(folder / DATA, 3), f"{DATA} is damaged: 3 bytes, "),
+    "missing": (lambda folder: (folder / DATA).unlink(), f"{DATA} is missing"),
+    "a link": (lambda folder: become_link(folder / DATA), f"{DATA} is damaged: it cannot be opened"),
+    "a pipe": (lambda folder: become_pipe(folder / DATA), f"{DATA} is damaged: .* not a regular file"),
+    "manifest flipped": (lambda folder: flip(folder / MANIFEST), "checkpoint.json is damaged"),
+    "manifest truncated": (lambda folder: os.truncate(folder / MANIFEST, 40), "checkpoint.json is damaged"),
+    "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), "checkpoint.json is missing"),
+    "manifest a pipe": (lambda folder: become_pipe(folder / MANIFEST), "not a regular file"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_named(damage, tmp_path):
     inflict, message = DAMAGE[damage]
-    save(tmp_path, "global_step1")
-    inflict(save(tmp_path, "global_step2"))
-    with pytest.raises(folders.DamagedCheckpointError, match=message):
-        load(tmp_path)
-    assert folders.find_intact(tmp_path) == tmp_path / "global_step1"
-    assert folders.offer(tmp_path / "global_step2").endswith(str(tmp_path / "global_step1"))
+    folder = tmp_path / "a"
+    save(folder, "global_step1")
+    inflict(save(folder, "global_step2"))
+    with pytest.raises(DamagedCheckpointError, match=message):
+        load(folder)
+    assert find_intact(folder) == folder / "global_step1"
+    assert offer(folder / "global_step2").endswith(str(folder / "global_step1"))
 
 
 def test_every_flipped_byte_of_the_description_is_noticed(tmp_path):
-    path = save(tmp_path, "global_step1") / folders.DESCRIPTION
+    path = save(tmp_path, "global_step1") / MANIFEST
     content = path.read_bytes()
     for position, byte in enumerate(content):
         if chr(byte).isspace():
             continue
         path.write_bytes(content[:position] + bytes([byte ^ 1]) + content[position + 1 :])
         with pytest.raises(ValueError, match="checkpoint.json"):
-            folders.read_description(path.parent)
+            read_manifest(path.parent)
 
 
 def test_offers_come_from_the_trainers_folders_and_are_earlier(tmp_path):
     for number in (5, 10, 15, 20):
         save(tmp_path / f"checkpoint-{number}", f"global_step{number}")
-        (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
-    flip(tmp_path / "checkpoint-10" / "global_step10" / "data")
+    flip(tmp_path / "checkpoint-10" / "global_step10" / DATA)
     damaged = tmp_path / "checkpoint-15" / "global_step15"
-    flip(damaged / "data")
-    assert folders.offer(damaged).endswith(f"is {tmp_path / 'checkpoint-5'}")
-    assert folders.find_intact(tmp_path) == tmp_path / "checkpoint-20" / "global_step20"
-    assert "no earlier" in folders.offer(tmp_path / "checkpoint-5" / "global_step5")
+    flip(damaged / DATA)
+    assert offer(damaged).endswith(f"is {tmp_path / 'checkpoint-5'}")
+    assert find_intact(tmp_path) == tmp_path / "checkpoint-20" / "global_step20"
+    assert "no earlier" in offer(tmp_path / "checkpoint-5" / "global_step5")
 
 
-def test_the_folder_to_resume_from_is_complete_and_intact(tmp_path):
-    for number in (5, 10, 15, 20):
-        save(tmp_path / f"checkpoint-{number}", f"global_step{number}")
-        if number < 20:  # the run was killed before the Trainer wrote its own state
-            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}" if number < 15 else '{"a')
-    save(tmp_path, "global_step30")
-    assert folders.find_resumable(tmp_path) == tmp_path / "checkpoint-10"
-    flip(tmp_path / "checkpoint-10" / "global_step10" / "data")
-    assert folders.find_resumable(tmp_path) == tmp_path / "checkpoint-5"
-    assert folders.find_resumable(tmp_path / "nowhere") is None
-
-
-def test_a_newer_format_is_not_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "FORMAT_VERSION", 2)
-    save(tmp_path, "global_step1")
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_not_damage(version, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifests, "FORMAT_VERSION", version)
+    save(tmp_path, "global_step1", version=version)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="format version 2, this program reads 1"):
+    with pytest.raises(ValueError, match=f"format version {version}, this program reads 2 alone; go on from it"):
         load(tmp_path)
+
+
+# -- hostile folders
+
+
+def forge(folder: Path, change) -> None:
+    """As somebody would who knows the format: with a checksum that is right."""
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["checksum"]
+    change(content)
+    (folder / MANIFEST).write_text(manifests.to_text(content))
+
+
+def outside(content: dict) -> None:
+    content["files"]["../../outside"] = content["files"].pop(DATA)
+    content["tensors"]["weights/w"]["slices"][0][2] = "../../outside"
+
+
+FORGERIES = {
+    "a path": (outside, "files"),
+    "a place beyond the end": (lambda c: c["tensors"]["weights/w"]["slices"][0].__setitem__(3, 2**40), "no such place"),
+    "a hole": (lambda c: c["tensors"]["weights/w"].__setitem__("numel", 5), "of 5 elements are there"),
+    "a dtype": (lambda c: c["tensors"]["weights/w"].__setitem__("dtype", "nn"), "unknown dtype"),
+    "a shape": (lambda c: c.__setitem__("parameters", {"w": {"shape": ["x"], "dtype": "float32"}}), "parameters.w"),
+    "nothing": (dict.clear, "format"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_manifest_is_refused_by_name(forgery, tmp_path):
+    change, message = FORGERIES[forgery]
+    forge(save(tmp_path, "global_step1"), change)
+    with pytest.raises(DamagedCheckpointError, match=f"checkpoint.json is damaged: .*{message}"):
+        read_verified(tmp_path / "global_step1")
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, (Planted.place,)
+
+
+def test_no_file_of_a_checkpoint_is_executed(tmp_path, capsys):
+    """Every file becomes a pickle that runs when it is read; every program that reads checkpoints says no."""
+    Planted.place = str(tmp_path / "executed")
+    folder = save(tmp_path / "checkpoints", "global_step1")
+    for path in [*folder.iterdir(), folder / ".metadata"]:
+        path.write_bytes(pickle.dumps(Planted()))
+    for arguments in (["inspect", folder], ["inspect", folder.parent], ["consolidate", folder, tmp_path / "out"]):
+        with pytest.raises(SystemExit):
+            main([str(argument) for argument in arguments])
+        assert "checkpoint.json is damaged" in capsys.readouterr().err
+    with pytest.raises(DamagedCheckpointError):
+        get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert not Path(Planted.place).exists()
+
+
+def test_nothing_in_the_package_unpickles():
+    package = Path(folders.__file__).parents[1]
+    words = ("import pickle", "torch.load(", "weights_only", "marshal", "shelve", "from pickle")
+    found = [(path.name, word) for path in package.rglob("*.py") for word in words if word in path.read_text()]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["zero_to_fp32.py", "latest", ".saving-x", ".saving-global_step1", ".replaced-y"])
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+def test_what_lies_in_the_way_of_a_save(name, kind, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    if kind == "link":
+        (folder / name).symlink_to(precious)
+    elif kind == "file":
+        (folder / name).write_text("")
+    elif name.startswith("."):
+        (folder / name).mkdir()
+    else:
+        pytest.skip("a folder of that name cannot be replaced by a file")
+    save(folder, "global_step1", 5)
+    assert load(folder) == 5 and precious.read_text() == "precious"
+    assert not (folder / "zero_to_fp32.py").is_symlink()
+
+
+# -- two jobs
+
+
+def other_job(folder: Path) -> int:
+    """The process id of a job that has `folder`."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        disk.lock(folder)
+        os.write(writer, b"has it")
+        while True:
+            time.sleep(1)
+    assert os.read(reader, 6) == b"has it"
+    return pid
+
+
+def test_a_second_job_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
+    pid = other_job(tmp_path)
+    try:
+        with pytest.raises(UsageError, match=rf"another job \(host .*, process {pid}, since 20") as caught:
+            save(tmp_path, "global_step1")
+        assert str(tmp_path) in str(caught.value)
+        with pytest.raises(UsageError, match="in use"):
+            save(tmp_path / "checkpoint-5", "global_step5")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    save(tmp_path, "global_step1")
+    assert load(tmp_path) == 1
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path):
+    """As a worker does that loads data and outlives a job that was killed."""
+    if os.fork() == 0:
+        disk.lock(tmp_path)
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+    disk.lock(tmp_path)
+
+
+def test_a_job_at_work_is_not_disturbed(tmp_path):
+    (tmp_path / "checkpoint-5").mkdir()
+    pid = other_job(tmp_path)
+    try:
+        resumable.set_incomplete_aside(tmp_path)
+        assert (tmp_path / "checkpoint-5").is_dir()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_two_saves_under_way_in_one_folder_leave_each_other_alone(tmp_path):
+    first, second = (folders.begin(tmp_path, tag, 0) for tag in ("a1", "a2"))
+    assert first.is_dir() and second.is_dir()
+    for folder in (first, second):
+        folders.abandon(folder)
+
+
+# -- the Trainer's folders
+
+
+def trainers(output_dir: Path, number: int, ranks: int = 1) -> Path:
+    """What a Trainer leaves behind."""
+    folder = output_dir / f"checkpoint-{number}"
+    save(folder, f"global_step{number}", number, world_size=ranks)
+    torch.save({"last_epoch": 1}, folder / "scheduler.pt")
+    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        torch.save({"cpu": torch.get_rng_state()}, folder / name)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    return folder
+
+
+TRAINER_DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+    "a list": lambda path: path.write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"global_step10/{DATA}"])
+@pytest.mark.parametrize("damage", TRAINER_DAMAGE)
+def test_the_folder_to_resume_from_is_complete_and_intact(name, damage, tmp_path, caplog):
+    good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    assert find_resumable(tmp_path) == damaged and caplog.text == ""
+    TRAINER_DAMAGE[damage](damaged / name)
+    assert find_resumable(tmp_path) == good
+    assert len(caplog.records) == 1 and str(damaged / name) in caplog.text
+
+
+def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
+    good, damaged = trainers(tmp_path, 5, ranks=2), trainers(tmp_path, 10, ranks=2)
+    (damaged / "rng_state_1.pth").unlink()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_resumable(tmp_path) == good
+    monkeypatch.setenv("WORLD_SIZE", "3")  # another number of ranks has no states to go on with
+    assert find_resumable(tmp_path) == damaged
+    assert find_resumable(tmp_path / "nowhere") is None
+
+
+def test_once_sealed_any_change_is_noticed(tmp_path):
+    resumable.seal_later(tmp_path / "checkpoint-10", 1)
+    resumable.seal()  # too early
+    good, folder = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    assert not (folder / resumable.SEAL).exists()
+    resumable.seal()
+    state = folder / "trainer_state.json"
+    assert find_resumable(tmp_path) == folder
+    state.write_text(state.read_text().replace("}", ', "epoch": 2}'))
+    assert find_resumable(tmp_path) == good
+
+
+def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
+    good, half, cut = trainers(tmp_path, 5), tmp_path / "checkpoint-15", trainers(tmp_path, 10)
+    half.mkdir()
+    (cut / "scheduler.pt").unlink()
+    old = trainers(tmp_path, 2)
+    (old / "trainer_state.json").unlink()  # nobody would take it
+    model_only = trainers(tmp_path, 3)
+    resumable.set_incomplete_aside(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10", "incomplete-checkpoint-15",
+    ]  # fmt: skip
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "trainer_state.json is missing" in said[0] and "scheduler.pt is missing" in said[1]
+    half.mkdir()
+    resumable.set_incomplete_aside(tmp_path)
+    assert (tmp_path / "incomplete-checkpoint-15-again").is_dir() and good.is_dir() and model_only.is_dir()
+
+
+def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 10}')
+    resumable.set_incomplete_aside(tmp_path)
+    assert folder.is_dir()
+    (folder / ".saving-global_step10-abc").mkdir()  # a save in the background died
+    resumable.set_incomplete_aside(tmp_path)
+    assert not folder.exists()

@@ -88,3 +88,22 @@ def test_dtype_names():
     assert dtype_of(dtype_name(torch.bfloat16)) is torch.bfloat16
     with pytest.raises(ValueError, match="'nn'"):
         dtype_of("nn")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$type": "tensor", "dtype": "float32", "shape": [10**9], "data": "AAAA"},
+        {"$type": "tensor", "dtype": "nn", "shape": [1], "data": ""},
+        {"$type": "array", "dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="},
+        {"$type": "dict", "items": [[[], 1]]},
+        {"$type": "tuple"},
+        {"$type": "bytes", "data": 3},
+        {"$type": "code"},
+        {"$type": []},
+    ],
+    ids=str,
+)
+def test_what_encode_never_made_is_refused(value):
+    with pytest.raises(ValueError):
+        decode({"a": [value]})

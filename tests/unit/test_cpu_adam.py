@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 import shutil
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -271,11 +272,72 @@ def test_no_compiler_is_no_warning(afresh, monkeypatch, caplog):
     assert "found no no-such-compiler" in caplog.text
 
 
+def libraries() -> list[Path]:
+    return sorted(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so"))
+
+
 @needs_compiler
 def test_libraries_of_other_cpus_have_other_names(monkeypatch):
-    library = cpu_adam._library()
+    before = libraries()
     monkeypatch.setattr(cpu_adam, "FLAGS", tuple(flag for flag in cpu_adam.FLAGS if flag != "-march=native"))
-    assert cpu_adam._library() != library
+    cpu_adam._library()
+    assert len(libraries()) == len(before) + 1
+
+
+PLANTED = 'extern "C" int planted; int planted = 1; __attribute__((constructor)) void run() { __builtin_trap(); }'
+
+
+def plant(tmp_path: Path, library: Path) -> None:
+    """In the place of the kernel, a library that ends the process that loads it."""
+    source = tmp_path / "planted.cpp"
+    source.write_text(PLANTED)
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
+
+
+@needs_compiler
+def test_a_library_that_is_not_what_was_compiled_is_not_loaded(afresh, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert cpu_adam._kernel() is not None
+    (library,) = libraries()
+    folder = library.parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    library.unlink()
+    plant(tmp_path, library)
+    assert cpu_adam._kernel() is not None and libraries() == [library]
+
+
+@needs_compiler
+@pytest.mark.parametrize("make", ["writable", "link", "not ours"])
+def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
+    assert cpu_adam._kernel() is not None
+    (library,) = libraries()
+    content = library.read_bytes()
+    plant(tmp_path, library)
+    planted = library.with_name(f"{library.name[:33]}{cpu_adam._hash(library.read_bytes())}.so")
+    library.rename(planted)
+    folder = planted.parent
+    if make == "writable":
+        folder.chmod(0o777)
+    elif make == "link":
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif os.geteuid() == 0:
+        os.chown(folder, 12345, 12345)
+    else:
+        pytest.skip("only root can give a folder away")
+    assert cpu_adam._kernel() is not None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "nobody else can write" in caplog.text
+    assert planted.read_bytes() != content and libraries() == [planted]
+
+
+@needs_compiler
+def test_a_library_without_the_function_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
+    source = tmp_path / "cpu_adam.cpp"
+    source.write_text("int other() { return 1; }")
+    monkeypatch.setattr(cpu_adam, "SOURCE", source)
+    assert cpu_adam._kernel() is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "zero_cpu_adam" in caplog.text
 
 
 @pytest.mark.parametrize(

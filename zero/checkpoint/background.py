@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from zero.checkpoint.files import Slices
 from zero.checkpoint.ranks import Ranks, connect
-from zero.checkpoint.slices import Slices
+from zero.checkpoint.resumable import seal
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -124,7 +125,8 @@ def _aligned(nbytes: int) -> int:
 
 
 def check_background_save(engine: ZeroEngine) -> None:
-    """Raise the error of an asynchronous save that has failed since; every rank must call it."""
+    """Raise the error of an asynchronous save that has failed since; every rank must call it after a save."""
+    seal()
     if engine in _of_engine:
         _of_engine[engine].check()
 

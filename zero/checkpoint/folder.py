@@ -1,11 +1,12 @@
-"""Checkpoint folders on disk: made visible by one rename, verified by checksums, found again after a crash.
+"""Checkpoint folders on disk: made visible by one rename, found again after a crash.
 
 [Note: life of a checkpoint folder]
-    .saving-TAG     being written; whatever happens, readers do not see it. Removed by the next save if left over.
+    .saving-TAG-X   being written; whatever happens, readers do not see it. Removed by the next save if left over.
     TAG             complete: `checkpoint.json` is in it, and every file that it lists was synced before the rename
     .replaced-TAG   the former TAG, for the moment between two renames when a checkpoint of that name existed; read in
                     its place after a crash in that moment, and put back by the next save
     latest          a file with the newest TAG; changes last, and by a rename of its own
+    .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one around `checkpoint-N`
 
 A name beginning with a dot is this module's. Nothing here touches a process group or a tensor.
 """
@@ -13,30 +14,29 @@ A name beginning with a dot is this module's. Nothing here touches a process gro
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
 import shutil
 import stat
-import zlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
 from pathlib import Path
+
+from zero.checkpoint import disk
+from zero.checkpoint.manifest import MANIFEST, to_text
 
 logger = logging.getLogger("zero")
 
-DESCRIPTION = "checkpoint.json"
 LATEST = "latest"
-FORMAT = "zero-checkpoint"
-FORMAT_VERSION = 1
 # Where scripts look for a model's and for an optimizer's state.
 MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-_SAVING, _REPLACED = ".saving-", ".replaced-"
-
-
-class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing or is not what was written."""
+_REPLACED = ".replaced-"
+_OF_TRAINER = re.compile(r"checkpoint-\d+")
+# Names of folders that this process is writing; and who may rename and remove.
+_writing: set[str] = set()
+_turn = threading.Lock()
 
 
 # -- writing
@@ -44,12 +44,12 @@ class DamagedCheckpointError(ValueError):
 
 def check_tag(tag: str) -> str:
     """The tag, if it can name a folder; else ValueError."""
-    if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag:
+    if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag or "\0" in tag:
         raise ValueError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
     return tag
 
 
-_SIGNPOST = """The values are in the .distcp files of this folder, in slices that any number of ranks can load.
+_SIGNPOST = """The values are in the .safetensors files of this folder, in slices that any number of ranks can load.
 Show them with `python -m zero inspect`, make a model of them with `python -m zero consolidate`.
 """
 
@@ -65,21 +65,29 @@ main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 '''
 
 
+def job_folder(save_dir: Path) -> Path:
+    """The folder that belongs to one job: the Trainer makes one for each checkpoint inside of it."""
+    return save_dir.parent if _OF_TRAINER.fullmatch(save_dir.name) else save_dir
+
+
 def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     """Clean up after dead saves, check that `nbytes` fit, and make the folder to write to.
 
     Raises:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written then.
+        UsageError: another job writes to it.
     """
-    save_dir.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(save_dir)
+    disk.make_folders(save_dir)
+    disk.lock(job_folder(save_dir))
+    with _turn:
+        _remove_leftovers(save_dir)
     free = shutil.disk_usage(save_dir).free
     if nbytes > free:
         text = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere"
         raise OSError(errno.ENOSPC, text, str(save_dir))
-    (save_dir / RECOVERY_SCRIPT).write_text(_RECOVERY, encoding="utf-8")
-    make_executable(save_dir / RECOVERY_SCRIPT)
-    folder = save_dir / (_SAVING + tag)
+    disk.publish(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
+    folder = disk.unfinished(save_dir / tag)
+    _writing.add(folder.name)
     folder.mkdir()
     return folder
 
@@ -104,116 +112,37 @@ def _remove_leftovers(save_dir: Path) -> None:
     for replaced in save_dir.glob(f"{_REPLACED}*"):
         original = save_dir / replaced.name.removeprefix(_REPLACED)
         if original.exists():
-            shutil.rmtree(replaced)
+            disk.remove(replaced)
         else:
             replaced.rename(original)
-    for saving in save_dir.glob(f"{_SAVING}*"):
-        shutil.rmtree(saving)
-    for name in save_dir.glob(f".{LATEST}*"):
-        name.unlink()
+    for saving in save_dir.glob(f"{disk.UNFINISHED}*"):
+        if saving.name not in _writing:
+            disk.remove(saving)
 
 
-def commit(folder: Path, tag: str, description: dict, *, latest: bool) -> None:
-    """Write the description and make the folder that `begin` returned the checkpoint `tag`, in one step."""
+def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
+    """Write the manifest and make the folder that `begin` returned the checkpoint `tag`, in one step."""
     save_dir = folder.parent
-    for name, entry in description["files"].items():
+    for name, entry in manifest["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
             raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")
-    text = json.dumps(description | {"checksum": _own_checksum(description)}, indent=1)
-    _write_synced(folder / DESCRIPTION, text)
-    _sync(folder)
+    disk.publish(folder / MANIFEST, to_text(manifest))
     target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)
-    if target.exists():
-        target.rename(replaced)
-    folder.rename(target)
-    _sync(save_dir)
-    if latest:
-        temporary = save_dir / f".{LATEST}"
-        _write_synced(temporary, tag)
-        temporary.replace(save_dir / LATEST)
-        _sync(save_dir)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    with _turn:
+        if target.exists():
+            target.rename(replaced)
+        folder.rename(target)
+        disk.sync(save_dir)
+        if latest:
+            disk.publish(save_dir / LATEST, tag)
+        disk.remove(replaced)
+    _writing.discard(folder.name)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the entries of a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _own_checksum(description: dict) -> str:
-    rest = {key: value for key, value in description.items() if key != "checksum"}
-    return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
-
-
-# -- reading
-
-
-def read_description(folder: Path) -> dict:
-    """The checked content of `checkpoint.json`.
-
-    Raises:
-        DamagedCheckpointError: it is missing or was changed. ValueError: a newer version wrote it.
-    """
-    path = folder / DESCRIPTION
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing: this is not a complete checkpoint of zero") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
-    if not isinstance(description, dict) or description.get("checksum") != _own_checksum(description):
-        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
-    if description["version"] != FORMAT_VERSION:
-        raise ValueError(f"{path}: format version {description['version']}, this program reads {FORMAT_VERSION}")
-    # Tensors without elements were once described apart from others that are not sharded.
-    empty = {name: {"shape": shape, "dtype": "float32"} for name, shape in description.pop("empty", {}).items()}
-    description.setdefault("plain", {}).update(empty)
-    return description
-
-
-def verify(folder: Path, files: Iterable[tuple[str, dict]]) -> None:
-    """Compare size and checksum of `files`, (name, entry) pairs of a description; DamagedCheckpointError names one."""
-    for name, entry in files:
-        path = folder / name
-        if not path.exists():
-            raise DamagedCheckpointError(f"{path} is missing")
-        if (size := path.stat().st_size) != entry["bytes"]:
-            raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry['bytes']} were written")
-        if _checksum(path) != entry["crc32"]:
-            raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
-
-
-def _checksum(path: Path) -> str:
-    crc, buffer = 0, memoryview(bytearray(4 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(buffer[:count], crc)
-    return f"{crc:08x}"
-
-
-def read_verified(folder: Path, rank: int = 0, world_size: int = 1) -> dict:
-    """The description of a checkpoint whose files are what was written; each of several ranks verifies a share.
-
-    Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
-    """
-    try:
-        description = read_description(folder)
-        verify(folder, list(description["files"].items())[rank::world_size])
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
-    return description
+def abandon(folder: Path) -> None:
+    """Remove the folder that `begin` returned, as far as the disk lets us; the next save does the rest."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _writing.discard(folder.name)
 
 
 # -- finding
@@ -224,81 +153,45 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
 
     `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from `latest`, has no folder.
     """
-    if tag is None and (load_dir / DESCRIPTION).is_file():
+    if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
-    if tag is None and (load_dir / LATEST).is_file():
-        tag = check_tag((load_dir / LATEST).read_text(encoding="utf-8").strip())
+    if tag is None and os.path.lexists(load_dir / LATEST):
+        tag = _latest(load_dir)
     if tag is None:
-        return next(iter(_newest_first([load_dir])), None)
+        return next(iter(newest_first([load_dir])), None)
     for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
         if folder.is_dir():
             return folder
-    raise ValueError(f"{load_dir}: there is no checkpoint {tag!r}{offer(load_dir / tag)}")
+    raise ValueError(f"{load_dir}: there is no checkpoint {tag!r}")
 
 
-def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
-    """The newest checkpoint under `folder` whose every checksum is right, or None.
-
-    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
-    `before`, a checkpoint's folder, only older ones count.
-    """
-    found = _newest_first([Path(folder), *_of_trainer(Path(folder))])
-    return _first_intact(each for each in found if before is None or _number(each) < _number(before))
+def _latest(load_dir: Path) -> str:
+    try:
+        return check_tag(disk.read(load_dir / LATEST).decode().strip())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{load_dir / LATEST} is damaged: {error}; name the checkpoint's own folder") from None
 
 
-def find_resumable(output_dir: str | os.PathLike) -> Path | None:
-    """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
-
-    It holds an intact checkpoint and the Trainer's own state. What a run that was killed left incomplete, and what was
-    damaged since, is passed over.
-    """
-    intact = _first_intact(_newest_first(_of_trainer(Path(output_dir))))
-    return None if intact is None else intact.parent
-
-
-def _newest_first(folders: Iterable[Path]) -> list[Path]:
+def newest_first(folders: Iterable[Path]) -> list[Path]:
     """Complete-looking checkpoints directly in `folders`, the one with the highest number first."""
     found = {}
-    for path in (path.parent for folder in folders for path in sorted(folder.glob(f"*/{DESCRIPTION}"))):
-        if not path.name.startswith(_SAVING):
+    for path in (path.parent for folder in folders for path in sorted(folder.glob(f"*/{MANIFEST}"))):
+        if not path.name.startswith(disk.UNFINISHED):
             # In this order one under its own name comes after the one that it replaces.
             found[path.with_name(path.name.removeprefix(_REPLACED))] = path
-    return [found[path] for path in sorted(found, key=lambda path: (_number(path), path.name), reverse=True)]
+    return [found[path] for path in sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)]
 
 
-def _number(folder: Path) -> int:
+def number_of(folder: Path) -> int:
+    """The number at the end of a folder's name; -1 without one."""
     digits = re.search(r"(\d+)$", folder.name)
     return int(digits[1]) if digits else -1
 
 
-def _of_trainer(output_dir: Path) -> Iterator[Path]:
-    """The folders of a Trainer that are complete: it writes its state last."""
-    for state in output_dir.glob("checkpoint-*/trainer_state.json"):
-        try:
-            json.loads(state.read_text(encoding="utf-8"))
-        except ValueError:
-            continue  # cut off by a crash
-        yield state.parent
-
-
-def _first_intact(candidates: Iterable[Path]) -> Path | None:
-    for candidate in candidates:
-        try:
-            verify(candidate, read_description(candidate)["files"].items())
-        except (ValueError, OSError):
-            continue
-        return candidate
-    return None
-
-
-def offer(damaged: Path) -> str:
-    """The end of an error message: which checkpoint to load in place of this one."""
-    outside = damaged.parent.parent if re.fullmatch(r"checkpoint-\d+", damaged.parent.name) else damaged.parent
-    intact = find_intact(outside, before=damaged)
-    if intact is None:
-        return "; there is no earlier intact checkpoint beside it"
-    where = intact.parent if intact.parent != damaged.parent else intact
-    return f"; the newest earlier intact checkpoint is {where}"
+def of_trainer(output_dir: Path) -> list[Path]:
+    """The Trainer's folders, `checkpoint-N`, the newest first."""
+    found = [path for path in output_dir.glob("checkpoint-*") if _OF_TRAINER.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=number_of, reverse=True)
 
 
 def megabytes(nbytes: int) -> str:

@@ -6,14 +6,9 @@ The safetensors library's own writer wants all tensors of a file in memory; the 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import shutil
-import tempfile
-import threading
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +23,8 @@ from zero.checkpoint.values import dtype_name
 _SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MODEL_FILE = "model.safetensors"
@@ -84,11 +81,11 @@ def write_model(
     try:
         for name, of_file in files.items():
             with open(folder / f".{name}", "wb") as file:
-                file.write(_header(of_file))
+                file.write(header(of_file))
                 for tensor in of_file:
                     left = tensor.nbytes
                     while left > 0:
-                        left -= file.write(_bytes_of(next(parts)))
+                        left -= file.write(bytes_of(next(parts)))
                     assert left == 0, tensor.name
                 file.flush()
                 os.fsync(file.fileno())
@@ -124,73 +121,25 @@ def _cut(tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int) -> d
     return {f"{stem}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)}
 
 
-def _header(tensors: Iterable[TensorSpec]) -> bytes:
+def header(tensors: Iterable[TensorSpec]) -> bytes:
+    """What a safetensors file of these tensors begins with."""
     entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        dtype = _SAFETENSORS[tensor.dtype]
-        entries[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        if tensor.dtype not in _SAFETENSORS:
+            raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored")
+        entry = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[tensor.name] = entry
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Of a tensor in host memory."""
     return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# -- a state dict outside of the process's own memory
-
-
-# Bytes of a mapped model that may count as the process's own.
-_RESIDENT = 1 << 29
-
-
-def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
-    """Again and again as long as the mapping is used: pages that were read stay in the system's cache alone.
-
-    They would be dropped when memory is short, but limits on resident memory count them until then.
-    """
-    while (memory := mapped()) is not None:
-        memory.madvise(mmap.MADV_DONTNEED)
-        del memory
-        time.sleep(0.02)
-
-
-def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
-
-    The kernel reads and drops their pages as needed, so they take none of the process's own memory; the space on the
-    disk is free again when the last of them is gone. The file is made where temporary files go (`TMPDIR`), or in the
-    working directory if only that has room for `nbytes`.
-
-    Raises OSError if there is no such room.
-    """
-    places = [tempfile.gettempdir(), os.getcwd()]
-    place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)
-    if place is None:
-        raise OSError(
-            f"no room for the {megabytes(nbytes)} of the model in {' or '.join(places)}; set TMPDIR to a disk"
-        )
-    entries: list[tuple[str, torch.Size, torch.dtype, int]] = []
-    with tempfile.TemporaryFile(dir=place) as file:
-        for name, tensor in tensors:
-            file.write(b"\0" * (-file.tell() % 64))
-            entries.append((name, tensor.shape, tensor.dtype, file.tell()))
-            file.write(_bytes_of(tensor))
-        file.write(b"\0")  # an empty file cannot be mapped
-        file.flush()
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
-    if nbytes > _RESIDENT:
-        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
-    return {
-        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
-        if shape.numel()
-        else torch.empty(shape, dtype=dtype)
-        for name, shape, dtype, offset in entries
-    }

@@ -1,7 +1,6 @@
 """What can be done with a checkpoint in one process without an engine: look at it, read it, make a model folder of it.
 
-`consolidate` holds no more of the model in memory than a few slices as they were written, of at most
-`zero.checkpoint.slices.MAX_SLICE` elements each.
+`consolidate` holds no more of the model in memory than `PART` elements. What is read is verified as it is read.
 """
 
 from __future__ import annotations
@@ -15,36 +14,41 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from zero.checkpoint import folder as folders
+from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole
+from zero.checkpoint.manifest import Manifest, read_manifest
 from zero.checkpoint.model import MAX_FILE_BYTES, TensorSpec, write_model
-from zero.checkpoint.slices import SliceReader, Slices, whole
 from zero.checkpoint.values import decode, dtype_of
 
+# Elements of a tensor that are read and written at a time.
+PART = 1 << 22
 
-def _open(path: str | os.PathLike, tag: str | None = None) -> tuple[Path, dict]:
-    """The folder and the description of a verified checkpoint: its own folder, or one that has it, as `checkpoint-500`.
 
-    Raises ValueError if there is none, or a file of it is damaged.
+def _open(path: str | os.PathLike, tag: str | None = None) -> SliceReader:
+    """Of a checkpoint all of whose files are there: its own folder, or one that has it, as `checkpoint-500`.
+
+    Raises ValueError if there is none, or a file of it is missing.
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
         raise ValueError(f"{path}: there is no checkpoint")
-    return folder, folders.read_verified(folder)
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    return SliceReader(folder, manifest)
 
 
 def _model_tensors(
-    description: dict, dtype: torch.dtype | None, exclude_frozen: bool = False
+    manifest: Manifest, dtype: torch.dtype | None, exclude_frozen: bool = False
 ) -> Iterator[tuple[str, TensorSpec]]:
     """The model's tensors with their keys in the checkpoint, tied ones once.
 
     Floating-point ones become `dtype`; None: the one they are trained in.
     """
-    for name, entry in description["parameters"].items():
-        if entry["trainable"] or not exclude_frozen:
-            spec = TensorSpec(name, torch.Size(entry["shape"]), dtype or dtype_of(entry["dtype"]))
-            yield f"weights/{name}", spec
-    for name, entry in description["plain"].items():
-        own = dtype_of(entry["dtype"])
-        yield f"plain/{name}", TensorSpec(name, torch.Size(entry["shape"]), (own.is_floating_point and dtype) or own)
+    for name, entry in manifest.parameters.items():
+        if entry.trainable or not exclude_frozen:
+            yield f"weights/{name}", TensorSpec(name, torch.Size(entry.shape), dtype or dtype_of(entry.dtype))
+    for name, entry in manifest.plain.items():
+        own = dtype_of(entry.dtype)
+        yield f"plain/{name}", TensorSpec(name, torch.Size(entry.shape), (own.is_floating_point and dtype) or own)
 
 
 # -- into memory
@@ -61,19 +65,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
     """
-    return _state_dict(*_open(checkpoint_dir, tag), exclude_frozen_parameters)
+    return _state_dict(_open(checkpoint_dir, tag), exclude_frozen_parameters)
 
 
-def _state_dict(folder: Path, description: dict, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    reader, state = SliceReader(folder), {}
-    for key, tensor in _model_tensors(description, torch.float32, exclude_frozen):
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        reader.read({key: whole(value)})
-        state[tensor.name] = value
-    for name, first in description["tied"].items():
-        if first in state:
-            state[name] = state[first]
-    return state
+def _state_dict(reader: SliceReader, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    state, slices = {}, {}
+    for key, tensor in _model_tensors(reader.manifest, torch.float32, exclude_frozen):
+        reader.check(key, tensor.shape.numel())
+        state[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        slices[key] = whole(state[tensor.name])
+    reader.read(slices)
+    tied = reader.manifest.tied.items()
+    return state | {name: state[first] for name, first in tied if first in state}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -84,8 +87,8 @@ def load_state_dict_from_zero_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names or shapes differ.
     """
-    folder, description = _open(checkpoint_dir, tag)
-    model.cpu().load_state_dict(_state_dict(folder, description), strict=not description["frozen_excluded"])
+    reader = _open(checkpoint_dir, tag)
+    model.cpu().load_state_dict(_state_dict(reader), strict=not reader.manifest.frozen_excluded)
     return model
 
 
@@ -112,22 +115,26 @@ def consolidate(
     """
     if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
         raise ValueError(f"{out} already holds a model ({existing[0]}); choose another folder or remove it")
-    folder, description = _open(checkpoint)
-    tensors, reader = dict(_model_tensors(description, dtype)), SliceReader(folder)
+    reader = _open(checkpoint)
+    tensors = dict(_model_tensors(reader.manifest, dtype))
+    for key, tensor in tensors.items():
+        reader.check(key, tensor.shape.numel())
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def parts() -> Iterator[torch.Tensor]:
         with tqdm(total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
             for key, tensor in tensors.items():
-                for start, numel in reader.chunks(key):
-                    part = torch.empty(numel, dtype=tensor.dtype, device="cpu")
-                    reader.read({key: Slices(tensor.shape.numel(), {start: part})})
+                numel = tensor.shape.numel()
+                for start in range(0, numel, PART):
+                    part = torch.empty(min(PART, numel - start), dtype=tensor.dtype, device="cpu")
+                    reader.read({key: Slices(numel, {start: part})})
                     bar.update(part.nbytes)
                     yield part
                     del part  # so that there are never two
 
-    config, files = description["model_config"], list(tensors.values())
-    return write_model(Path(out), files, parts(), config, max_file_bytes=max_file_bytes)
+    return write_model(
+        Path(out), list(tensors.values()), parts(), reader.manifest.hf_config, max_file_bytes=max_file_bytes
+    )
 
 
 # -- for reading by people
@@ -135,33 +142,35 @@ def consolidate(
 
 def describe(checkpoint: str | os.PathLike) -> str:
     """What a checkpoint holds, a line for each thing; ValueError names the file if one is damaged."""
-    folder, description = _open(checkpoint)
-    sizes: dict[str, int] = {}
-    for key, nbytes in SliceReader(folder).stored_bytes().items():
-        kind, rest = key.split("/", 1)
+    reader = _open(checkpoint)
+    reader.verify()
+    manifest, sizes = reader.manifest, {}
+    for key, nbytes in reader.stored_bytes().items():
+        kind, _, rest = key.partition("/")
         kind = f"optimizer {rest.split('/', 1)[0]}" if kind == "optimizer" else {"plain": "buffers"}.get(kind, kind)
         sizes[kind] = sizes.get(kind, 0) + nbytes
-    parameters = description["parameters"].values()
-    count = sum(torch.Size(entry["shape"]).numel() for entry in parameters)
-    trained = sum(torch.Size(entry["shape"]).numel() for entry in parameters if entry["trainable"])
-    dtypes = ", ".join(sorted({entry["dtype"] for entry in parameters}))
-    optimizer, scaler = description["optimizer"], description["loss_scaler"]
+    parameters, optimizer = manifest.parameters.values(), manifest.optimizer
+    count, trained = (
+        sum(torch.Size(entry.shape).numel() for entry in of_kind)
+        for of_kind in (parameters, [entry for entry in parameters if entry.trainable])
+    )
+    dtypes, scaler = ", ".join(sorted({entry.dtype for entry in parameters})), decode(manifest.loss_scaler)
     lines = [
-        f"checkpoint   {folder}",
-        f"written      {description['time']}, torch {description['torch']}, format {description['version']}",
-        f"by           {description['world_size']} ranks, stage {description['stage']}",
-        f"steps        {description['global_steps']} ({description['skipped_steps']} skipped)",
+        f"checkpoint   {reader.folder}",
+        f"written      {manifest.time}, torch {manifest.torch}, format {manifest.version}",
+        f"by           {manifest.world_size} ranks, stage {manifest.stage}",
+        f"steps        {manifest.global_steps} ({manifest.skipped_steps} skipped)",
         f"parameters   {count:,}, {trained:,} of them trained, computing in {dtypes}",
-        f"optimizer    {optimizer['classes'][0] if optimizer else 'none'}",
-        f"scheduler    {description['lr_scheduler'] or 'none'}",
-        f"loss scale   {scaler['scale'] if scaler else 'none'}",
-        f"client state {', '.join(map(str, decode(description['client_state']))) or 'none'}",
+        f"optimizer    {optimizer.classes[0] if optimizer else 'none'}",
+        f"scheduler    {manifest.lr_scheduler or 'none'}",
+        f"loss scale   {scaler.get('scale') if isinstance(scaler, dict) else 'none'}",
+        f"client state {', '.join(map(str, decode(manifest.client_state))) or 'none'}",
         "",
         *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in sizes.items()),
         "",
         *(
-            f"{folders.megabytes(entry['bytes']):>16}  {name}  crc32 {entry['crc32']}, verified"
-            for name, entry in description["files"].items()
+            f"{folders.megabytes(entry.bytes):>16}  {name}  {len(entry.sums)} checksums verified"
+            for name, entry in manifest.files.items()
         ),
     ]
     return "\n".join(lines)

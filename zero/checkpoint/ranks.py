@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint.folder import DamagedCheckpointError
+from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.comm import Communicator, default_timeout
+from zero.errors import UsageError
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def connect(comm: Communicator) -> dist.ProcessGroupGloo:
 
 
 class Ranks:
-    """Object collectives in host memory, in which no rank fails alone; `what` is being done, for messages of errors."""
+    """Collectives of JSON values in host memory, in which no rank fails alone; `what` is being done, for errors."""
 
     def __init__(self, connection: dist.ProcessGroupGloo, what: str):
         self.rank, self.world_size = connection.rank(), connection.size()
@@ -45,7 +46,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks."""
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = own.numel()
         self._connection.allreduce([sizes]).wait()
@@ -53,7 +54,7 @@ class Ranks:
         padded[: own.numel()] = own
         values = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._connection.allgather([values], [padded]).wait()
-        return [pickle.loads(data[:size].numpy()) for data, size in zip(values, sizes.tolist(), strict=True)]
+        return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(values, sizes.tolist(), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
@@ -74,21 +75,23 @@ class Ranks:
             failure = error
         for found in self.gather(None if failure is None else self._portable(failure)):
             if found is not None:
-                raise found from failure
+                kind, arguments = found
+                raise _ERRORS[kind](*arguments) from failure
         return result
 
     def on_first(self, act: Callable[[], T]) -> T:
         """Rank 0's `act()`, for all ranks."""
         return self.each(lambda: act() if self.rank == 0 else None)[0]
 
-    def _portable(self, error: Exception) -> Exception:
-        """The error as all ranks raise it: of a kind that any process can unpickle."""
+    def _portable(self, error: Exception) -> tuple[str, list]:
+        """The error as all ranks raise it: its kind and its arguments."""
         where = f"{self._what}: rank {self.rank}" if self.world_size > 1 else self._what
         if isinstance(error, OSError) and error.errno is not None:
-            return OSError(
-                error.errno, f"{where}: {error.strerror}" + (f": {error.filename}" if error.filename else "")
-            )
-        for kind in (DamagedCheckpointError, ValueError, OSError):
-            if isinstance(error, kind):
-                return kind(f"{where}: {error}")
-        return RuntimeError(f"{where}: {type(error).__name__}: {error}")
+            file = f": {error.filename}" if error.filename else ""
+            return "OSError", [error.errno, f"{where}: {error.strerror}{file}"]
+        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
+        known = "" if type(error).__name__ == kind or kind != "RuntimeError" else f"{type(error).__name__}: "
+        return kind, [f"{where}: {known}{error}"]
+
+
+_ERRORS = {kind.__name__: kind for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)}

@@ -1,10 +1,10 @@
 """What of an engine goes into a checkpoint, under which names, and how it comes back.
 
     weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that, rounded), else the weights
-    optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter; or a number, such as step
+    optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter
     plain/NAME             a buffer, or a parameter that is not sharded
 
-All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.slices`.
+All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.slices import SliceReader, Slices, add, whole
+from zero.checkpoint.files import SliceReader, Slices, add
+from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of
@@ -30,7 +31,6 @@ logger = logging.getLogger("zero")
 
 # Of a param group: the tensors, and how to compute, which is for the present run to say.
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-_NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
 # -- weights
@@ -87,84 +87,69 @@ def _parts(tile: Tile, rank: int) -> Iterator[tuple[str, int, int, slice]]:
 def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
-    Returns (slices, kinds): kinds tells for each state key whether it is sliced like the parameter or one "number" for
-    each parameter, and its dtype or Python type.
+    Returns (slices, kinds): kinds tells of each state key the dtype, if it is sliced like the parameter, or, if it is
+    one number for each parameter, the numbers of those that begin on this rank, by name.
     """
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
-    states = engine.optimizer.state
     for tile in engine.optimizer.tiles:
-        state = {key: value for key, value in states.get(tile.master, {}).items() if value is not None}
-        kinds |= {key: _kind(key, value, tile.master) for key, value in state.items()}
-        for name, numel, position, where in _parts(tile, engine.comm.rank):
-            for key, value in state.items():
-                stored = f"optimizer/{key}/{name}"
-                if not kinds[key]["number"]:
-                    add(slices, stored, numel, position, value[where])
+        for key, value in engine.optimizer.state.get(tile.master, {}).items():
+            if value is None:
+                continue
+            kind = kinds.setdefault(key, _kind(key, value, tile.master))
+            for name, numel, position, where in _parts(tile, engine.comm.rank):
+                if "dtype" in kind:
+                    add(slices, f"optimizer/{key}/{name}", numel, position, value[where])
                 elif position == 0:
-                    number = torch.as_tensor(value, dtype=getattr(value, "dtype", torch.float64), device="cpu")
-                    slices[stored] = whole(number.contiguous())
+                    kind["numbers"][name] = encode(value, f"optimizer state {key!r} of {name}")
     return slices, kinds
 
 
 def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     if isinstance(value, torch.Tensor) and value.shape == master.shape:
-        return {"number": False, "dtype": dtype_name(value.dtype)}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"number": True, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
-    if type(value).__name__ in _NUMBERS:
-        return {"number": True, "type": type(value).__name__}
+        return {"dtype": dtype_name(value.dtype)}
+    if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return {"numbers": {}}
     raise ValueError(
         f"optimizer state {key!r}: neither a tensor of the parameter's size nor a number, so it cannot be stored"
     )
 
 
-def read_optimizer_state(engine: ZeroEngine, kinds: dict[str, dict], reader: SliceReader) -> None:
+def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
     """Give each of this rank's tiles the state that is stored.
 
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
     """
-    optimizer, slices, read = engine.optimizer, {}, []
+    optimizer, slices = engine.optimizer, {}
     optimizer.state.clear()  # what is read needs its room
     for tile in optimizer.tiles:
         parts = list(_parts(tile, engine.comm.rank))
         if not parts:
             continue  # a tile of padding gets its state from the optimizer, as it did when training began
-        state = dict.fromkeys(kinds)  # in the order in which the optimizer made them
-        for key, kind in kinds.items():
-            if not kind["number"]:
-                state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind["dtype"]))
+        state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
+        for key, kind in reader.manifest.optimizer.state.items():
+            if kind.numbers is not None:
+                state[key] = _number(key, kind.numbers, [name for name, *_ in parts], tile, optimizer.param_groups)
+                continue
+            state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
             for name, numel, position, where in parts:
-                stored = f"optimizer/{key}/{name}"
-                if not kind["number"]:
-                    add(slices, stored, numel, position, state[key][where])
-                elif stored not in slices:  # several tiles may want the same number
-                    slices[stored] = whole(torch.zeros(1, dtype=dtype_of(kind.get("dtype", "float64")), device="cpu"))
-        read.append((tile, [name for name, *_ in parts], state))
+                add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
     reader.read(slices)
-    for tile, names, state in read:
-        for key, kind in kinds.items():
-            if kind["number"]:
-                of_parameters = {name: slices[f"optimizer/{key}/{name}"].parts[0] for name in names}
-                state[key] = _number(key, kind, of_parameters, optimizer.param_groups[tile.group], tile.master.device)
-        optimizer.state[tile.master] = state
 
 
-def _number(
-    key: str, kind: dict, of_parameters: dict[str, torch.Tensor], group: dict, device: torch.device
-) -> int | float | torch.Tensor:
+def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, groups: list[dict]) -> object:
     """The number of a tile that is the one of all of its parameters."""
-    (name, number), *others = of_parameters.items()
-    if different := [other for other, value in others if not torch.equal(value, number)]:
+    if missing := [name for name in names if name not in numbers]:
+        raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
+    if different := [name for name in names if numbers[name] != numbers[names[0]]]:
         raise ValueError(
-            f"optimizer state {key!r} differs between parameters {name!r} and {different[0]!r}; lower "
+            f"optimizer state {key!r} differs between parameters {names[0]!r} and {different[0]!r}; lower "
             "zero_optimization.sub_group_size or put them into different param groups"
         )
-    if "type" in kind:
-        return _NUMBERS[kind["type"]](number.item())
+    number, group = decode(numbers[names[0]]), groups[tile.group]
     # torch's optimizers count steps on the host unless their kernels read the count.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return number.clone().view(kind["shape"]).to("cpu" if on_host else device)
+    return number.to("cpu" if on_host else tile.master.device) if isinstance(number, torch.Tensor) else number
 
 
 def group_of(engine: ZeroEngine) -> dict[str, int]:
@@ -193,12 +178,12 @@ def group_settings(engine: ZeroEngine) -> list[object]:
     ]
 
 
-def restore_group_settings(engine: ZeroEngine, description: dict) -> None:
+def restore_group_settings(engine: ZeroEngine, manifest: Manifest) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
-    groups, settings = engine.optimizer.param_groups, decode(description["optimizer"]["groups"])
+    groups, settings = engine.optimizer.param_groups, decode(manifest.optimizer.groups)
     if len(groups) == len(settings):
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
@@ -208,7 +193,7 @@ def restore_group_settings(engine: ZeroEngine, description: dict) -> None:
         logger.warning(text, len(settings), len(groups))
     first = {index: name for name, index in reversed(group_of(engine).items())}
     for index, name in first.items():
-        new = settings[description["parameters"][name]["group"]]
+        new = settings[manifest.parameters[name].group]
         _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
 
 

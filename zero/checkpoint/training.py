@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,11 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint import state
+from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
+from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole, write
+from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
 from zero.checkpoint.model import model_config
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.slices import SliceReader, Slices, whole, write
 from zero.checkpoint.values import decode, dtype_name, encode
 from zero.errors import UsageError
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zero")
 
-# Each slice is a record of its own in a file; an upper bound of what surrounds its bytes there and in the index.
-_BYTES_PER_SLICE = 4096
+# An upper bound of what is said of each slice, in its file and in the manifest.
+_BYTES_PER_SLICE = 1024
 
 
 # -- save
@@ -81,10 +81,10 @@ def save_checkpoint(
     description["tag"] = tag
 
     size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
-    # At stage 0 all ranks hold the same slices, and DCP has each one written by one of them.
-    combine = max if engine.settings.zero_optimization.stage == 0 else sum
-    total = combine(ranks.gather(size)) + len(json.dumps(description))
-    folder = ranks.on_first(lambda: folders.begin(Path(save_dir), tag, total))
+    total = sum(ranks.gather(size)) + len(json.dumps(description))
+    folder = Path(ranks.on_first(lambda: str(folders.begin(Path(save_dir), tag, total))))
+    if ranks.rank == 0:
+        resumable.seal_later(Path(save_dir), ranks.world_size)
     if background is None:
         _finish(ranks, folder, slices, description, save_latest)
     else:
@@ -116,22 +116,23 @@ def _collect(
 
     def collect() -> tuple[dict[str, Slices], dict, dict]:
         slices, kinds = state.weights(engine, exclude_frozen), {}
-        if ranks.rank == 0:
-            for name, value in state.plain_tensors(engine.module).items():
-                slices[f"plain/{name}"] = whole(value.contiguous())
         if engine.optimizer is not None:
             of_optimizer, kinds = state.optimizer_slices(engine)
             slices |= of_optimizer
-        for entry in slices.values():
-            entry.split()
+        if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
+            slices = {key: entry.share(ranks.rank, ranks.world_size) for key, entry in slices.items()}
+        if ranks.rank == 0:
+            for name, value in state.plain_tensors(engine.module).items():
+                slices[f"plain/{name}"] = whole(value.contiguous())
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
     slices, kinds, description = ranks.together(collect)
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
     for kinds, _ in gathered:  # a rank whose shards are all padding knows none
-        if kinds:
-            description["optimizer"]["state"] |= kinds
+        for key, kind in kinds.items():
+            merged = description["optimizer"]["state"].setdefault(key, kind)
+            merged.get("numbers", {}).update(kind.get("numbers", {}))
     return slices, description
 
 
@@ -139,8 +140,8 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
     """All of `checkpoint.json` that every rank knows."""
     optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
     description = {
-        "format": folders.FORMAT,
-        "version": folders.FORMAT_VERSION,
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
         "torch": torch.__version__,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "world_size": engine.comm.world_size,
@@ -161,7 +162,9 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
             for name, value in state.plain_tensors(engine.module).items()
         },
         "optimizer": None,
-        "model_config": model_config(engine.module),
+        "hf_config": model_config(engine.module),
+        "files": {},
+        "tensors": {},
     }
     if optimizer is not None:
         groups, classes = state.group_settings(engine), state.classes_of(optimizer.optimizer)
@@ -190,11 +193,15 @@ def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: 
         folders.commit(folder, description["tag"], description, latest=latest)
 
     try:
-        description["files"] = write(slices, folder, ranks)
+        for of_rank in ranks.each(lambda: write(slices, folder, DATA_FILE.format(ranks.rank))):
+            description["files"][of_rank["name"]] = of_rank["file"]
+            for key, entry in of_rank["tensors"].items():
+                tensor = description["tensors"].setdefault(key, entry | {"slices": []})
+                tensor["slices"] += entry["slices"]
         ranks.on_first(commit)
     except Exception:
         if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # as far as the disk still lets us; the next save does the rest
+            folders.abandon(folder)
         raise
 
 
@@ -233,48 +240,60 @@ def load_checkpoint(
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
     ranks, source = Ranks.of(engine.comm, f"loading a checkpoint from {load_dir}"), Path(load_dir)
-    folder, of_trainer = ranks.on_first(
-        lambda: (folders.locate(source, None if tag is None else str(tag)), any(source.glob("rng_state*.pth")))
-    )
-    if folder is None:
+    found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
+    of_trainer = ranks.on_first(lambda: any(source.glob("rng_state*.pth")))
+    if found is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
-    description = ranks.together(lambda: folders.read_verified(folder, ranks.rank, ranks.world_size))
+    folder = Path(found)
+    manifest = ranks.together(lambda: _open(source, folder, ranks))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    names = ranks.together(lambda: _names_to_load(engine, description, load_module_strict))
+    names = ranks.together(lambda: _names_to_load(engine, manifest, load_module_strict))
     if with_optimizer:
-        ranks.together(lambda: _check_optimizer(engine, description))
-    _read(engine, ranks, folder, names, description["optimizer"] if with_optimizer else None)
+        ranks.together(lambda: _check_optimizer(engine, manifest))
+    _read(engine, ranks, SliceReader(folder, manifest), names, with_optimizer)
     if not load_module_only:
-        _restore_progress(engine, description, with_optimizer)
-        if load_lr_scheduler_states and engine.lr_scheduler is not None and description["lr_scheduler"] is not None:
-            scheduler_state = decode(description["lr_scheduler"])
-            ranks.together(lambda: engine.lr_scheduler.load_state_dict(scheduler_state))
-        if description["world_size"] == ranks.world_size and not of_trainer:
-            state.restore_random_states(description["random_states"][ranks.rank], engine.comm.device)
-    return str(folder), decode(description["client_state"])
+        _restore_progress(engine, manifest, with_optimizer)
+        if load_lr_scheduler_states and engine.lr_scheduler is not None and manifest.lr_scheduler is not None:
+            ranks.together(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
+        if manifest.world_size == ranks.world_size and not of_trainer:
+            ranks.together(lambda: state.restore_random_states(manifest.random_states[ranks.rank], engine.comm.device))
+    return str(folder), ranks.together(lambda: decode(manifest.client_state))
 
 
-def _check_optimizer(engine: ZeroEngine, description: dict) -> None:
+def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
+    """The manifest; whether all files are there, the Trainer's too if it has ended this checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+        if ranks.rank == 0:
+            check_sizes(folder, manifest)
+            if source != folder and (source / resumable.TRAINER_STATE).exists():
+                resumable.check_resumable(source, ranks.world_size, sums=False)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
+    return manifest
+
+
+def _check_optimizer(engine: ZeroEngine, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
-    stored, remedy = description["optimizer"], "load with load_optimizer_states=False to start with a fresh state"
+    stored, remedy = manifest.optimizer, "load with load_optimizer_states=False to start with a fresh state"
     if stored is None:
         raise ValueError(f"the checkpoint holds no optimizer state; {remedy}")
-    if not set(stored["classes"]) & set(state.classes_of(engine.optimizer.optimizer)):
+    if not set(stored.classes) & set(state.classes_of(engine.optimizer.optimizer)):
         here = type(engine.optimizer.optimizer).__name__
-        raise ValueError(f"the checkpoint's optimizer is {stored['classes'][0]}, the present one {here}; {remedy}")
+        raise ValueError(f"the checkpoint's optimizer is {stored.classes[0]}, the present one {here}; {remedy}")
     for name in state.group_of(engine):
-        if "group" not in description["parameters"].get(name, {}):
+        if name not in manifest.parameters or manifest.parameters[name].group is None:
             raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
-def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[str]:
+def _names_to_load(engine: ZeroEngine, manifest: Manifest, strict: bool) -> set[str]:
     """Names that the model and the checkpoint have in common.
 
     Raises ValueError if shapes differ, or, if `strict`, names.
     """
-    stored = {name: entry["shape"] for part in ("parameters", "plain") for name, entry in description[part].items()}
+    stored = {name: entry.shape for name, entry in (manifest.parameters | manifest.plain).items()}
     here = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
     parameters = _parameters(engine)
     here |= {name: entry["shape"] for name, entry in parameters.items()}
@@ -282,7 +301,7 @@ def _names_to_load(engine: ZeroEngine, description: dict, strict: bool) -> set[s
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
         raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
-    optional = {name for name, entry in parameters.items() if not entry["trainable"] and description["frozen_excluded"]}
+    optional = {name for name, entry in parameters.items() if not entry["trainable"] and manifest.frozen_excluded}
     missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
     if strict and (missing or unexpected):
         raise ValueError(
@@ -298,20 +317,28 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read(engine: ZeroEngine, ranks: Ranks, folder: Path, names: set[str], of_optimizer: dict | None) -> None:
-    """Read the weights `names`, and the optimizer's state unless what is said of it is None."""
+def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool) -> None:
+    """Read the weights `names`, and the optimizer's state if wanted."""
     if engine.optimizer is not None:
         engine.optimizer.end_updates()
 
     def read() -> None:
-        reader = SliceReader(folder)
         slices = {key: entry for key, entry in state.weights(engine).items() if key.removeprefix("weights/") in names}
         plain = state.plain_tensors(engine.module)
-        reader.read(slices | {f"plain/{name}": whole(value) for name, value in plain.items() if name in names})
-        if of_optimizer is not None:
-            state.read_optimizer_state(engine, of_optimizer["state"], reader)
+        slices |= {f"plain/{name}": whole(value) for name, value in plain.items() if name in names}
+        try:
+            reader.read(slices)
+            if with_optimizer:
+                state.read_optimizer_state(engine, reader)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
-    ranks.together(read)
+    try:
+        ranks.together(read)
+    except Exception:
+        if engine.optimizer is not None:
+            engine.optimizer.spoil("a checkpoint was read in part; load another one before going on")
+        raise
     engine.zero_grad()
     for unit in engine.units:
         if unit.master is None:
@@ -320,14 +347,13 @@ def _read(engine: ZeroEngine, ranks: Ranks, folder: Path, names: set[str], of_op
             unit.publish_master()
 
 
-def _restore_progress(engine: ZeroEngine, description: dict, with_optimizer: bool) -> None:
-    by_steps = description["global_steps"] * engine.settings.train_batch_size  # earlier checkpoints do not say
-    engine.global_samples = description.get("global_samples", by_steps)
-    engine.global_steps, engine.skipped_steps = description["global_steps"], description["skipped_steps"]
+def _restore_progress(engine: ZeroEngine, manifest: Manifest, with_optimizer: bool) -> None:
+    engine.global_steps, engine.skipped_steps = manifest.global_steps, manifest.skipped_steps
+    engine.global_samples = manifest.global_samples
     accumulation = engine.settings.gradient_accumulation_steps
-    same = accumulation == description["gradient_accumulation_steps"]
-    engine.micro_steps = description["micro_steps"] if same else engine.global_steps * accumulation
+    same = accumulation == manifest.gradient_accumulation_steps
+    engine.micro_steps = manifest.micro_steps if same else engine.global_steps * accumulation
     if with_optimizer:
-        state.restore_group_settings(engine, description)
-        if engine.scaler is not None and description["loss_scaler"] is not None:
-            engine.scaler.load_state_dict(decode(description["loss_scaler"]))
+        state.restore_group_settings(engine, manifest)
+        if engine.scaler is not None and manifest.loss_scaler is not None:
+            engine.scaler.load_state_dict(decode(manifest.loss_scaler))

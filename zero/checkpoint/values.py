@@ -59,18 +59,25 @@ def encode(value: object, place: str) -> object:
 
 
 def decode(value: object) -> object:
-    """The inverse of `encode`."""
+    """The inverse of `encode`. Raises ValueError for what `encode` never made."""
+    try:
+        return _decode(value)
+    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"a value in a checkpoint is not what was stored: {type(error).__name__}: {error}") from error
+
+
+def _decode(value: object) -> object:
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     match value.get(KIND):
         case None:
-            return {key: decode(item) for key, item in value.items()}
+            return {key: _decode(item) for key, item in value.items()}
         case "tuple":
-            return tuple(decode(item) for item in value["items"])
+            return tuple(_decode(item) for item in value["items"])
         case "dict":
-            return {decode(key): decode(item) for key, item in value["items"]}
+            return {_decode(key): _decode(item) for key, item in value["items"]}
         case "bytes":
             return base64.b64decode(value["data"])
         case "tensor":

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zero import comm
 from zero.hf import finder
+from zero.hf.resume import guard_checkpoints
 
 # These ask whether DeepSpeed is there while they are imported, and keep the answer.
 _ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
@@ -24,6 +25,7 @@ def enable() -> None:
 
     - makes a script started by plain `python` a world of one, by setting the variables a launcher would set;
     - on a machine without a CUDA device, has accelerate use the CPU;
+    - before transformers looks for the last checkpoint, sets aside what a killed run left incomplete;
     - in a job of several ranks, ends a rank's process at once when an exception reaches the top of its main thread,
       with `[rank R]` before the message, so that the launcher stops the others.
 
@@ -45,6 +47,7 @@ def enable() -> None:
         comm.become_world_of_one()
     _say_if_the_real_one_is_installed()
     finder.install()
+    guard_checkpoints()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _end_process_on_exception()
 

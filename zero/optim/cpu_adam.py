@@ -31,6 +31,7 @@ import hashlib
 import logging
 import os
 import shlex
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -238,8 +239,8 @@ def is_compiled() -> bool:
 def _kernel() -> Callable[..., None] | None:
     """The compiled function, built by the first call on a machine, or None where that cannot be done."""
     try:
-        kernel = ctypes.CDLL(str(_library())).zero_cpu_adam
-    except (OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
+        kernel = _library().zero_cpu_adam
+    except (OSError, RuntimeError, ValueError, AttributeError, subprocess.CalledProcessError) as error:
         missing = isinstance(error, FileNotFoundError)
         reason = f"found no {error.filename}" if missing else getattr(error, "stderr", None) or str(error)
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line of each machine
@@ -251,24 +252,49 @@ def _kernel() -> Callable[..., None] | None:
     return kernel
 
 
-def _library() -> Path:
-    """The file with the compiled kernel, made unless it is there.
+def _library() -> ctypes.CDLL:
+    """The compiled kernel, made unless it is there.
 
-    Its name is a hash of all that it depends on: the command and what the preprocessor says, the source and, as macros,
-    the compiler's version and the CPU's instructions: machines may share a home folder. (torch's loader looks at no
-    CPU, and guards a build by a lock file that outlives a killed process.)
+    Its name has a hash of all that it depends on: the command and what the preprocessor says, the source and, as
+    macros, the compiler's version and the CPU's instructions: machines may share a home folder. (torch's loader looks
+    at no CPU, and guards a build by a lock file that outlives a killed process.) The other half is of its content.
     """
-    fuses = f"-DTORCH_FUSES={int(_torch_fuses())}"
-    compiler = [*shlex.split(os.environ.get("CXX") or "c++"), *FLAGS, fuses, str(SOURCE)]
-    inputs = f"{compiler} {_output_of([*compiler, '-E', '-dD'])}"
+    compiler = [
+        *shlex.split(os.environ.get("CXX") or "c++"),
+        *FLAGS,
+        f"-DTORCH_FUSES={int(_torch_fuses())}",
+        str(SOURCE),
+    ]
+    name = _hash(f"{compiler} {_output_of([*compiler, '-E', '-dD'])}".encode())
+    folder = _cache()
+    for library in folder.glob(f"{name}-*.so") if folder else ():
+        if library.name == f"{name}-{_hash(library.read_bytes())}.so":
+            return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(dir=folder) as private:  # where nobody else may write
+        library = Path(private, "kernel.so")
+        _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
+        loaded = ctypes.CDLL(str(library))
+        if folder:
+            os.replace(library, folder / f"{name}-{_hash(library.read_bytes())}.so")  # whole or not at all
+        return loaded
+
+
+def _cache() -> Path | None:
+    """The folder that keeps compiled kernels; None if others may write to it: what they put there would run here."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "zero_cpu_adam"
-    library = folder / f"{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            _output_of([*compiler, "-shared", "-fPIC", "-o", f"{unfinished}/kernel.so"])
-            os.replace(f"{unfinished}/kernel.so", library)  # whole or not at all, whoever else is at it
-    return library
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return None  # it is compiled for this process alone
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not own and os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning("%s is not used: it must be a folder of this user that nobody else can write to", folder)
+    return folder if own else None
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _torch_fuses() -> bool:

@@ -229,6 +229,10 @@ class ZeroOptimizer(OptimizerAttributes):
         for unit in self.units:
             unit.forget_writes()
 
+    def spoil(self, why: str) -> None:
+        """From now on whoever needs values gets this error, until `end_updates`."""
+        self._updates.fail(RuntimeError(why))
+
     def _update(self, factor: float) -> None:
         # The settings as they are now: a scheduler may change them while tiles are still to be updated.
         seen = object.__new__(type(self.optimizer))

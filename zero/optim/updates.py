@@ -133,7 +133,7 @@ class Updates:
         try:
             self._work(update)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             raise
 
     def start(self, tiles: Iterable[Tile], update: Update) -> None:
@@ -169,7 +169,7 @@ class Updates:
         self._open.clear()
         self._failure = None
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Some tiles were updated and others not: all that follows is wrong until a checkpoint is loaded."""
         if not isinstance(error, Exception):
             error = RuntimeError("an optimizer step was interrupted; load a checkpoint before going on")
@@ -186,7 +186,7 @@ class Updates:
             with torch.no_grad():
                 self._work(update)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         with self._changed:
             self._busy = False
             self._changed.notify_all()

@@ -1,0 +1,78 @@
+"""Kills at random file operations of real Trainer runs; see `benchmarks.faults`."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from itertools import product
+from pathlib import Path
+
+from benchmarks.faults import Report
+from benchmarks.faults_trainer import EVERY, Ended, Job, Kill, same
+from benchmarks.faults_trainer import run as run_trainer
+
+# Of one folder; then the run comes to its end.
+MOST_KILLS = 3
+KINDS = list(product((1, 2), ("sync", "async", "nvme"), ("flag", "find_resumable"), (None, 2)))
+
+
+def run_kinds(trials: int, chance: random.Random, folder: Path, kinds: list[tuple]) -> Report:
+    report, references, number = Report(), {}, 0
+    while sum(report.outcomes.values()) < trials:
+        ranks, mode, by, limit = kinds[number % len(kinds)]
+        if ranks not in references:  # the modes and the ways to resume change no bit
+            references[ranks] = run_trainer(Job(folder / f"reference{ranks}", ranks, "sync", by, None))
+            if references[ranks].report is None:
+                raise RuntimeError(f"the run without a kill failed:\n{references[ranks].text}")
+        job = Job(folder / str(number), ranks, mode, by, limit)
+        kills = _kill_until_the_end(job, chance, references[ranks].report, report)
+        report.outcomes["kills resumed bit for bit"] += kills
+        print(f"  {job.ranks} ranks, {mode}, {by}, limit {limit}: {kills} kills", flush=True)
+        shutil.rmtree(job.folder)
+        number += 1
+    return report
+
+
+def run(trials: int, chance: random.Random, folder: Path) -> Report:
+    kinds = list(KINDS)
+    chance.shuffle(kinds)
+    return run_kinds(trials, chance, folder, kinds)
+
+
+def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report: Report) -> int:
+    """Kill runs in one folder, then compare the one that comes to its end; the kills that were survived."""
+    kills, told = 0, []
+    for attempt in range(MOST_KILLS + 1):
+        kill = None
+        if attempt < MOST_KILLS:
+            rank = chance.randrange(job.ranks)
+            delay = chance.choice((0.0, 0.0, chance.uniform(0, 0.02)))
+            kill = Kill(rank, chance.randint(1, expected["operations"][rank]), delay)
+        bound = _complete(job)
+        ended = run_trainer(job, kill, linger=chance.choice((0.0, 0.1)))
+        told.append(f"{kill}")
+        if ended.report is not None:
+            break
+        if kill is None or "Traceback" in ended.text and not _is_consequence(ended):
+            report.failures.append(f"{job}: {told}: did not come to its end:\n{ended.text[-3000:]}")
+            return 0
+        kills += 1
+    if not same(ended.report, expected):
+        report.failures.append(f"{job}: {told}: other numbers: {ended.report}")
+        return 0
+    if ended.report["from"] < bound:
+        report.failures.append(f"{job}: {told}: resumed from {ended.report['from']}, {bound} was complete")
+        return 0
+    return kills
+
+
+def _is_consequence(ended: Ended) -> bool:
+    """Of the other rank's death."""
+    return any(word in ended.text for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+
+
+def _complete(job: Job) -> int:
+    """The step of a checkpoint that surely is complete: all ranks have been through its save."""
+    paths = [job.folder / f"saved-{rank}" for rank in range(job.ranks)]
+    step = min((int(path.read_text() or 0) if path.exists() else 0 for path in paths), default=0)
+    return max(0, step - EVERY) if job.mode == "async" else step

@@ -1,0 +1,39 @@
+"""A checkpoint of one tensor, written and read by what writes and reads real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from zero.checkpoint import folder as folders
+from zero.checkpoint.files import SliceReader, whole, write
+from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, read_manifest
+
+
+def save(
+    save_dir: Path, tag: str, value: int = 1, latest: bool = True, world_size: int = 1, version: int = FORMAT_VERSION
+) -> Path:
+    """What `save_checkpoint` does on disk."""
+    folder = folders.begin(save_dir, tag, 100)
+    written = write({"weights/w": whole(torch.full((4,), float(value)))}, folder, DATA_FILE.format(0))
+    names = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "gradient_accumulation_steps", "stage")
+    manifest = {
+        **dict.fromkeys(names, 1),
+        **dict.fromkeys(("loss_scaler", "lr_scheduler", "hf_config", "optimizer")),
+        **{name: {} for name in ("parameters", "plain", "tied", "client_state")},
+        "format": FORMAT, "version": version, "torch": torch.__version__, "time": "now", "tag": tag,
+        "world_size": world_size, "random_states": [None] * world_size, "frozen_excluded": False,
+        "files": {written["name"]: written["file"]}, "tensors": written["tensors"],
+    }  # fmt: skip
+    folders.commit(folder, tag, manifest, latest=latest)
+    return save_dir / tag
+
+
+def load(load_dir: Path, tag: str | None = None) -> int:
+    """The value that was saved."""
+    folder = folders.locate(load_dir, tag)
+    found = torch.zeros(4)
+    SliceReader(folder, read_manifest(folder)).read({"weights/w": whole(found)})
+    (value,) = found.unique().tolist()
+    return int(value)

@@ -1,0 +1,206 @@
+"""A save is durable before it is visible: whenever the power goes, what is on the disk then loads.
+
+The system calls of a save are recorded, and replayed up to each of them on a model of a disk. Of what was not
+synchronised the model keeps nothing, everything, or for each file and folder a random part: of a file some bytes, of a
+folder its first changes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoints import load, save
+from zero.checkpoint import disk
+
+Keep = Callable[[int, int], int]
+
+
+@dataclass
+class File:
+    """`writes` since the last synchronisation, and the content then."""
+
+    durable: bytes = b""
+    writes: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def sync(self) -> None:
+        self.durable, self.writes = self.after(len(self.writes)), []
+
+    def after(self, count: int) -> bytes:
+        content = bytearray(self.durable)
+        for position, data in self.writes[:count]:
+            content.extend(b"\0" * (position + len(data) - len(content)))
+            content[position : position + len(data)] = data
+        return bytes(content)
+
+
+@dataclass
+class Folder:
+    """`changes` of its entries since the last synchronisation: each renames, removes (to None) or adds (from None)."""
+
+    durable: dict[str, File | Folder] = field(default_factory=dict)
+    changes: list[dict[str, File | Folder | None]] = field(default_factory=list)
+
+    def after(self, count: int) -> dict[str, File | Folder]:
+        entries = dict(self.durable)
+        for change in self.changes[:count]:
+            entries |= change
+        return {name: entry for name, entry in entries.items() if entry is not None}
+
+    def sync(self) -> None:
+        self.durable, self.changes = self.after(len(self.changes)), []
+
+    def restore(self, place: Path, keep: Keep) -> None:
+        """What is there when the power is back; `keep(from, to)` says how many changes survived."""
+        place.mkdir()
+        for name, entry in self.after(keep(0, len(self.changes))).items():
+            if isinstance(entry, Folder):
+                entry.restore(place / name, keep)
+            else:
+                (place / name).write_bytes(entry.after(keep(0, len(entry.writes))))
+
+
+class Disk:
+    """A model of the disk under `root`, to which recorded system calls are applied."""
+
+    def __init__(self, root: Path):
+        self.root, self.top = root, self._durable(root)
+
+    def copy(self) -> Disk:
+        found = Disk.__new__(Disk)
+        found.root, found.top = self.root, deepcopy(self.top)
+        return found
+
+    def _durable(self, path: Path) -> Folder:
+        entries = {e.name: self._durable(e) if e.is_dir() else File(e.read_bytes()) for e in path.iterdir()}
+        return Folder(entries)
+
+    def find(self, path: str | Path) -> File | Folder:
+        found = self.top
+        for part in Path(path).relative_to(self.root).parts:
+            found = found.after(len(found.changes))[part]
+        return found
+
+    def _change(self, path: str | Path, **entry: File | Folder | None) -> None:
+        self.find(Path(path).parent).changes.append(entry)
+
+    def apply(self, call: str, *arguments) -> None:
+        match call, *arguments:
+            case "create", path:
+                self._change(path, **{Path(path).name: File()})
+            case "mkdir", path:
+                self._change(path, **{Path(path).name: Folder()})
+            case "write", path, position, data:
+                self.find(path).writes.append((position, data))
+            case "rename", source, target:
+                moved = {Path(target).name: self.find(source), Path(source).name: None}
+                assert Path(source).parent == Path(target).parent
+                self._change(target, **moved)
+            case "remove", path:
+                self._change(path, **{Path(path).name: None})
+            case "sync", path:
+                self.find(path).sync()
+
+
+class Recorder:
+    """Notes the calls that change what is under `root`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, root: Path):
+        self.calls: list[tuple] = []
+        self._root, self._open, self._paths = root, os.open, {}
+        for name in ("open", "pwrite", "fsync", "fdatasync", "mkdir", "rename", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, self._recording(name, getattr(os, name)))
+        patch.setattr(shutil, "rmtree", self._rmtree)
+
+    def _rmtree(self, path: Path, ignore_errors: bool = False) -> None:
+        for entry in sorted(Path(path).iterdir()):
+            self._rmtree(entry) if entry.is_dir() else os.unlink(entry)
+        os.rmdir(path)
+
+    def _recording(self, name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            new = name == "open" and not os.path.exists(args[0])
+            result = function(*args, **kwargs)
+            if name == "open":
+                self._paths[result] = str(args[0])
+                if new:
+                    self._note("create", args[0])
+            elif name == "pwrite":
+                self._note("write", self._paths[args[0]], args[2], bytes(args[1][:result]))
+            elif name in ("fsync", "fdatasync"):
+                self._note("sync", self._paths[args[0]])
+            else:
+                calls = {"mkdir": "mkdir", "rename": "rename", "replace": "rename"}
+                self._note(calls.get(name, "remove"), *(str(path) for path in args[: 1 + (name[:2] == "re")]))
+            return result
+
+        return call
+
+    def _note(self, call: str, path: str | Path, *rest) -> None:
+        if Path(path).is_relative_to(self._root) and Path(path).name != disk.LOCK:
+            self.calls.append((call, str(path), *rest))
+
+
+def chances(seed: int) -> Keep:
+    return random.Random(seed).randint
+
+
+KEEPS: dict[str, Keep] = {"nothing": lambda a, b: a, "everything": lambda a, b: b}
+KEEPS |= {f"chance {seed}": chances(seed) for seed in range(4)}
+
+
+def replay(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[str], bool]) -> None:
+    """Save `tag` after global_step1, and load what a power cut after each call leaves of it; `forgotten`: which paths
+    are not synchronised."""
+    root = tmp_path / "disk"
+    (root / "checkpoints").mkdir(parents=True)
+    save(root / "checkpoints", "global_step1", 1)
+    before = Disk(root)
+    with monkeypatch.context() as patch:
+        recorder = Recorder(patch, root)
+        save(root / "checkpoints", tag, 2)
+    calls = [call for call in recorder.calls if call[0] != "sync" or not forgotten(call[1])]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the real disk has nothing to do with it
+    seen = set()
+    for count in range(len(calls) + 1):
+        for name, keep in KEEPS.items():
+            model = before.copy()
+            for call in calls[:count]:
+                model.apply(*call)
+            place = tmp_path / f"{count}-{name}"
+            model.top.restore(place, keep)
+            found = load(place / "checkpoints")
+            assert found == 2 or count < len(calls), name
+            seen.add(found)
+            save(place / "checkpoints", "global_step3", 3)
+            assert load(place / "checkpoints") == 3
+            assert load(place / "checkpoints", "global_step1") in (1, 2)
+            shutil.rmtree(place)
+    assert seen == {1, 2} and len(calls) > 20
+
+
+@pytest.mark.parametrize("tag", ["global_step2", "global_step1"], ids=["new", "replacing"])
+def test_whenever_the_power_goes_what_is_there_loads(tag, tmp_path, monkeypatch):
+    replay(tag, tmp_path, monkeypatch, forgotten=lambda path: False)
+
+
+@pytest.mark.parametrize(
+    "forgotten",
+    [
+        lambda path: path.endswith(".safetensors"),
+        lambda path: "checkpoint.json" in path,
+        lambda path: Path(path).name.startswith(".saving-global_step2"),
+        lambda path: Path(path).name == "checkpoints",
+    ],
+    ids=["slices", "manifest", "its folder", "the folder around it"],
+)
+def test_each_synchronisation_is_needed(forgotten, tmp_path, monkeypatch):
+    with pytest.raises((AssertionError, ValueError)):
+        replay("global_step2", tmp_path, monkeypatch, forgotten)

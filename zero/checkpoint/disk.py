@@ -1,0 +1,151 @@
+"""Files and folders that survive a power cut, and that no link leads elsewhere; the lock of a folder.
+
+What is written is synchronised before its name appears, and the folder after it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+
+from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
+
+# Begins the names of what is being written. No reader looks at them; the next save removes what is left of them.
+UNFINISHED = ".saving-"
+LOCK = ".zero-lock"
+
+
+def unfinished(path: Path) -> Path:
+    """Another name beside `path`, which nobody has."""
+    return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}")
+
+
+@contextmanager
+def create(path: Path, mode: int = 0o666) -> Iterator[int]:
+    """The descriptor of a new file, durable at the end. FileExistsError for any thing of that name, a link too."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, mode)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write `path`, whole or not at all; a link of that name is replaced, not followed."""
+    temporary = unfinished(path)
+    try:
+        with create(temporary, mode) as descriptor:
+            write(descriptor, memoryview(text.encode()), 0)
+        os.replace(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+    sync(path.parent)
+
+
+def write(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all of `data` at `position`."""
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file; OSError for anything else of that name, a link or a pipe too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read(path: Path) -> bytes:
+    """The content of a regular file."""
+    with open(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def sync(folder: Path) -> None:
+    """Make the entries of a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(folder: Path) -> None:
+    """The folder and those above it, durable."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(folder))
+    if not folder.exists():
+        make_folders(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """A file, a link, or a folder with all that is in it; nothing if there is none."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+# -- the lock
+
+_held: dict[str, int] = {}
+
+
+def lock(folder: Path) -> None:
+    """Claim a folder for this process until it ends; again is free. The kernel forgets the lock of a dead process.
+
+    Raises UsageError that names host, process and time of another one that has it.
+    """
+    key = os.path.realpath(folder)
+    if key in _held:
+        return
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(descriptor, 500, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise UsageError(
+            f"{folder} is in use by another job ({owner or 'which has just begun'}): end that one, or save to another "
+            "folder; two jobs in one folder would remove each other's checkpoints"
+        ) from None
+    except OSError as error:
+        logger.warning("%s: two jobs in this folder would not be noticed: %s", folder, error)
+    else:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {now}".encode(), 0)
+    _held[key] = descriptor
+
+
+def _forget_locks() -> None:
+    """In a child of a fork, such as a worker that loads data: it must not keep the lock when the job is dead."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

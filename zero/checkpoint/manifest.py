@@ -1,0 +1,170 @@
+"""`checkpoint.json`: what a checkpoint holds and where. Its types are checked before anything else looks at it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from zero.checkpoint import disk
+from zero.checkpoint.values import dtype_of
+
+MANIFEST = "checkpoint.json"
+FORMAT = "zero-checkpoint"
+FORMAT_VERSION = 2
+DATA_FILE = "rank{:05d}.safetensors"
+# Bytes of a file that have a sum of their own.
+BLOCK = 1 << 20
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+FileName = Annotated[str, Field(pattern=r"^rank[0-9]{5,9}\.safetensors$")]
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class File(_Part):
+    bytes: Count
+    sums: list[str]
+
+    @model_validator(mode="after")
+    def _sums_are_of_all_blocks(self) -> File:
+        if len(self.sums) != -(-self.bytes // BLOCK):
+            raise ValueError(f"{len(self.sums)} sums for {self.bytes} bytes")
+        return self
+
+
+class StoredSlice(NamedTuple):
+    """`numel` elements from `start` on, at byte `position` of `file`."""
+
+    start: Count
+    numel: Count
+    file: FileName
+    position: Count
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numel
+
+
+class StoredTensor(_Part):
+    dtype: str
+    numel: Count
+    slices: list[StoredSlice]
+
+
+class Value(_Part):
+    """A parameter or a buffer: `dtype` is the one it is used in. `group`: of the optimizer's param groups, or None."""
+
+    shape: list[Count]
+    dtype: str
+    trainable: bool = False
+    group: Count | None = None
+
+
+class StateKey(_Part):
+    """The dtype of what is sliced like the parameter, or one number for each parameter."""
+
+    dtype: str | None = None
+    numbers: dict[str, Any] | None = None
+
+
+class OptimizerState(_Part):
+    classes: list[str] = Field(min_length=1)
+    groups: list[Any]
+    state: dict[str, StateKey]
+
+
+class Manifest(_Part):
+    format: Literal["zero-checkpoint"]
+    version: int
+    torch: str
+    time: str
+    tag: str
+    world_size: Count
+    stage: int
+    global_steps: Count
+    global_samples: Count
+    micro_steps: Count
+    skipped_steps: Count
+    gradient_accumulation_steps: Count
+    loss_scaler: Any
+    lr_scheduler: Any
+    client_state: dict[str, Any]
+    random_states: list[Any]
+    frozen_excluded: bool
+    hf_config: dict[str, Any] | None
+    parameters: dict[str, Value]
+    plain: dict[str, Value]
+    tied: dict[str, str]
+    optimizer: OptimizerState | None
+    files: dict[FileName, File]
+    tensors: dict[str, StoredTensor]
+
+    @model_validator(mode="after")
+    def _every_rank_has_random_states(self) -> Manifest:
+        if len(self.random_states) != self.world_size:
+            raise ValueError(f"{len(self.random_states)} random states of {self.world_size} ranks")
+        return self
+
+    @model_validator(mode="after")
+    def _slices_fill_their_tensors(self) -> Manifest:
+        for key, tensor in self.tensors.items():
+            tensor.slices.sort()
+            size, position = dtype_of(tensor.dtype).itemsize, 0
+            for each in tensor.slices:
+                if each.start != position or not each.numel:
+                    raise ValueError(f"{key}: elements {position} to {each.start} are nowhere, or there twice")
+                if each.file not in self.files or each.position + each.numel * size > self.files[each.file].bytes:
+                    raise ValueError(f"{key}: {each.file} has no such place")
+                if each.position % size:
+                    raise ValueError(f"{key}: not at a multiple of the size of its elements")
+                position = each.end
+            if position != tensor.numel:
+                raise ValueError(f"{key}: {position} of {tensor.numel} elements are there")
+        return self
+
+
+def to_text(manifest: dict) -> str:
+    """As it is written; the checksum is of what everybody computes alike from the content."""
+    return json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1)
+
+
+def _checksum(manifest: dict) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "checksum"}
+    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked content of `checkpoint.json`.
+
+    Raises:
+        DamagedCheckpointError: it is missing, was changed, or is no manifest. ValueError: another version wrote it.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(disk.read(path))
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing: this is not a complete checkpoint of zero") from None
+    except (ValueError, RecursionError, OSError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if type(version) is int and version != FORMAT_VERSION:
+        text = "go on from it, or consolidate it, with the version of zero that wrote it"
+        raise ValueError(f"{path}: format version {version}, this program reads {FORMAT_VERSION} alone; {text}")
+    if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
+        raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "its content"
+        raise DamagedCheckpointError(f"{path} is damaged: {place}: {first['msg']}") from None

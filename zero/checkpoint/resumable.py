@@ -1,0 +1,252 @@
+"""What can be loaded: checkpoints whose sums are right, and the Trainer's folders that a resume reads to the end.
+
+[Note: the Trainer's folders]
+The Trainer fills `checkpoint-N` in its own order: the model, the engine's checkpoint, `scheduler.pt`, random states of
+each rank, `trainer_state.json`; nobody is told of the end, and nothing has a checksum. So the next step, save or exit
+puts a seal there: sizes and sums of those files, which are synchronised before. A folder without a seal, which a run
+left that died just then, is complete if every file is there and whole as far as its own format tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import logging
+import os
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import xxhash
+
+from zero.checkpoint import disk
+from zero.checkpoint.files import SliceReader, check_sizes
+from zero.checkpoint.folder import LATEST, job_folder, locate, newest_first, number_of, of_trainer
+from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
+from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
+
+TRAINER_STATE, SCHEDULER, SEAL = "trainer_state.json", "scheduler.pt", "zero_seal.json"
+_SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
+
+
+def read_verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint all of whose files are what was written.
+
+    Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
+    """
+    try:
+        manifest = read_manifest(folder)
+        SliceReader(folder, manifest).verify()
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
+    return manifest
+
+
+def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
+    """The newest checkpoint under `folder` whose every checksum is right, or None.
+
+    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
+    `before`, a checkpoint's folder, only older ones count.
+    """
+    found = newest_first([Path(folder), *of_trainer(Path(folder))])
+
+    def check(candidate: Path) -> None:
+        SliceReader(candidate, read_manifest(candidate)).verify()
+
+    return _first(check, (each for each in found if before is None or number_of(each) < number_of(before)))
+
+
+def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
+    """The first candidate that `check` has nothing against; of the others rank 0 says what it is."""
+    for candidate in candidates:
+        try:
+            check(candidate)
+        except (ValueError, OSError) as error:
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning("%s is passed over: %s", candidate, error)
+        else:
+            return candidate
+    return None
+
+
+def locate_tag(load_dir: Path, tag: object | None) -> str | None:
+    """`locate` as text; an error also says which checkpoint to load instead."""
+    try:
+        folder = locate(load_dir, None if tag is None else str(tag))
+    except ValueError as error:
+        raise ValueError(f"{error}{offer(load_dir / str(tag or LATEST))}") from None
+    return None if folder is None else str(folder)
+
+
+def offer(damaged: Path) -> str:
+    """The end of an error message: which checkpoint to load in place of this one."""
+    intact = find_intact(job_folder(damaged.parent), before=damaged)
+    if intact is None:
+        return "; there is no earlier intact checkpoint beside it"
+    where = intact.parent if intact.parent != damaged.parent else intact
+    return f"; the newest earlier intact checkpoint is {where}"
+
+
+# -- the Trainer's folders
+
+
+def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
+    """Whether `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices are not read.
+
+    Raises DamagedCheckpointError that names the file that is missing or not whole.
+    """
+    _check_trainer_state(folder)
+    _check_seal(folder)
+    checkpoint = locate(folder, None)
+    if checkpoint is None:
+        raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
+    manifest = read_manifest(checkpoint)
+    states = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    needed = [*states * (world_size == manifest.world_size), *[SCHEDULER] * (manifest.lr_scheduler is None)]
+    for name in {*states, SCHEDULER}:
+        if name in needed or os.path.lexists(folder / name):
+            _check_archive(folder / name)
+    check_sizes(checkpoint, manifest)
+    if sums:
+        SliceReader(checkpoint, manifest).verify()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return disk.read(path)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _check_trainer_state(folder: Path) -> None:
+    path = folder / TRAINER_STATE
+    try:
+        state = json.loads(_read(path))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+    step = state.get("global_step") if isinstance(state, dict) else None
+    if step != number_of(folder):
+        raise DamagedCheckpointError(f"{path} is damaged: it is of step {step}, and not of {number_of(folder)}")
+
+
+def _check_seal(folder: Path) -> None:
+    if not os.path.lexists(folder / SEAL):
+        return
+    try:
+        sealed = json.loads(_read(folder / SEAL))
+        wrong = next((name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_), None)
+    except (AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{folder / SEAL} is damaged: {error}") from None
+    if wrong is not None:
+        raise DamagedCheckpointError(f"{folder / wrong} is damaged: its checksum is not that in {SEAL}")
+
+
+def _sum(path: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(_read(path))
+
+
+def _check_archive(path: Path) -> None:
+    """What `torch.save` wrote is a zip archive, whose entries have checksums."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
+            wrong = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, RuntimeError) as error:
+        if isinstance(error, DamagedCheckpointError):
+            raise
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
+    if wrong is not None:
+        raise DamagedCheckpointError(f"{path} is damaged: {wrong} in it is not what was written")
+
+
+_to_seal: tuple[Path, int] | None = None
+
+
+def seal_later(folder: Path, world_size: int) -> None:
+    """On rank 0: from now on `seal` looks whether the Trainer has completed its folder, which is incomplete so far."""
+    global _to_seal
+    seal()
+    _to_seal = (folder, world_size) if job_folder(folder) != folder else None
+    for name in (SEAL, TRAINER_STATE) if _to_seal else ():  # of an earlier checkpoint of this step
+        disk.remove(folder / name)
+
+
+@atexit.register
+def seal() -> None:
+    """Synchronise the Trainer's files and write down their sums, once they are complete."""
+    global _to_seal
+    if _to_seal is None or not (_to_seal[0] / TRAINER_STATE).exists():
+        return
+    folder, world_size = _to_seal
+    try:
+        check_resumable(folder, world_size, sums=False)
+    except (ValueError, OSError):
+        return  # another rank, or a save in the background, is still at it
+    _to_seal = None
+    paths = sorted({path for pattern in _SEALED for path in folder.glob(pattern)})
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    disk.publish(folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1))
+    disk.sync(folder.parent)
+
+
+def find_resumable(output_dir: str | os.PathLike) -> Path | None:
+    """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
+
+    Every file that this number of ranks reads is there and whole. What a run that was killed left incomplete, and what
+    was damaged since, is passed over, with a line for each.
+    """
+    return _first(lambda folder: check_resumable(folder, _world_size()), of_trainer(Path(output_dir)))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
+    """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until a complete one is the newest.
+
+    Rank 0 does so, unless another job is at work here; the others wait for it, for `wait` seconds at most.
+    """
+    deadline = time.monotonic() + wait
+    while (found := _newest_incomplete(output_dir)) is not None:
+        folder, problem = found
+        if os.environ.get("RANK", "0") != "0":
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+            continue
+        try:
+            disk.lock(output_dir)
+        except UsageError as error:
+            logger.warning("%s", error)
+            return
+        aside = folder.with_name(f"incomplete-{folder.name}")
+        while os.path.lexists(aside):
+            aside = aside.with_name(f"{aside.name}-again")
+        folder.rename(aside)
+        print(f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}", file=sys.stderr, flush=True)
+
+
+def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
+    """The newest of the Trainer's folders if it is incomplete, and why. One without any checkpoint of the engine is
+
+    complete if the Trainer ended it: `save_only_model` makes such folders, and so do other backends.
+    """
+    newest = next(iter(of_trainer(output_dir)), None)
+    if newest is None:
+        return None
+    try:
+        _check_trainer_state(newest)
+        if any(newest.glob("*/checkpoint.json")) or any(newest.glob(f"{disk.UNFINISHED}*")):
+            check_resumable(newest, _world_size(), sums=False)
+    except (ValueError, OSError) as error:
+        return newest, str(error)
+    return None
