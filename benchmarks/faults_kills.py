@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.faults import Report
-from benchmarks.faults_trainer import EVERY, Ended, Job, Kill, same
+from benchmarks.faults_trainer import EVERY, Job, Kill, same
 from benchmarks.faults_trainer import run as run_trainer
 
 # Of one folder; then the run comes to its end.
@@ -53,7 +53,7 @@ def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report:
         told.append(f"{kill}")
         if ended.report is not None:
             break
-        if kill is None or "Traceback" in ended.text and not _is_consequence(ended):
+        if not ended.killed:
             report.failures.append(f"{job}: {told}: did not come to its end:\n{ended.text[-3000:]}")
             return 0
         kills += 1
@@ -64,11 +64,6 @@ def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report:
         report.failures.append(f"{job}: {told}: resumed from {ended.report['from']}, {bound} was complete")
         return 0
     return kills
-
-
-def _is_consequence(ended: Ended) -> bool:
-    """Of the other rank's death."""
-    return any(word in ended.text for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def _complete(job: Job) -> int:

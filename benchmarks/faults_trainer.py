@@ -62,10 +62,12 @@ class Job:
 
 @dataclass
 class Ended:
-    """`report`: losses, a digest of the weights, file operations of each rank; None if the run was killed or failed."""
+    """`report`: losses, a digest of the weights, file operations of each rank; None if the run was killed or failed;
+    `killed`: the rank that was to end itself was the first to end."""
 
     report: dict | None
     text: str
+    killed: bool
 
 
 def run(job: Job, kill: Kill | None = None, linger: float = 0.0) -> Ended:
@@ -77,20 +79,23 @@ def run(job: Job, kill: Kill | None = None, linger: float = 0.0) -> Ended:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     sys.stdout.flush()
     sys.stderr.flush()
-    ranks = {}
+    ranks, killed = {}, False
     for rank in range(job.ranks):
         if (pid := os.fork()) == 0:
             _become_rank(rank, job, kill, store.port, log, result)
         ranks[pid] = rank
     while ranks:
         pid, status = os.wait()
-        if ranks.pop(pid, None) is not None and status and ranks:
+        rank = ranks.pop(pid, None)
+        if linger >= 0 and kill is not None and rank == kill.rank:
+            killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        if rank is not None and status and ranks and linger >= 0:
             time.sleep(linger)
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-            linger = 0.0
+            linger = -1.0  # what ends from now on was killed by us
     report = json.loads(result.read_text()) if result.exists() else None
-    return Ended(report, log.read_text(errors="replace"))
+    return Ended(report, log.read_text(errors="replace"), killed)
 
 
 def _become_rank(rank: int, job: Job, kill: Kill | None, port: int, log: Path, result: Path) -> None:

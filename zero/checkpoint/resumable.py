@@ -24,7 +24,7 @@ import xxhash
 
 from zero.checkpoint import disk
 from zero.checkpoint.files import SliceReader, check_sizes
-from zero.checkpoint.folder import LATEST, job_folder, locate, newest_first, number_of, of_trainer
+from zero.checkpoint.folder import LATEST, RECOVERY_SCRIPT, job_folder, locate, newest_first, number_of, of_trainer
 from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
 from zero.errors import UsageError
 
@@ -245,7 +245,7 @@ def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
         return None
     try:
         _check_trainer_state(newest)
-        if any(newest.glob("*/checkpoint.json")) or any(newest.glob(f"{disk.UNFINISHED}*")):
+        if (newest / RECOVERY_SCRIPT).exists():  # a save of the engine has begun here
             check_resumable(newest, _world_size(), sums=False)
     except (ValueError, OSError) as error:
         return newest, str(error)

@@ -21,6 +21,7 @@ from torch import nn
 from zero.checkpoint.files import SliceReader, Slices, add
 from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.offload.tiers import HostTrimmer
 from zero.optim.updates import Tile
 from zero.unit import Unit, unit_of
 
@@ -122,6 +123,7 @@ def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
     """
     optimizer, slices = engine.optimizer, {}
     optimizer.state.clear()  # what is read needs its room
+    HostTrimmer(every=0).freed_elements(0)
     for tile in optimizer.tiles:
         parts = list(_parts(tile, engine.comm.rank))
         if not parts:
