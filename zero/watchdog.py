@@ -15,8 +15,11 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
@@ -31,7 +34,8 @@ class Watchdog:
     def __init__(self, rank: int, world_size: int, timeout: float):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._position: Callable[[], object] = lambda: "before the first module"
-        self._waiting: tuple[float, object] | None = None
+        # Since when, for what, and for how long at most.
+        self._waiting: tuple[float, object, float] | None = None
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         if world_size > 1:
@@ -59,11 +63,14 @@ class Watchdog:
     def position(self, where: object) -> None:
         self._position = weakref.ref(where)
 
-    def wait(self, wait: Callable[[], object], what: object) -> None:
-        """Call `wait()`, which blocks until other ranks have done their part in `what`."""
-        self._waiting = (time.monotonic(), what)
+    def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:
+        """Call `wait()`, which blocks until other ranks have done their part in `what`.
+
+        After `timeout` seconds, or `at_least` if that is more, the job ends. For calls of the main thread.
+        """
+        self._waiting = (time.monotonic(), what, max(self.timeout, at_least))
         try:
-            wait()
+            return wait()
         except RuntimeError as error:
             if any(sign in str(error) for sign in _LOST):
                 raise RuntimeError(self._explain_lost(what)) from error
@@ -92,7 +99,7 @@ class Watchdog:
         try:
             while not self._stopped.wait(min(1.0, self.timeout / 10)):
                 waiting = self._waiting
-                if waiting is not None and time.monotonic() - waiting[0] > self.timeout:
+                if waiting is not None and time.monotonic() - waiting[0] > waiting[2]:
                     self._answer(first=self._store.add(_ALARM, 1) == 1)
                 elif self._store.check([_ALARM]):
                     self._answer(first=False)

@@ -145,6 +145,25 @@ for batch in toy_batches(2 + engine.global_rank):
 """
 
 
+DYING = """
+import os, sys, zero
+from tests.dist.test_agreement import start_with
+zero.comm.init_distributed()
+engine = start_with()
+if engine.global_rank == 1:
+    os._exit(0)
+engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_a_rank_that_died_before_the_first_save_is_named(tmp_path):
+    script = tmp_path / "dying.py"
+    script.write_text(DYING)
+    done = torchrun(script, str(tmp_path / "saved"), nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"})
+    assert done.returncode == 1
+    assert "rank 1 does not answer" in done.stderr and "rank 0 has waited" in done.stderr, done.stderr
+
+
 def test_uneven_numbers_of_batches_are_named(tmp_path):
     script = tmp_path / "uneven.py"
     script.write_text(UNEVEN)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.comm import Communicator, default_timeout
 from zero.errors import UsageError
+from zero.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -30,36 +31,50 @@ def connect(comm: Communicator) -> dist.ProcessGroupGloo:
     return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout())
 
 
-class Ranks:
-    """Collectives of JSON values in host memory, in which no rank fails alone; `what` is being done, for errors."""
+def _patience() -> float:
+    """Seconds: one rank may write a model while the others wait, longer than they may wait for one another."""
+    return 0.8 * default_timeout().total_seconds()
 
-    def __init__(self, connection: dist.ProcessGroupGloo, what: str):
+
+class Ranks:
+    """Collectives of JSON values in host memory, in which no rank fails alone; `what` is being done, for errors.
+
+    `watchdog` watches the waits; None in a thread, which has no part in the order of the main thread's waits.
+    """
+
+    def __init__(self, connection: dist.ProcessGroupGloo, what: str, watchdog: Watchdog | None = None):
         self.rank, self.world_size = connection.rank(), connection.size()
-        self._connection, self._what = connection, what
+        self._connection, self._what, self._watchdog = connection, what, watchdog
 
     @classmethod
     def of(cls, comm: Communicator, what: str) -> Ranks:
         """For the main thread; every rank must ask at the same time, the first time."""
         if comm not in _connections:
-            _connections[comm] = connect(comm)
-        return cls(_connections[comm], what)
+            _connections[comm] = comm.watchdog.wait(lambda: connect(comm), f"connecting ({what})", _patience())
+        return cls(_connections[comm], what, comm.watchdog)
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._watchdog is None:
+            work.wait()
+        else:
+            self._watchdog.wait(work.wait, self._what, _patience())
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks."""
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
         sizes[self.rank] = own.numel()
-        self._connection.allreduce([sizes]).wait()
+        self._wait(self._connection.allreduce([sizes]))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
         values = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._connection.allgather([values], [padded]).wait()
+        self._wait(self._connection.allgather([values], [padded]))
         return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(values, sizes.tolist(), strict=True)]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
         flags = torch.tensor([int(flag)], device="cpu")
-        self._connection.allreduce([flags]).wait()
+        self._wait(self._connection.allreduce([flags]))
         return bool(flags)
 
     def each(self, act: Callable[[], T]) -> list[T]:
