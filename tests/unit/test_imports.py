@@ -74,6 +74,7 @@ INSIDE = {
         "hook",
         "preemption",
         "__init__",
+        "startup.sitecustomize",
     ],  # fmt: skip
 }
 # torchrun's error files are no communication.
