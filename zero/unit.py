@@ -152,7 +152,7 @@ class Unit:
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty. Of a parameter that is a unit by
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. Of a parameter that is a unit by
         itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
         """
         for param in self.params:
@@ -165,6 +165,8 @@ class Unit:
         if len(self.params) == 1:
             # A persistent shard is a part of `full`, and must stay one.
             self.params[0].ds_tensor = self.shard[:] if self.persistent else self.shard
+        for param in self.params:
+            param.partition_numel = param.ds_tensor.numel
 
     # -- values in
 

@@ -1,15 +1,17 @@
-"""Both examples on two ranks: what they print, that a resumed run ends as a straight one, that the model loads."""
+"""The examples on two ranks: what they print, that a resumed run ends as a straight one, that the model loads."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
-from tests.launch import REPOSITORY, torchrun
+from tests.launch import REPOSITORY, run, torchrun
 
 
 def lines(script: str, *args: object) -> list[str]:
@@ -17,6 +19,11 @@ def lines(script: str, *args: object) -> list[str]:
     done = torchrun(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)]
+
+
+def numbers(line: str) -> list[float]:
+    """Those with a point in a line of progress."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
 def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
@@ -40,3 +47,25 @@ def test_torch_loop_resumes_where_it_was(tmp_path: Path) -> None:
     assert resumed[0].startswith("resumed from") and resumed[1:] == straight[1:]
     after = load_file(tmp_path / "model" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in weights.items())
+
+
+def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
+    """Started by plain python: Lightning starts the second rank, which inherits the hook."""
+    pytest.importorskip("lightning", reason="an example for those who have Lightning")
+    script = REPOSITORY / "examples" / "lightning_fit.py"
+
+    def fit(strategy: str, *args: object) -> list[str]:
+        options = ["--strategy", strategy, "--epochs", "2", *map(str, args)]
+        done = run([sys.executable, "-m", "zero", "run", script, *options], timeout=280, env={"PYTHONWARNINGS": ""})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if re.match("epoch|validated", line)]
+
+    straight = fit("ddp", "--output", tmp_path / "ddp")
+    for strategy in ("deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"):
+        found = fit(strategy, "--output", tmp_path / strategy)
+        for line, expected in zip(found[:2], straight, strict=True):
+            assert numbers(line) == pytest.approx(numbers(expected), abs=1e-5), strategy
+        validated, alone = numbers(found[2])
+        assert validated == pytest.approx(alone, abs=2e-6)
+    resume = tmp_path / "deepspeed_stage_3" / "epoch=0.ckpt"
+    assert fit("deepspeed_stage_3", "--output", tmp_path / "again", "--resume", resume) == found[1:]

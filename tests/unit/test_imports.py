@@ -69,6 +69,7 @@ INSIDE = {
         "accelerator",
         "configuration",
         "definitions",
+        "recovery",
         "tuning",
         "finder",
         "hook",

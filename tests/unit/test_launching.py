@@ -14,6 +14,7 @@ import pytest
 
 from tests.launch import REPOSITORY, run
 from tests.warm import warm_ranks
+from zero.__main__ import main
 from zero.hf import STARTUP
 
 # Neither the checkout nor zero is on the path of what is started.
@@ -37,16 +38,16 @@ def test_process_that_does_not_ask_imports_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["import importlib.util; found = importlib.util.find_spec('deepspeed').origin",
-                                   "import importlib.metadata; found = importlib.metadata.version('deepspeed')",
-                                   "import deepspeed; found = deepspeed.__name__"])  # fmt: skip
+@pytest.mark.parametrize(
+    "first", ["importlib.util.find_spec('deepspeed').origin", "importlib.metadata.version('deepspeed')"]
+)
 def test_first_question_is_answered(first, tmp_path):
     """Whichever way it is put, with a folder `zero` in the way, and once."""
     (tmp_path / "zero").mkdir()
     done = python(
         f"""
-        {first}
-        import importlib.metadata, os, sys
+        import importlib.metadata, importlib.util, os, sys
+        found = {first}
         assert sum(type(each).__name__ == "FacadeFinder" for each in sys.meta_path) == 1
         assert len([*importlib.metadata.distributions(name="deepspeed")]) == 1
         import deepspeed, zero.hf
@@ -85,12 +86,14 @@ def test_torchrun_under_zero_run(tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"{rank} of 2: zero under the name deepspeed" for rank in (0, 1)]
 
 
-def test_modules_commands_and_the_exit_code(tmp_path):
+def test_modules_commands_and_the_exit_code(tmp_path, capsys):
     (tmp_path / "job.py").write_text("import deepspeed, sys; sys.exit(len(sys.argv) + 4)", encoding="utf-8")
-    zero = [sys.executable, "-m", "zero"]
-    assert run([*zero, "run", "-m", "job", "a", "b"], timeout=120, cwd=tmp_path).returncode == 7
-    assert run([*zero, "run", "sh", "-c", f"{sys.executable} job.py"], timeout=120, cwd=tmp_path).returncode == 5
-    assert run([*zero, "hook"], timeout=120).stdout == f"{STARTUP}\n"
+    zero = [sys.executable, "-m", "zero", "run"]
+    assert run([*zero, "-m", "job", "a", "b"], timeout=120, cwd=tmp_path).returncode == 7
+    done = run([*zero, "sh", "-c", "echo $PYTHONPATH; exit 5"], timeout=120, env={"PYTHONPATH": f"{REPOSITORY}:here"})
+    assert (done.returncode, done.stdout) == (5, f"{STARTUP}:{REPOSITORY}:here\n")
+    main(["hook"])
+    assert capsys.readouterr().out == f"{STARTUP}\n"
 
 
 def test_lightning_starts_the_other_ranks_by_itself(tmp_path):

@@ -308,8 +308,9 @@ class ZeroOptimizer(OptimizerAttributes):
         return tile.master if rounded is None else rounded
 
     def state_dict(self) -> dict:
-        """Refused: every rank holds a part of the state; checkpoints put the parts together."""
-        raise UsageError("the optimizer's state is sharded: use engine.save_checkpoint and engine.load_checkpoint")
+        """This rank's part of the state, as the optimizer gives it; `engine.save_checkpoint` puts the parts together."""
+        self.wait()
+        return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
