@@ -3,7 +3,7 @@
     python -m zero run examples/lightning_fit.py
     python -m zero run examples/lightning_fit.py --epochs 4 --resume output/lightning/epoch=1.ckpt
 
-Lightning starts the ranks by itself. A small network learns which of four numbers is the largest; nothing is downloaded.
+Lightning starts the ranks by itself. A small network learns which of four numbers is the largest.
 """
 
 import argparse

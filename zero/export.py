@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +17,7 @@ from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, model_config, 
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names, values_of
 from zero.comm import Communicator, Pending
-from zero.unit import Unit
+from zero.unit import State, Unit, unit_of
 
 logger = logging.getLogger("zero")
 
@@ -141,12 +143,46 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
     )
     if found is None:
         return None
+    for unit in weights.units:
+        unit.copies = {p: weakref.ref(found[name]) for p, name in zip(unit.params, unit.param_names, strict=True)}
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
     return {
         name: found.get(name, value)
         for name, value in model.state_dict(keep_vars=True).items()
         if name in found or not isinstance(value, torch.Tensor)
     }
+
+
+def show_copies_in_state_dicts(model: nn.Module) -> None:
+    """Have `state_dict()` of every module of a sharded model give what `consolidated_state_dict` has just gathered.
+
+    Some trainers have the weights gathered by all ranks, and then let rank 0 call `save_pretrained()` without them.
+    """
+    for module in model.modules():
+        if any(unit_of(param) is not None for param in module.parameters(recurse=False)):
+            if _show_copies not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(_show_copies)
+
+
+def _show_copies(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
+    for name, param in module._parameters.items():
+        unit, key = unit_of(param), prefix + name
+        # With keep_vars=True the parameters themselves were asked for.
+        if unit is None or unit.state is State.EXPOSED or key not in state or isinstance(state[key], nn.Parameter):
+            continue
+        copy = unit.copies[param]() if param in unit.copies else None
+        if copy is not None:
+            state[key] = copy
+        else:
+            _warn_of_placeholders()
+
+
+@functools.cache  # once
+def _warn_of_placeholders() -> None:
+    logger.warning(
+        "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it use the trainer's "
+        "save_model() or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+    )
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -66,7 +67,11 @@ _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
+    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element.
+
+    The element is that of all placeholders: who would write them to a file is refused by safetensors and transformers,
+    which take them for one shared tensor.
+    """
     key = (dtype, device)
     if key not in _nan_scalars:
         _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -127,6 +132,8 @@ class Unit:
         self.state, self.users = State.SHARDED, 0
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        # Whole parameters that were handed out to be saved, while somebody keeps them and no step has passed.
+        self.copies: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
         self._pending, self._given_up = Pending(), 0
         self._writes: list[Pending] = []
         if self.persistent:
@@ -152,8 +159,9 @@ class Unit:
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. Of a parameter that is a unit by
-        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. Of a
+        parameter that is a unit by itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect
+        too.
         """
         for param in self.params:
             if not hasattr(param, "ds_id"):
@@ -277,6 +285,7 @@ class Unit:
     @torch.no_grad()
     def write_back(self, src: int) -> None:
         """Make rank `src`'s exposed values the values of every rank."""
+        self.copies.clear()
         if self.persistent:
             self.comm.broadcast(self.full, src)
             self.shard.copy_(self._own_slice(self.full))
@@ -373,6 +382,7 @@ class Unit:
 
     def invalidate(self) -> None:
         """The shard has new values: drop or renew what was gathered."""
+        self.copies.clear()
         if self.persistent:
             self.refresh()
         elif self.state is not State.SHARDED:

@@ -1,8 +1,8 @@
 """Two functions of `deepspeed.utils.zero_to_fp32` by which Lightning makes one file of a checkpoint.
 
-Its converter unpickles a file of the optimizer's, for the stage, and one of the model's, for what the script saved beside
-the weights. A checkpoint here has no pickle files: these are made of its description for the one who asks, and are gone
-at the end of the process.
+Its converter unpickles a file of the optimizer's, for the stage, and one of the model's, for what the script saved
+beside the weights. A checkpoint here has no pickle files: these are made of its description for the one who asks, and
+are gone at the end of the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _write(name: str, content: dict) -> str:
 def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
     """The path of a file with {"optimizer_state_dict": {"zero_stage": the stage that was trained with}}.
 
-    Args: checkpoint_dir: the checkpoint's own folder, with `checkpoint.json` in it; ValueError if that is no such folder.
+    Args: checkpoint_dir: the checkpoint's own folder, the one with `checkpoint.json`; ValueError if it is none.
     """
     stage = read_description(Path(checkpoint_dir))["stage"]
     return [_write("optim_states.pt", {"optimizer_state_dict": {"zero_stage": stage}})]

@@ -308,7 +308,7 @@ class ZeroOptimizer(OptimizerAttributes):
         return tile.master if rounded is None else rounded
 
     def state_dict(self) -> dict:
-        """This rank's part of the state, as the optimizer gives it; `engine.save_checkpoint` puts the parts together."""
+        """This rank's part of the state, as torch gives it; `engine.save_checkpoint` puts the parts together."""
         self.wait()
         return self.optimizer.state_dict()
 
