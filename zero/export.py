@@ -141,10 +141,14 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
     found = weights.on_first(
         "gathering the model's weights", lambda values: on_disk(zip(names, values, strict=True), nbytes)
     )
+    for unit in weights.units:
+        for param, name, slot in zip(unit.params, unit.param_names, unit.layout.slots, strict=True):
+            if found is None:
+                unit.copies[param] = functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+            else:
+                unit.copies[param] = weakref.ref(found[name])
     if found is None:
         return None
-    for unit in weights.units:
-        unit.copies = {p: weakref.ref(found[name]) for p, name in zip(unit.params, unit.param_names, strict=True)}
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
     return {
         name: found.get(name, value)
@@ -156,7 +160,8 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
 def show_copies_in_state_dicts(model: nn.Module) -> None:
     """Have `state_dict()` of every module of a sharded model give what `consolidated_state_dict` has just gathered.
 
-    Some trainers have the weights gathered by all ranks, and then let rank 0 call `save_pretrained()` without them.
+    Some trainers have the weights gathered, and then call `save_pretrained()` without them, be it on rank 0 or on all
+    ranks, of which rank 0 writes. The others get tensors on the device "meta": who would write them gets an error.
     """
     for module in model.modules():
         if any(unit_of(param) is not None for param in module.parameters(recurse=False)):

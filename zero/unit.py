@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -133,7 +132,7 @@ class Unit:
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
         # Whole parameters that were handed out to be saved, while somebody keeps them and no step has passed.
-        self.copies: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        self.copies: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}
         self._pending, self._given_up = Pending(), 0
         self._writes: list[Pending] = []
         if self.persistent:
