@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,23 +51,50 @@ def test_torch_loop_resumes_where_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], value) for name, value in weights.items())
 
 
+def zero_run(*command: object) -> list[str]:
+    """What the command printed about its progress."""
+    zero = [sys.executable, "-m", "zero", "run", *map(str, command)]
+    done = run(zero, timeout=280, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if re.match("epoch|validated|DEEPSPEED", line)]
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """The script as it is, the configuration as `accelerate config` writes it."""
+    launch = ("accelerate", "launch", "--config_file", "examples/deepspeed_zero3.yaml", "--main_process_port", 0)
+    said = zero_run(*launch, "examples/accelerate_launch.py", "--epochs", 2, "--output", tmp_path)
+    assert [line.split(":")[0] for line in said] == ["DEEPSPEED on 2 processes", "epoch 1", "epoch 2"]
+    assert numbers(said[2])[0] < 0.5 < numbers(said[1])[0]
+    assert {tuple(value.shape) for value in load_file(tmp_path / "model.safetensors").values()} == {
+        *{(64, 4), (64,), (64, 64), (4, 64), (4,)}
+    }
+
+
+def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="an example for those who have PEFT")
+    common = ("--num_train_epochs", 1, "--logging_steps", 8, "--max_steps", 16, "--lr_scheduler_type", "constant")
+    adapters, losses = [], []
+    for name, options in ("ddp", ["--use_cpu"]), ("zero", ["--deepspeed", "configs/ds_config_zero3.json"]):
+        torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
+        zero_run(*torchrun, *options, "--output_dir", tmp_path / name)
+        state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))
+        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+        adapters.append(load_file(tmp_path / name / "adapter_model.safetensors"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) == 2
+    assert adapters[0].keys() == adapters[1].keys() and all("lora_" in name for name in adapters[0])
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], value, atol=1e-4, rtol=0)
+
+
 def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
     """Started by plain python: Lightning starts the second rank, which inherits the hook."""
     pytest.importorskip("lightning", reason="an example for those who have Lightning")
-    script = REPOSITORY / "examples" / "lightning_fit.py"
-
-    def fit(strategy: str, *args: object) -> list[str]:
-        options = ["--strategy", strategy, "--epochs", "2", *map(str, args)]
-        done = run([sys.executable, "-m", "zero", "run", script, *options], timeout=280, env={"PYTHONWARNINGS": ""})
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [line for line in done.stdout.splitlines() if re.match("epoch|validated", line)]
-
-    straight = fit("ddp", "--output", tmp_path / "ddp")
-    for strategy in ("deepspeed_stage_2", "deepspeed_stage_3", "deepspeed_stage_3_offload"):
-        found = fit(strategy, "--output", tmp_path / strategy)
-        for line, expected in zip(found[:2], straight, strict=True):
-            assert numbers(line) == pytest.approx(numbers(expected), abs=1e-5), strategy
-        validated, alone = numbers(found[2])
-        assert validated == pytest.approx(alone, abs=2e-6)
-    resume = tmp_path / "deepspeed_stage_3" / "epoch=0.ckpt"
-    assert fit("deepspeed_stage_3", "--output", tmp_path / "again", "--resume", resume) == found[1:]
+    fit = partial(zero_run, "examples/lightning_fit.py", "--epochs", 2, "--output")
+    straight = fit(tmp_path / "ddp", "--strategy", "ddp")
+    offloaded = fit(tmp_path / "zero", "--strategy", "deepspeed_stage_3_offload")
+    for line, expected in zip(offloaded[:2], straight, strict=True):
+        assert numbers(line) == pytest.approx(numbers(expected), abs=1e-5)
+    validated, alone = numbers(offloaded[2])
+    assert validated == pytest.approx(alone, abs=2e-6)
+    resume = ("--resume", tmp_path / "zero" / "epoch=0.ckpt")
+    assert fit(tmp_path / "stage 2", "--strategy", "deepspeed_stage_2", *resume) == offloaded[1:]

@@ -26,7 +26,7 @@ from zero.optim.attributes import OptimizerAttributes
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.updates import Tile, Updates
-from zero.unit import State, Unit
+from zero.unit import Unit
 
 logger = logging.getLogger("zero")
 
@@ -239,10 +239,7 @@ class ZeroOptimizer(OptimizerAttributes):
         update = partial(self._update_tile, factor, seen, by_kernel)
         self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], update)
         for unit in self.units:
-            if unit.persistent:
-                unit.refresh()
-            elif unit.state is not State.SHARDED:
-                unit.free()
+            unit.invalidate()
         place = {unit: number for number, unit in enumerate(dict.fromkeys((*self._forward_order(), *self.units)))}
         later = [tile for tile in self.tiles if self._can_wait(tile.unit)]
         self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), update)
