@@ -1,12 +1,11 @@
-"""`python -m zero run SCRIPT.py ARGS...`: run an unmodified training script on zero; and tools for checkpoints.
-
-Under torch's launcher: `torchrun --nproc_per_node N -m zero run SCRIPT.py ARGS...`.
-"""
+"""The command `zero`, or `python -m zero`: run an unmodified training script or its launcher; tools for checkpoints."""
 
 from __future__ import annotations
 
 import math
+import os
 import runpy
+import shutil
 import sys
 import traceback
 from argparse import ArgumentParser, ArgumentTypeError
@@ -19,52 +18,74 @@ from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe
 from zero.config import load_config
 from zero.errors import UsageError, refuse
-from zero.hf import enable
+from zero.hf import STARTUP, enable
 
 USAGE = """\
-usage: python -m zero run SCRIPT.py ARGS...
-       torchrun --nproc_per_node N -m zero run SCRIPT.py ARGS...
+usage: zero run SCRIPT.py ARGS...
+       zero run LAUNCHER ARGS...
+       zero run -m MODULE ARGS...
 
-Runs SCRIPT.py as python would, with zero under the name `deepspeed` for transformers and accelerate. The file given
-by --deepspeed or --deepspeed_config in ARGS is checked first, before the script builds a model.
+Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with zero under the name
+`deepspeed` in it and in all python processes that come of it. The file given by --deepspeed, --deepspeed_config or
+--deepspeed_config_file in ARGS is checked first, before anything is started.
 
-       python -m zero inspect CHECKPOINT
-       python -m zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
+       zero hook
+
+Prints a folder. Where PYTHONPATH has it, every python process finds zero under that name: for those who can only set
+variables.
+
+       zero inspect CHECKPOINT
+       zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
 Show what a training checkpoint holds, checksums verified; make of one a folder that `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
+
+Where the command `zero` is not installed, `python -m zero` is the same.
 """
+USAGE_OF_RUN = "usage: zero run SCRIPT.py|LAUNCHER|-m MODULE ARGS..."
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Do what the command line says; `SystemExit(2)` with one line on stderr where it cannot be done."""
-    match arguments:
+    match sys.argv[1:] if arguments is None else arguments:
         case [] | ["-h" | "--help", *_] | ["run", "-h" | "--help"]:
             print(USAGE, end="")
-        case ["run", script, *script_arguments]:
-            _run(script, script_arguments)
-        case ["run"]:
-            _refuse("run: no script given; usage: python -m zero run SCRIPT.py ARGS...")
+        case ["run"] | ["run", "-m"]:
+            _refuse(f"run: no script, launcher or module given; {USAGE_OF_RUN}")
+        case ["run", target, *rest]:
+            _check_configurations(rest)
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+            _run(target, rest)
+        case ["hook"]:
+            print(STARTUP)
         case ["inspect" | "consolidate" as command, *rest]:
             try:
                 _use_checkpoint(command, rest)
             except (ValueError, OSError) as error:
                 _refuse(str(error))
         case [command, *_]:
-            _refuse(f"unknown command '{command}'; usage: python -m zero run SCRIPT.py ARGS...")
+            _refuse(f"unknown command '{command}'; {USAGE_OF_RUN}")
 
 
-def _run(script: str, arguments: list[str]) -> None:
-    if not Path(script).is_file():
-        _refuse(f"run: no such script: {script}")
-    for config in _configurations(arguments):
-        try:
-            load_config(config, allow_auto=True)
-        except (ValueError, OSError) as error:
-            _refuse(str(error))
+def _run(target: str, arguments: list[str]) -> None:
+    """A script is run in this process, which a launcher has perhaps started as a rank; all else in place of it."""
+    beside = os.path.dirname(sys.executable)  # the environment may be in use without being activated
+    command = shutil.which(target, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
+    if target == "-m":
+        os.execv(sys.executable, [sys.executable, "-m", *arguments])
+    elif command is not None and not target.endswith(".py"):
+        os.execv(command, [target, *arguments])
+    elif Path(target).is_file():
+        _run_script(target, arguments)
+    else:
+        _refuse(f"run: no such script, nor a command of this name: {target}")
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
     enable()
     sys.argv = [script, *arguments]
-    # `-m` put the working directory first; a script has its own folder there. With -P neither is wanted.
+    # `-m` put the working directory first, a console script its own folder; a script has its own folder there. With -P
+    # neither is wanted.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
     try:
@@ -74,11 +95,19 @@ def _run(script: str, arguments: list[str]) -> None:
         refuse(f"{script}, line {lines[-1] if lines else '?'}: {error}")
 
 
+def _check_configurations(arguments: list[str]) -> None:
+    for config in _configurations(arguments):
+        try:
+            load_config(config, allow_auto=True)
+        except (ValueError, OSError) as error:
+            _refuse(str(error))
+
+
 def _configurations(arguments: list[str]) -> Iterator[str]:
     """The values of the options that name a configuration; to some scripts `--deepspeed` alone is a switch."""
     for argument, following in pairwise([*arguments, "-"]):
         option, equals, value = argument.partition("=")
-        if option in ("--deepspeed", "--deepspeed_config"):
+        if option in ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file"):
             if equals:
                 yield value
             elif not following.startswith("-"):
@@ -86,7 +115,7 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
 
 
 def _use_checkpoint(command: str, arguments: list[str]) -> None:
-    parser = ArgumentParser(prog=f"python -m zero {command}")
+    parser = ArgumentParser(prog=f"zero {command}")
     parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
     if command == "inspect":
         parser.description = "Show what a training checkpoint holds."
@@ -113,4 +142,4 @@ def _refuse(message: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

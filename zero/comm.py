@@ -346,11 +346,15 @@ def init_distributed(
     )
 
 
-def become_world_of_one() -> None:
-    """Set the variables a launcher would have set for a single process; port 0 lets the store choose a free one."""
+def become_world_of_one() -> list[str]:
+    """Set the variables a launcher would have set for a single process; port 0 lets the store choose a free one.
+
+    Returns the names of those that were not set.
+    """
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, str(value))
+    missing = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: str(defaults[name]) for name in missing})
+    return missing
 
 
 def is_initialized() -> bool:

@@ -22,7 +22,7 @@ from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
 from zero.engine_settings import EngineSettings
 from zero.errors import FOLLOWED_RELEASE, UsageError
-from zero.export import Weights, consolidated_state_dict, save_16bit_model
+from zero.export import Weights, consolidated_state_dict, save_16bit_model, show_copies_in_state_dicts
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import UnitPlan, plan_units
@@ -93,6 +93,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         self._place_buffers()
         self.reducer = self._make_reducer()
         self.schedule = self._make_schedule()
+        show_copies_in_state_dicts(model)
         self.hooks = ModuleHooks(
             model,
             self.units,

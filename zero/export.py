@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -25,7 +26,8 @@ from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names, values_of
 from zero.comm import Communicator, Pending
 from zero.layout import Slot
-from zero.unit import Unit
+from zero.parameters import ShardedParameter
+from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
 
@@ -190,6 +192,12 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
     found = weights.on_first(
         "gathering the model's weights", lambda values: on_disk(zip(names, values, strict=True), nbytes)
     )
+    for unit in weights.units:
+        for param, name, slot in zip(unit.params, unit.param_names, unit.layout.slots, strict=True):
+            if found is None:
+                unit.copies[param] = functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+            else:
+                unit.copies[param] = weakref.ref(found[name])
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
@@ -198,6 +206,40 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         for name, value in model.state_dict(keep_vars=True).items()
         if name in found or not isinstance(value, torch.Tensor)
     }
+
+
+def show_copies_in_state_dicts(model: nn.Module) -> None:
+    """Have `state_dict()` of every module of a sharded model give what `consolidated_state_dict` has just gathered.
+
+    Some trainers have the weights gathered, and then call `save_pretrained()` without them, be it on rank 0 or on all
+    ranks, of which rank 0 writes. The others get tensors on the device "meta": who would write them gets an error.
+    """
+    for module in model.modules():
+        if any(unit_of(param) is not None for param in module.parameters(recurse=False)):
+            if _show_copies not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(_show_copies)
+
+
+def _show_copies(module: nn.Module, state: dict[str, object], prefix: str, metadata: object) -> None:
+    for name, param in module._parameters.items():
+        unit, key = unit_of(param), prefix + name
+        # With keep_vars=True the parameters themselves were asked for.
+        shows = unit is None or not isinstance(param, ShardedParameter)
+        if shows or key not in state or isinstance(state[key], nn.Parameter):
+            continue
+        copy = unit.copies[param]() if param in unit.copies else None
+        if copy is not None:
+            state[key] = copy
+        else:
+            _warn_of_placeholders()
+
+
+@functools.cache  # once
+def _warn_of_placeholders() -> None:
+    logger.warning(
+        "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it use the trainer's "
+        "save_model() or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+    )
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:

@@ -120,6 +120,8 @@ class Unit:
         self._apart: dict[int, torch.Tensor] = {}
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        # Whole parameters that were handed out to be saved, while somebody keeps them and no step has passed.
+        self.copies: dict[nn.Parameter, Callable[[], torch.Tensor | None]] = {}
         self._pending, self._given_up = Pending(), 0
         self._writes: list[Pending] = []
         if self.persistent:
@@ -145,8 +147,9 @@ class Unit:
     def _label_parameters(self) -> None:
         """Give the parameters the attributes by which DeepSpeed's users know sharded ones.
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty. Of a parameter that is a unit by
-        itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect too.
+        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. Of a
+        parameter that is a unit by itself it is the shard, with its padding: there a new `ds_tensor.data` takes effect
+        too.
         """
         for param in self.params:
             if not hasattr(param, "ds_id"):
@@ -158,6 +161,8 @@ class Unit:
         if len(self.params) == 1:
             # A persistent shard is a part of `full`, and must stay one.
             self.params[0].ds_tensor = self.shard[:] if self.persistent else self.shard
+        for param in self.params:
+            param.partition_numel = param.ds_tensor.numel
 
     # -- values in
 
@@ -280,6 +285,7 @@ class Unit:
     @torch.no_grad()
     def write_back(self, src: int) -> None:
         """Make rank `src`'s exposed values the values of every rank."""
+        self.copies.clear()
         if self.persistent:
             self.comm.broadcast(self.full, src)
             self.shard.copy_(self._own_slice(self.full))
@@ -430,6 +436,7 @@ class Unit:
 
     def invalidate(self) -> None:
         """The shard has new values: drop or renew what was gathered."""
+        self.copies.clear()
         if self.persistent:
             self.refresh()
         elif self.state is not State.SHARDED:

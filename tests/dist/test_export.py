@@ -204,3 +204,27 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
     first, second = run_on(2, save_to_a_full_disk, str(tmp_path))
     assert first == second and "rank 0" in first and "File too large" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def saved_without_a_state_dict(rank: int, world_size: int, folder: str) -> tuple[dict, list[bool]]:
+    """As sentence-transformers saves: the weights are gathered by all ranks, then all save a module of the model."""
+    model = build("t5")
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40))
+    train_zero(engine, batches("t5", 1))
+    gathered = engine._zero3_consolidated_16bit_state_dict()  # kept while the model is saved
+    model.save_pretrained(folder)
+    inner = dict(model.encoder.state_dict())
+    gathered = {name: value.clone() for name, value in gathered.items()} if rank == 0 else gathered
+    shown = [inner["embed_tokens.weight"].is_meta]
+    del inner
+    shown.append(bool(rank == 0 and model.state_dict()["shared.weight"].isnan().all()))
+    train_zero(engine, batches("t5", 1))
+    shown.append(bool(model.state_dict()["shared.weight"].isnan().all()))
+    return gathered, shown
+
+
+def test_state_dict_has_what_was_gathered_until_it_is_let_go_or_stale(tmp_path):
+    (expected, first), (_, second) = run_on(2, saved_without_a_state_dict, str(tmp_path))
+    saved = T5ForConditionalGeneration.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    assert first == [False, True, True] and second == [True, False, True]

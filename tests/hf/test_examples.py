@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM, T5ForConditionalGeneration
 
-from tests.launch import REPOSITORY, torchrun
+from tests.launch import REPOSITORY, run, torchrun
 from tests.warm import warm_ranks
 
 
@@ -19,6 +22,11 @@ def lines(script: str, *args: object) -> list[str]:
     done = torchrun(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)]
+
+
+def numbers(line: str) -> list[float]:
+    """Those with a point in a line of progress."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
 def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
@@ -54,3 +62,52 @@ def test_trl_sft_learns_and_saves(tmp_path: Path) -> None:
     assert len(losses) == 3 and losses[-1] < 0.5 * losses[0], losses
     model = Qwen2ForCausalLM.from_pretrained(tmp_path)
     assert model.model.embed_tokens.weight.isfinite().all()
+
+
+def zero_run(*command: object) -> list[str]:
+    """What the command printed about its progress."""
+    zero = [sys.executable, "-m", "zero", "run", *map(str, command)]
+    done = run(zero, timeout=280, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if re.match("epoch|validated|DEEPSPEED", line)]
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """The script as it is, the configuration as `accelerate config` writes it."""
+    launch = ("accelerate", "launch", "--config_file", "examples/deepspeed_zero3.yaml", "--main_process_port", 0)
+    said = zero_run(*launch, "examples/accelerate_launch.py", "--epochs", 2, "--output", tmp_path)
+    assert [line.split(":")[0] for line in said] == ["DEEPSPEED on 2 processes", "epoch 1", "epoch 2"]
+    assert numbers(said[2])[0] < 0.5 < numbers(said[1])[0]
+    assert {tuple(value.shape) for value in load_file(tmp_path / "model.safetensors").values()} == {
+        *{(64, 4), (64,), (64, 64), (4, 64), (4,)}
+    }
+
+
+def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="an example for those who have PEFT")
+    common = ("--num_train_epochs", 1, "--logging_steps", 8, "--max_steps", 16, "--lr_scheduler_type", "constant")
+    adapters, losses = [], []
+    for name, options in ("ddp", ["--use_cpu"]), ("zero", ["--deepspeed", "configs/ds_config_zero3.json"]):
+        torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
+        zero_run(*torchrun, *options, "--output_dir", tmp_path / name)
+        state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))
+        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+        adapters.append(load_file(tmp_path / name / "adapter_model.safetensors"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) == 2
+    assert adapters[0].keys() == adapters[1].keys() and all("lora_" in name for name in adapters[0])
+    for name, value in adapters[0].items():
+        torch.testing.assert_close(adapters[1][name], value, atol=1e-4, rtol=0)
+
+
+def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
+    """Started by plain python: Lightning starts the second rank, which inherits the hook."""
+    pytest.importorskip("lightning", reason="an example for those who have Lightning")
+    fit = partial(zero_run, "examples/lightning_fit.py", "--epochs", 2, "--output")
+    straight = fit(tmp_path / "ddp", "--strategy", "ddp")
+    offloaded = fit(tmp_path / "zero", "--strategy", "deepspeed_stage_3_offload")
+    for line, expected in zip(offloaded[:2], straight, strict=True):
+        assert numbers(line) == pytest.approx(numbers(expected), abs=1e-5)
+    validated, alone = numbers(offloaded[2])
+    assert validated == pytest.approx(alone, abs=2e-6)
+    resume = ("--resume", tmp_path / "zero" / "epoch=0.ckpt")
+    assert fit(tmp_path / "stage 2", "--strategy", "deepspeed_stage_2", *resume) == offloaded[1:]

@@ -292,4 +292,4 @@ def assert_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "-h"]])
 def test_usage(arguments, capsys):
     main(arguments)
-    assert "usage: python -m zero run SCRIPT.py ARGS..." in capsys.readouterr().out
+    assert "usage: zero run SCRIPT.py ARGS..." in capsys.readouterr().out

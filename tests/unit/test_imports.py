@@ -81,12 +81,14 @@ INSIDE = {
         "estimates",
         "groups",
         "timers",
+        "recovery",
         "tuning",
         "finder",
         "resume",
         "hook",
         "preemption",
         "__init__",
+        "startup.sitecustomize",
     ],  # fmt: skip
 }
 # torchrun's error files are no communication.

@@ -103,6 +103,8 @@ def is_installed() -> bool:
     return any(isinstance(finder, FacadeFinder) for finder in sys.meta_path)
 
 
-def install() -> None:
+def install() -> FacadeFinder:
     """Put the facade before every other finder, so that it is found first also where DeepSpeed is installed."""
-    sys.meta_path.insert(0, FacadeFinder())
+    facade = FacadeFinder()
+    sys.meta_path.insert(0, facade)
+    return facade

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -14,8 +15,12 @@ from zero import comm
 from zero.hf import finder
 from zero.hf.resume import guard_checkpoints
 
+# A folder for PYTHONPATH: `answer` is then called in every process that asks for DeepSpeed.
+STARTUP = str(Path(__file__).parent / "startup")
+
 # These ask whether DeepSpeed is there while they are imported, and keep the answer.
 _ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
+_LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def enable() -> None:
@@ -23,7 +28,8 @@ def enable() -> None:
 
     Call it before transformers or accelerate are imported; a second call does nothing. It also
 
-    - makes a script started by plain `python` a world of one, by setting the variables a launcher would set;
+    - makes a script started by plain `python` a world of one, by setting the variables a launcher would set, unless it
+      imports Lightning, which starts the other ranks by itself;
     - on a machine without a CUDA device, has accelerate use the CPU;
     - before transformers looks for the last checkpoint, sets aside what a killed run left incomplete;
     - in a job of several ranks, ends a rank's process at once when an exception reaches the top of its main thread,
@@ -42,14 +48,32 @@ def enable() -> None:
             f"{' and '.join(imported)} already imported, and looked for deepspeed then: call zero.hf.enable() before "
             "importing transformers or accelerate, or start the script by `python -m zero run SCRIPT.py`"
         )
+    answer()
+
+
+def answer() -> finder.FacadeFinder:
+    """What `enable` does, at the first question for DeepSpeed: `startup/sitecustomize.py` has waited for it."""
     _settle_device()
-    if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        comm.become_world_of_one()
+    if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
+        sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
     _say_if_the_real_one_is_installed()
-    finder.install()
+    installed = finder.install()
     guard_checkpoints()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _end_process_on_exception()
+    return installed
+
+
+class _WorldOfOne:
+    """Takes the variables back when Lightning is imported: it would wait for ranks that it takes for started."""
+
+    def __init__(self, variables: list[str]):
+        self.variables = variables
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in _LIGHTNING and not comm.is_initialized():
+            for name in self.variables:
+                os.environ.pop(name, None)
 
 
 def _settle_device() -> None:
@@ -67,12 +91,10 @@ def _settle_device() -> None:
 
 
 def _say_if_the_real_one_is_installed() -> None:
-    try:
-        version = importlib.metadata.version(finder.PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return
-    if os.environ.get("RANK", "0") == "0":
-        print(f"zero: DeepSpeed {version} is installed too; this run uses zero in its place", file=sys.stderr)
+    # A search in named folders is answered by what lies in them alone.
+    real = next(iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None)
+    if real is not None and os.environ.get("RANK", "0") == "0":
+        print(f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place", file=sys.stderr)
 
 
 def _end_process_on_exception() -> None:

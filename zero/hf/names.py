@@ -108,7 +108,10 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.ops.aio": _names("zero.hf.definitions", "AsyncIOBuilder"),
     "deepspeed.runtime": {},
-    "deepspeed.runtime.base_optimizer": {"ZeROOptimizer": "zero.optim.step:ZeroOptimizer"},
+    "deepspeed.runtime.base_optimizer": {
+        "DeepSpeedOptimizer": "zero.optim.step:ZeroOptimizer",
+        "ZeROOptimizer": "zero.optim.step:ZeroOptimizer",
+    },
     "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
     "deepspeed.runtime.config": _names(
         "zero.hf.configuration",
@@ -180,10 +183,12 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils": {**_names("zero.hf.definitions", "RepeatingLoader", "log_dist", "logger"), **_SAFE, **_LEAF},
     "deepspeed.utils.groups": {"*": "zero.hf.groups"},
+    "deepspeed.utils.logging": _names("zero.hf.definitions", "log_dist", "logger"),
     "deepspeed.utils.tensor_fragment": _SAFE,
     "deepspeed.utils.timer": {"*": "zero.hf.timers"},
     "deepspeed.utils.torch": _names("zero.hf.definitions", "register_grad_hook", "required_torch_version"),
     "deepspeed.utils.zero_to_fp32": {
+        **_names("zero.hf.recovery", "get_model_state_file", "get_optim_files"),
         "get_fp32_state_dict_from_zero_checkpoint": "zero.checkpoint:get_fp32_state_dict_from_zero_checkpoint",
         "load_state_dict_from_zero_checkpoint": "zero.checkpoint:load_state_dict_from_zero_checkpoint",
         "convert_zero_checkpoint_to_fp32_state_dict": "zero.hf.definitions:convert_zero_checkpoint_to_fp32_state_dict",

@@ -27,7 +27,7 @@ from zero.optim.attributes import OptimizerAttributes
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.updates import Tile, Updates
-from zero.unit import State, Unit
+from zero.unit import Unit
 
 logger = logging.getLogger("zero")
 
@@ -245,10 +245,7 @@ class ZeroOptimizer(OptimizerAttributes):
         update = partial(self._update_tile, factor, seen, by_kernel)
         self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], update)
         for unit in self.units:
-            if unit.persistent:
-                unit.refresh()
-            elif unit.state is not State.SHARDED:
-                unit.free()
+            unit.invalidate()
         place = {unit: number for number, unit in enumerate(dict.fromkeys((*self._forward_order(), *self.units)))}
         later = [tile for tile in self.tiles if self._can_wait(tile.unit)]
         self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), update)
@@ -314,8 +311,9 @@ class ZeroOptimizer(OptimizerAttributes):
         return tile.master if rounded is None else rounded
 
     def state_dict(self) -> dict:
-        """Refused: every rank holds a part of the state; checkpoints put the parts together."""
-        raise UsageError("the optimizer's state is sharded: use engine.save_checkpoint and engine.load_checkpoint")
+        """This rank's part of the state, as torch gives it; `engine.save_checkpoint` puts the parts together."""
+        self.wait()
+        return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""

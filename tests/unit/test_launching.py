@@ -1,0 +1,132 @@
+"""`zero run` with a launcher, the folder for PYTHONPATH, and the wheel: what processes inherit that import nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY, run
+from tests.warm import warm_ranks
+from zero.__main__ import main
+from zero.hf import STARTUP
+
+# Neither the checkout nor zero is on the path of what is started.
+OUTSIDE = {"PYTHONPATH": STARTUP}
+
+
+def python(code: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, cwd=cwd, env=OUTSIDE | (env or {}))
+
+
+def test_process_that_does_not_ask_imports_nothing(tmp_path):
+    done = python(
+        """
+        import importlib.metadata, sys
+        names = [each.metadata["Name"] for each in importlib.metadata.distributions()]
+        assert "torch" in names and "deepspeed" not in names
+        assert not {"zero", "torch"} & {*sys.modules}
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "first", ["importlib.util.find_spec('deepspeed').origin", "importlib.metadata.version('deepspeed')"]
+)
+def test_first_question_is_answered(first, tmp_path):
+    """Whichever way it is put, with a folder `zero` in the way, and once."""
+    (tmp_path / "zero").mkdir()
+    done = python(
+        f"""
+        import importlib.metadata, importlib.util, os, sys
+        found = {first}
+        assert sum(type(each).__name__ == "FacadeFinder" for each in sys.meta_path) == 1
+        assert len([*importlib.metadata.distributions(name="deepspeed")]) == 1
+        import deepspeed, zero.hf
+        zero.hf.enable()
+        print(found, deepspeed.__version__, zero.__file__, os.environ["WORLD_SIZE"])
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # nothing about another DeepSpeed
+    assert done.stdout.split()[1:] == ["0.19.8", str(REPOSITORY / "zero" / "__init__.py"), "1"]
+
+
+def test_hidden_sitecustomize_runs_too(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text("import sys\nprint('hello from', __file__)\nmark = 1\n", encoding="utf-8")
+    paths = {"PYTHONPATH": os.pathsep.join([STARTUP, str(site), STARTUP])}
+    done = python(
+        "import sys, sitecustomize\nprint(sitecustomize.mark, type(sys.meta_path[0]).__name__)", tmp_path, paths
+    )
+    assert done.stdout.splitlines() == [f"hello from {site / 'sitecustomize.py'}", "1 FirstQuestion"], done.stderr
+
+
+def test_torchrun_under_zero_run(tmp_path):
+    """Ranks find zero though it lies in a checkout that is only the launcher's working directory."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import deepspeed, os\n"
+        "os.write(1, f\"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {deepspeed.__doc__}\\n\".encode())\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "zero", "run", "torchrun", "--standalone", "--nproc_per_node", "2", script]
+    done = run(command, timeout=180, cwd=REPOSITORY, env={"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} of 2: zero under the name deepspeed" for rank in (0, 1)]
+
+
+def test_modules_commands_and_the_exit_code(tmp_path, capsys):
+    (tmp_path / "job.py").write_text("import deepspeed, sys; sys.exit(len(sys.argv) + 4)", encoding="utf-8")
+    zero = [sys.executable, "-m", "zero", "run"]
+    assert run([*zero, "-m", "job", "a", "b"], timeout=120, cwd=tmp_path).returncode == 7
+    done = run([*zero, "sh", "-c", "echo $PYTHONPATH; exit 5"], timeout=120, env={"PYTHONPATH": f"{REPOSITORY}:here"})
+    assert (done.returncode, done.stdout) == (5, f"{STARTUP}:{REPOSITORY}:here\n")
+    main(["hook"])
+    assert capsys.readouterr().out == f"{STARTUP}\n"
+
+
+def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
+    """It takes a process with LOCAL_RANK set for one of several, and would wait for the others."""
+    (tmp_path / "lightning.py").touch()
+    script = tmp_path / "script.py"
+    for before, after in ("import lightning", "pass"), ("pass", "import lightning"):
+        script.write_text(
+            f"import os\n{before}\nimport zero.hf; zero.hf.enable()\n"
+            f"assert ('LOCAL_RANK' in os.environ) is {before == 'pass'}\n{after}\n"
+            "assert not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'} & {*os.environ}\n",
+            encoding="utf-8",
+        )
+        done = warm_ranks(script, nproc=0, timeout=60, imported="zero")
+        assert done.returncode == 0, done.stderr
+
+
+def test_wheel_claims_one_name(tmp_path):
+    """The applications beside the package stay in the checkout; the hook and the C++ source are in the wheel."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns("__pycache__", ".git", "output", "build", "*.egg-info")
+    for name in ("zero", "distill", "translation", "metrics"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = run([sys.executable, "-c", build, tmp_path], timeout=120, cwd=source)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        scripts = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"zero"}
+    assert {"zero/hf/startup/sitecustomize.py", "zero/optim/cpu_adam.cpp"} <= {*names}
+    assert "zero = zero.__main__:main" in scripts

@@ -1,0 +1,46 @@
+"""Python runs this file at its start where PYTHONPATH has this folder: zero then answers to the name `deepspeed`.
+
+`zero run` puts the folder there for all processes that come of its command; `zero hook` prints its name. A process that
+never asks for DeepSpeed imports nothing of zero. A `sitecustomize` that this one hides is run as well.
+"""
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
+FOLDER = os.path.dirname(os.path.realpath(__file__))
+PARENT = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))  # of the package that this file belongs to
+
+
+class FirstQuestion:
+    """Stands on `sys.meta_path` until somebody asks for DeepSpeed; then it has zero's own finder put before it."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname == "zero":  # a checkout is in nobody's path
+            return PathFinder.find_spec(fullname, [PARENT])
+        if fullname == "deepspeed" and (facade := self._facade()):
+            return facade.find_spec(fullname)
+        return None
+
+    def find_distributions(self, context):
+        asked = (context.name or "").lower() == "deepspeed" and context.path is sys.path
+        return facade.find_distributions(context) if asked and (facade := self._facade()) else ()
+
+    def _facade(self):
+        from zero.hf import finder, hook  # here: they import torch
+
+        return None if finder.is_installed() else hook.answer()
+
+
+def run_the_hidden_one() -> None:
+    elsewhere = [folder for folder in sys.path if os.path.realpath(folder) != FOLDER]
+    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        from importlib.util import module_from_spec  # here: most machines have no other one
+
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, FirstQuestion())
+run_the_hidden_one()
