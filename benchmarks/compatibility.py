@@ -54,9 +54,8 @@ class Script:
     """One published script.
 
     Attributes: package: the distribution it comes with. file: below the package's folder; `examples/...` below the
-    folder of the option `--examples`; `benchmarks/...` below this repository. arguments: `{data}` stands for the folder
-    of models and data. adapters: what it takes besides to train adapters; None: it cannot. resumes: whether it takes
-    `--resume_from_checkpoint`.
+    folder of the option `--examples`. arguments: `{data}` stands for the folder of models and data. adapters: what it
+    takes besides to train adapters; None: it cannot. resumes: whether it takes `--resume_from_checkpoint`.
     """
 
     package: str
@@ -89,15 +88,12 @@ SCRIPTS = {
         _TRL + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12" + _TEACHER,
         resumes=False,
     ),
-    "transformers/t5": Script("transformers", "benchmarks/t5_trainer.py", COMMON + " --eval_strategy no", None),
 }
 
 
 def find(script: Script, examples: Path | None) -> Path | None:
     """The script's file, or None where it is not installed."""
-    if script.file.startswith("benchmarks/"):
-        path = REPOSITORY / script.file
-    elif script.file.startswith("examples/"):
+    if script.file.startswith("examples/"):
         path = examples / script.file.removeprefix("examples/") if examples else None
     else:
         spec = importlib.util.find_spec(script.package)
