@@ -85,9 +85,13 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 
 def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="an example for those who have PEFT")
+    config = tmp_path / "ds.json"
+    sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_clipping")}
+    saving = {"stage3_gather_16bit_weights_on_model_save": True}
+    config.write_text(json.dumps(sizes | {"zero_optimization": {"stage": 3} | saving}), encoding="utf-8")
     common = ("--num_train_epochs", 1, "--logging_steps", 8, "--max_steps", 16, "--lr_scheduler_type", "constant")
     adapters, losses = [], []
-    for name, options in ("ddp", ["--use_cpu"]), ("zero", ["--deepspeed", "configs/ds_config_zero3.json"]):
+    for name, options in ("ddp", ["--use_cpu"]), ("zero", ["--deepspeed", config]):
         torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
         zero_run(*torchrun, *options, "--output_dir", tmp_path / name)
         state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))
