@@ -1,19 +1,18 @@
 """Thousands of damaged configurations: none may hang, end in a raw traceback, or have a misspelt key pass.
 
-    python -m benchmarks.faults_config --trials 3000 --seed 0 [--configs FOLDER]
+    python -m benchmarks.faults --trials 500 --seed 0 --parts config
 
-Each trial takes a configuration of this project, or of FOLDER, and spells a key wrong, puts a strange value in
-its place, or moves, adds or removes keys; then it goes in as a dict, as text, or as text that is cut or has bytes
-changed. Exit code 1 if any trial is neither accepted nor refused by a `UsageError` that names what is wrong.
+Each trial takes a configuration of this project and spells a key wrong, puts a strange value in its place, or moves,
+adds or removes keys. Then it goes in as a dict, as text, or as text that is cut or has bytes changed. A trial fails if
+it is neither accepted nor refused by a `UsageError` that names what is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import copy
 import json
-import sys
+import random
 import time
 import traceback
 from collections import Counter
@@ -23,6 +22,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
+from benchmarks.faults import Report
 from benchmarks.launch import REPOSITORY
 from zero.config import load_config
 from zero.config.reading import pop
@@ -92,9 +92,9 @@ STRANGE = [
 ]
 
 
-def known_configurations(folder: Path | None = None) -> list[dict]:
-    """The shipped configurations, those above, and all JSON objects of a folder."""
-    paths = [*sorted((REPOSITORY / "configs").glob("*.json")), *(sorted(folder.glob("*.json")) if folder else [])]
+def known_configurations() -> list[dict]:
+    """The shipped configurations, and those above."""
+    paths = sorted((REPOSITORY / "configs").glob("*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths] + OTHERS
 
 
@@ -191,7 +191,7 @@ def _without_ignored(config: dict) -> dict:
     return kept
 
 
-def run(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
+def mutate(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
     """How `trials` damaged configurations ended; one in three is one with a misspelt key."""
     outcomes: Counter[str] = Counter()
     limits = {"database": None, "deadline": None, "phases": [hypothesis.Phase.generate]}
@@ -219,19 +219,10 @@ def run(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
     return outcomes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--configs", type=Path, help="a folder with more configurations to damage")
-    args = parser.parse_args()
-    outcomes = run(args.trials, args.seed, known_configurations(args.configs))
-    for result, count in outcomes.most_common():
-        print(f"{count:>6}  {result}")
-    sys.exit(0 if outcomes.keys() <= GOOD else 1)
+def run(trials: int, chance: random.Random, folder: Path) -> Report:
+    """Six configurations for each kill that `benchmarks.faults` was asked for."""
+    outcomes = mutate(6 * trials, chance.randrange(1 << 32), known_configurations())
+    return Report(outcomes, [outcome for outcome in outcomes if outcome not in GOOD])
 
 
 GOOD = {"accepted", "refused", "misspelt key refused"}
-
-if __name__ == "__main__":
-    main()

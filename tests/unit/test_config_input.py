@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.faults_config import GOOD, known_configurations, run
+from benchmarks.faults_config import GOOD, known_configurations, mutate
 from zero.config import Config, load_config
 from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS
 from zero.config.reading import _is_misspelt, _section_of
@@ -242,6 +242,6 @@ def test_every_row_is_true():
 
 
 def test_damaged_configurations_are_accepted_or_refused():
-    outcomes = run(120, seed=0, configs=known_configurations())
+    outcomes = mutate(120, seed=0, configs=known_configurations())
     assert outcomes.keys() <= GOOD and sum(outcomes.values()) >= 100, outcomes
     assert outcomes["accepted"] > 5 and outcomes["refused"] > 20
