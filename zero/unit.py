@@ -8,6 +8,7 @@ again whenever backward gathers the unit. What parameters show between uses: `ze
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -162,7 +163,7 @@ class Unit:
             # A persistent shard is a part of `full`, and must stay one.
             self.params[0].ds_tensor = self.shard[:] if self.persistent else self.shard
         for param in self.params:
-            param.partition_numel = param.ds_tensor.numel
+            param.partition_numel = functools.partial(int, param.ds_tensor.numel())  # no reference to the shard
 
     # -- values in
 

@@ -20,6 +20,7 @@ from tests.parity.models import batches, build
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate
+from zero.hf.recovery import get_model_state_file, get_optim_files
 
 
 def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -160,3 +161,13 @@ def test_command_line(checkpoint, tmp_path):
     assert code == 2 and len(err.splitlines()) == 1 and "already holds a model" in err
     code, out, err = command("inspect", tmp_path)
     assert code == 2 and err == f"zero: {tmp_path}: there is no checkpoint\n"
+
+
+def test_files_that_lightning_reads(checkpoint):
+    """Its converter unpickles two files that are made of the checkpoint for it."""
+    folder = checkpoint[0] / (checkpoint[0] / "latest").read_text()
+    (optimizer,) = get_optim_files(folder)
+    stage = torch.load(optimizer, weights_only=False)["optimizer_state_dict"]["zero_stage"]
+    assert stage == 3 and torch.load(get_model_state_file(folder, stage), weights_only=False) == {"epoch": 1}
+    with pytest.raises(ValueError, match="checkpoint.json is missing"):
+        get_optim_files(checkpoint[0])

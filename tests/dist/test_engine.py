@@ -301,6 +301,8 @@ def attributes(rank: int, world_size: int) -> dict[str, bool]:
         "no norm before the first step": engine.get_global_grad_norm() is None,
         "groups": len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["lr"] == LR,
         "overflow": optimizer.overflow is False,
+        "parts": all(p.partition_numel() == p.ds_tensor.numel() for p in engine.parameters()),
+        "state of this rank": engine.optimizer.state_dict().keys() == {"state", "param_groups"},
         "true sizes": sum(p.ds_numel for p in engine.parameters()) == sum(p.numel() for p in toy().parameters()),
     }
 
