@@ -29,7 +29,8 @@ SETTINGS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "sse4": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
-    "two-threads": {"OMP_NUM_THREADS": "2", "ZERO_TEST_THREADS": "2"},
+    # Waiting asleep: ranks that spin take each other's cores.
+    "two-threads": {"OMP_NUM_THREADS": "2", "ZERO_TEST_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
     "no-compiler": {},  # on a PATH of its own
 }
 
