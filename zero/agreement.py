@@ -7,8 +7,8 @@ where it differs are the facts themselves exchanged, to say which rank, which ke
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -68,9 +68,14 @@ def flat(nested: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that decide what is computed, as far as they are imported."""
-    names = ("torch", "zero", "transformers", "accelerate", "peft")
-    return {f"version of {name}": str(getattr(sys.modules.get(name), "__version__", "not imported")) for name in names}
+    """Of the installed libraries that decide what is computed; not of what is imported, in which ranks may differ."""
+    found = {"version of torch": torch.__version__}
+    for name in ("zero-engine", "transformers", "accelerate", "peft"):
+        try:
+            found[f"version of {name}"] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[f"version of {name}"] = "not installed"
+    return found
 
 
 def spread(numbers: Sequence[float]) -> list[float]:
