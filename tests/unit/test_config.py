@@ -12,9 +12,11 @@ from typing import get_args
 import pytest
 import torch
 
+from docs.reference import reference
 from zero.config import Config, load_config
-from zero.config.keys import Section
+from zero.config.keys import IdleSection, Section
 from zero.config.optim import OptimizerParams
+from zero.config.reading import section_of
 from zero.config.report import report
 
 PACKAGE = Path(__file__).parents[2] / "zero"
@@ -448,13 +450,13 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
         "zero_force_ds_cpu_optimizer",
         *OptimizerParams.model_fields,
     }
-    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if not path.name.startswith("config")]
+    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
     words = set(re.findall(r"\w+", "\n".join(sources)))
     acting = set()
     sections = [Config]
     for section in sections:
         for key, field in section.model_fields.items():
-            if field.json_schema_extra:
+            if section.about(key).get("unused"):
                 continue
             inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             inner = [kind for kind in inner if issubclass(kind, Section)]
@@ -462,3 +464,23 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
             acting |= set() if inner else {key}
     assert len(acting) > 30
     assert acting - read_elsewhere - words == set()
+
+
+# ---- the page of the documentation
+
+
+def test_the_page_of_all_keys_is_current():
+    page = (PACKAGE.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference() + "\n", "run: python -m docs.reference > docs/configuration.md"
+
+
+def test_every_key_says_what_it_does_or_why_it_does_nothing():
+    sections = [Config]
+    for section in sections:
+        for key, field in section.model_fields.items():
+            inner, text = section_of(section, key), field.description or section.about(key).get("unused")
+            if inner is not None and not issubclass(inner, IdleSection):
+                sections.append(inner)
+                text = inner.__doc__
+            assert text, f"{section.__name__}.{key}"
+    assert len(sections) > 12

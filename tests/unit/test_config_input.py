@@ -10,7 +10,7 @@ import pytest
 from benchmarks.faults_config import GOOD, known_configurations, mutate
 from zero.config import Config, load_config
 from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS
-from zero.config.reading import _is_misspelt, _section_of
+from zero.config.reading import _is_misspelt, section_of
 from zero.config.report import announce, report
 
 
@@ -61,7 +61,7 @@ def test_a_dotted_key_that_contradicts_the_nested_one_is_an_error_in_a_file(tmp_
 def known_keys(model=Config, path=()):
     for key in model.model_fields:
         yield (*path, key)
-        if (section := _section_of(model, key)) is not None:
+        if (section := section_of(model, key)) is not None:
             yield from known_keys(section, (*path, key))
 
 

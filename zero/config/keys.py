@@ -1,36 +1,69 @@
-"""Every key of a DeepSpeed 0.19 configuration that this engine knows but does not act on, and the rules for old keys.
+"""How a key of the configuration is declared, the types of values, and the top-level keys without effect.
 
-A key is declared once, as a field of its section:
+A key is declared once, as a field of its section. The tables of `docs/configuration.md`, the table at the start of a
+run and the error messages all come from these declarations. Nothing here knows the engine.
 
-- ``key: bool = True`` acts as documented by DeepSpeed; such keys live in :mod:`zero.config`;
-- ``key: bool = unused(True, reason)`` is a valid key without effect, listed with the reason when a user sets it;
-- ``key: idle("enabled job_name") = unused(None, reason)`` is a section without effect, with its keys;
-- ``key: only(bool, True, reason) = True`` would change the result if it were ignored: any other value is an error.
+- ``key: bool = acts(True, text)`` acts; ``text`` says what it does.
+- ``key: bool = unused(True, reason)`` is a valid key without effect; a user who sets it is told the reason.
+- ``key: idle("enabled job_name") = unused(None, reason)`` is a section without effect, with the names of its keys.
+- ``key: only(bool, True, reason) = True`` accepts one value: ignoring another one would change the result.
 
-So a key that gains an effect is one edited line. Names, types and bounds follow DeepSpeed 0.19.8
-(``runtime/config.py``, ``runtime/zero/config.py`` and the section files they import).
+Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py`` and the section
+files that they import).
 """
 
 import math
 import sys
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    create_model,
+)
+
+
+class Origin(NamedTuple):
+    """Where a configuration came from: a name for messages, and the user's own dict, unchanged.
+
+    Dotted keys: `auto`, which were still "auto"; `ignored`, which resemble no key; `renamed` as (old, new).
+    """
+
+    place: str = ""
+    raw: dict = {}
+    auto: frozenset[str] = frozenset()
+    ignored: list[str] = []
+    renamed: list[tuple[str, str]] = []
 
 
 class Section(BaseModel):
-    """One JSON object of the configuration: no value is converted silently, no number is infinite or NaN."""
+    """One JSON object of the configuration. No value is converted silently. No number is infinite or NaN."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
-    # Unknown keys are errors; if lenient, only those that are like a known one.
+    # Unknown keys are errors. In a lenient section only those that resemble a known key are.
     lenient: ClassVar[bool] = False
+
+    @classmethod
+    def about(cls, key: str) -> dict[str, str]:
+        """What `acts` or `unused` noted about a key: "unused", "needs" and "auto", where they apply."""
+        return cls.model_fields[key].json_schema_extra or {}
 
     def why_idle(self, key: str) -> str | None:
         """Why `key` has no effect; None if it acts."""
-        return (type(self).model_fields[key].json_schema_extra or {}).get("unused")
+        return self.about(key).get("unused")
 
 
 class IdleSection(Section):
@@ -40,10 +73,20 @@ class IdleSection(Section):
 
 
 def idle(keys: str, **typed: Any) -> Any:
-    """A section without effect with these keys, or None; any value is right for all but the `typed` ones."""
+    """A section without effect with these keys, or None. Any value is right for all but the `typed` ones."""
     fields = {**dict.fromkeys(keys.split(), Any), **typed}
     section = create_model("IdleSection", __base__=IdleSection, **{key: (kind, None) for key, kind in fields.items()})
     return section | None
+
+
+def acts(default: Any, text: str | None = None, *, needs: str = "", auto: str = "") -> Any:
+    """A field for a key with an effect.
+
+    ``text`` says what it does; None: the docstring below the field does. ``needs`` names what the section must say for
+    the key to act. ``auto`` names the argument of transformers or accelerate that replaces "auto"; without it "auto" is
+    an error.
+    """
+    return Field(default, description=text, json_schema_extra={"needs": needs, "auto": auto})
 
 
 def unused(default: Any, reason: str) -> Any:
@@ -65,7 +108,7 @@ def only(kind: Any, value: Any, reason: str) -> Any:
 
 
 def choice(*values: str) -> Any:
-    """One of these words, whatever the case of its letters."""
+    """One of these words, in any letter case."""
 
     def spelt(given: Any) -> Any:
         return next((value for value in values if str(given).lower() == value.lower()), given)
@@ -78,19 +121,19 @@ def _integral(value: Any) -> Any:
     return int(value) if type(value) is float and value.is_integer() else value
 
 
+def integer(low: int, high: int = sys.maxsize) -> Any:
+    return Annotated[int, Field(ge=low, le=high), BeforeValidator(_integral)]
+
+
 Int = Annotated[int, BeforeValidator(_integral)]
-Count = Annotated[Int, Field(ge=0, le=sys.maxsize)]
-Positive = Annotated[Int, Field(gt=0, le=sys.maxsize)]
+Count = integer(0)
+Positive = Annotated[int, Field(gt=0, le=sys.maxsize), BeforeValidator(_integral)]
 
 
 _DTYPES = {
-    name: dtype
-    for dtype, names in {
-        torch.float32: ("fp32", "float32", "float", "torch.float32"),
-        torch.float16: ("fp16", "float16", "half", "torch.float16"),
-        torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
-    }.items()
-    for name in names
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
 }
 
 
@@ -115,7 +158,7 @@ def _per_group(high: float, what: str) -> Any:
             return value
         raise ValueError(f"expected {what}, or a list with one a parameter group, got {value!r}")
 
-    return Annotated[float | list[float], PlainValidator(check)]
+    return Annotated[float | list[float], PlainValidator(check), WithJsonSchema({"type": what})]
 
 
 def _parse_betas(value: Any) -> Any:
@@ -131,14 +174,16 @@ def _parse_names(value: Any) -> Any:
     raise ValueError(f"expected a name or a list of names, got {value!r}")
 
 
-Names = Annotated[list[str], PlainValidator(_parse_names)]
+Names = Annotated[list[str], PlainValidator(_parse_names), WithJsonSchema({"type": "a name or a list of names"})]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
-DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype)]
+DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype), WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]})]
 Rates = _per_group(math.inf, "a finite number of at least 0")
 Momenta = _per_group(math.nextafter(1, 2), "a number from 0 to 1")
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Betas = Annotated[tuple[float, float], PlainValidator(_parse_betas)]
+Betas = Annotated[
+    tuple[float, float], PlainValidator(_parse_betas), WithJsonSchema({"type": "two numbers from 0 to below 1"})
+]
 
 
 NOT_YET = "not available yet"
@@ -238,20 +283,17 @@ class SectionsWithoutEffect(Section):
 
 _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"
 REMOVED_KEYS = {
+    **dict.fromkeys(
+        (
+            *("nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue"),
+            *("sparse_attention", "graph_harvesting", "progressive_layer_drop", "zero_optimization.mics_shard_size"),
+            *("zero_optimization.mics_hierarchical_params_gather", "zero_optimization.zeropp_loco_param"),
+        ),
+        f"{_REMOVED}; delete it",
+    ),
     "amp": f"{_REMOVED}; use fp16 or bf16",
-    "nebula": f"{_REMOVED}; delete it",
-    "compression_training": f"{_REMOVED}; delete it",
-    "quantize_training": f"{_REMOVED}; delete it",
-    "sparse_gradients": f"{_REMOVED}; delete it",
-    "eigenvalue": f"{_REMOVED}; delete it",
-    "sparse_attention": f"{_REMOVED}; delete it",
     "elasticity": f"{_REMOVED}; set train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps",
-    "graph_harvesting": f"{_REMOVED}; delete it",
     "curriculum_learning": f"{_REMOVED}; order the data in the script's own data loader",
-    "progressive_layer_drop": f"{_REMOVED}; delete it",
-    "zero_optimization.mics_shard_size": f"{_REMOVED}; delete it",
-    "zero_optimization.mics_hierarchical_params_gather": f"{_REMOVED}; delete it",
-    "zero_optimization.zeropp_loco_param": f"{_REMOVED}; delete it",
     "optimizer.params.max_grad_norm": "is not an optimizer setting; use gradient_clipping at the top level",
 }
 
@@ -270,12 +312,8 @@ DEPRECATED_KEYS = {
     **{
         f"zero_optimization.{name}": (f"zero_optimization.stage3_{name}", lambda value: value)
         for name in (
-            "gather_16bit_weights_on_model_save",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "model_persistence_threshold",
-            "module_granularity_threshold",
-            "param_persistence_threshold",
+            *("gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
+            *("model_persistence_threshold", "module_granularity_threshold", "param_persistence_threshold"),
             "prefetch_bucket_size",
         )
     },
@@ -285,29 +323,6 @@ DEPRECATED_KEYS = {
     ),
 }
 
-# What transformers (TrainingArguments) and accelerate (its DeepSpeed plugin) document as fillable by "auto".
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-AUTO_KEYS = frozenset(BATCH_KEYS) | {
-    "gradient_clipping",
-    "fp16.enabled",
-    "bf16.enabled",
-    "optimizer.params.lr",
-    "optimizer.params.betas",
-    "optimizer.params.eps",
-    "optimizer.params.weight_decay",
-    "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_max_lr",
-    "scheduler.params.warmup_num_steps",
-    "scheduler.params.total_num_steps",
-    "zero_optimization.stage",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
-}
-# Keys whose "auto" somebody must have replaced by the time the engine starts: DeepSpeed has no default for them.
+# Somebody must have replaced "auto" in these by the time the engine starts: DeepSpeed has no default for them.
 AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from zero.config.keys import AUTO_WITHOUT_DEFAULT, BATCH_KEYS, REMOVED_KEYS
 from zero.config.reading import pop, read, rename_deprecated, take_auto, take_unknown, validate
-from zero.config.settings import Config, ZeroConfig
+from zero.config.settings import Config, Origin, ZeroConfig
 from zero.errors import UsageError
 
 
@@ -29,8 +29,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     ignored, unknown = take_unknown(data, Config)
     if ignored and not data and not unknown:
         problems[ignored[0]] = "neither this nor any other key is one of DeepSpeed's: is this the right file?"
-    auto: set[str] = set()
-    take_auto(data, "", auto)
+    auto = take_auto(data, Config)
     config, found = validate(data, Config)
     problems |= found | unknown
     for section in ("optimizer", "scheduler"):
@@ -38,8 +37,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
         if f"{section}.type" in problems:
             problems = {key: text for key, text in problems.items() if not key.startswith(f"{section}.params.")}
     if config is not None:
-        config._raw, config._place, config._auto, config._deprecated = raw, place, frozenset(auto), deprecated
-        config._ignored = ignored
+        config._origin = Origin(place, raw, frozenset(auto), ignored, deprecated)
         for key, message in _contradictions(config, allow_auto, unknown={*auto, *problems}):
             problems.setdefault(key, message)
     if problems:

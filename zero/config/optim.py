@@ -16,13 +16,14 @@ from zero.config.keys import (
     Betas,
     Count,
     Fraction,
-    Int,
     Momenta,
     NonNegative,
     Positive,
     Rates,
     Section,
+    acts,
     choice,
+    integer,
     only,
     unused,
 )
@@ -87,7 +88,7 @@ class Settings(Section):
     """Settings that are passed on with ``**``: what the user wrote, without the keys that have no effect."""
 
     def keys(self) -> list[str]:
-        return sorted(key for key in self.model_fields_set if not type(self).model_fields[key].json_schema_extra)
+        return sorted(key for key in self.model_fields_set if not self.about(key).get("unused"))
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
@@ -106,54 +107,51 @@ _Factors = Annotated[tuple[float, float], Field(strict=False), AfterValidator(_i
 
 
 class OptimizerParams(Settings):
-    """``optimizer.params``: keyword arguments of the optimizer; None stands for its own default.
+    """Keyword arguments of the optimizer. A setting that its type does not have is an error.
 
-    ``adam_w_mode`` and ``torch_adam`` choose among the kinds of Adam, ``fused`` and ``foreach`` among implementations.
+    Without a value the optimizer's own default holds. That is torch's, except that `weight_decay` of Adam and AdamW is
+    0, as in DeepSpeed.
     """
 
-    lr: NonNegative | None = None
-    weight_decay: NonNegative | None = None
-    betas: Betas | None = None
-    eps: NonNegative | None = None
-    foreach: bool | None = None
-    fused: bool | None = None
-    maximize: bool = False
+    lr: NonNegative | None = acts(None, "Learning rate.", auto="learning_rate")
+    weight_decay: NonNegative | None = acts(None, "Weight decay.", auto="weight_decay")
+    betas: Betas | None = acts(None, "Decay rates of Adam's or Lion's moments.", auto="adam_beta1, adam_beta2")
+    eps: NonNegative | None = acts(None, "Added to the denominator.", auto="adam_epsilon")
+    foreach: bool | None = acts(None, "torch's implementation over lists of tensors.")
+    fused: bool | None = acts(None, "torch's fused implementation.")
+    maximize: bool = acts(False, "Maximize the loss.")
     capturable: only(bool, False, _NOT_COMPILED) = False
     differentiable: only(bool, False, _NOT_COMPILED) = False
 
-    # Adam
-    adam_w_mode: bool = True
-    torch_adam: bool = False
-    amsgrad: bool = False
+    adam_w_mode: bool = acts(True, "Adam, AdamW: decay weights apart from the gradient. Always true for AdamW.")
+    torch_adam: bool = acts(False, "Adam, AdamW: torch's own class and defaults.")
+    amsgrad: bool = acts(False, "Adam, AdamW: keep the largest second moment.")
     bias_correction: only(bool, True, "Adam always corrects the bias") = True
     set_grad_none: bool = unused(True, "gradients are always freed")
     fp32_optimizer_states: bool = unused(True, "optimizer states are always fp32")
 
-    # SGD, RMSprop
-    momentum: Fraction | None = None
-    dampening: Fraction | None = None
-    nesterov: bool = False
-    alpha: Fraction | None = None
-    centered: bool = False
-
-    # Adagrad
-    lr_decay: NonNegative | None = None
-    initial_accumulator_value: NonNegative | None = None
-
-    # NAdam, RAdam, Adadelta, ASGD, Rprop
-    momentum_decay: NonNegative | None = None
-    decoupled_weight_decay: bool = False
-    rho: Fraction | None = None
-    lambd: NonNegative | None = None
-    t0: NonNegative | None = None
-    etas: _Factors | None = None
-    step_sizes: _Factors | None = None
+    momentum: Fraction | None = acts(None, "SGD, RMSprop.")
+    dampening: Fraction | None = acts(None, "SGD.")
+    nesterov: bool = acts(False, "SGD.")
+    alpha: Fraction | None = acts(None, "RMSprop, ASGD.")
+    centered: bool = acts(False, "RMSprop.")
+    lr_decay: NonNegative | None = acts(None, "Adagrad.")
+    initial_accumulator_value: NonNegative | None = acts(None, "Adagrad.")
+    momentum_decay: NonNegative | None = acts(None, "NAdam.")
+    decoupled_weight_decay: bool = acts(False, "NAdam, RAdam.")
+    rho: Fraction | None = acts(None, "Adadelta.")
+    lambd: NonNegative | None = acts(None, "ASGD.")
+    t0: NonNegative | None = acts(None, "ASGD.")
+    etas: _Factors | None = acts(None, "Rprop: factors of decrease and increase.")
+    step_sizes: _Factors | None = acts(None, "Rprop: smallest and largest step.")
 
 
 class OptimizerConfig(Section):
-    """``optimizer``: its type, in any case. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
+    """The optimizer. Without this section the Trainer's own optimizer, or the one that the script gives, is used."""
 
     type: Annotated[str, AfterValidator(_optimizer_type)]
+    """Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, in any letter case. Adam
+    means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Optimizers that are not element-wise are refused."""
     params: OptimizerParams = Field(default_factory=OptimizerParams)
     legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
 
@@ -164,35 +162,38 @@ class OptimizerConfig(Section):
 
 
 class SchedulerParams(Settings):
-    """``scheduler.params`` of all schedules; None stands for a schedule's own default (rates: per step, not scaled)."""
+    """Settings of the schedule. One that its type does not have is an error. Rates are per step."""
 
-    last_batch_iteration: Annotated[Int, Field(ge=-1)] = -1
+    last_batch_iteration: integer(-1) = acts(-1, "Step to go on from.")
 
-    warmup_num_steps: Count = 1000
-    warmup_type: choice("log", "linear") = "log"
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    total_num_steps: Positive | None = None
-    warmup_min_ratio: NonNegative = 0.0
-    cos_min_ratio: NonNegative = 0.0001
+    warmup_num_steps: Count = acts(1000, "Steps of the warm-up.", auto="warmup_steps")
+    warmup_type: choice("log", "linear") = acts("log", "Shape of the warm-up.")
+    warmup_min_lr: Rates = acts(0.0, "Rate at the start.", auto="always 0")
+    warmup_max_lr: Rates | None = acts(None, auto="learning_rate")
+    """Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001."""
+    total_num_steps: Positive | None = acts(None, auto="max_steps or num_train_epochs")
+    """Steps until the end of the decay. Required."""
+    warmup_min_ratio: NonNegative = acts(0.0, "Part of the optimizer's rate at the start.")
+    cos_min_ratio: NonNegative = acts(0.0001, "Part of the optimizer's rate at the end.")
 
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
+    lr_range_test_min_lr: Rates = acts(1e-3, "Rate at the start.")
+    lr_range_test_step_size: Positive = acts(2000, "Steps of one interval.")
+    lr_range_test_step_rate: NonNegative = acts(1.0, "Part of the first rate that is added in one interval.")
+    lr_range_test_staircase: bool = acts(False, "true: the rate rises at the end of each interval.")
 
-    cycle_min_lr: Rates | None = None
-    cycle_max_lr: Rates | None = None
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Count | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
+    cycle_min_lr: Rates | None = acts(None, "Lowest rate. Required.")
+    cycle_max_lr: Rates | None = acts(None, "Highest rate. Required.")
+    decay_lr_rate: NonNegative = acts(0.0, "Decay of the rate after the cycle, for each `decay_step_size` steps.")
+    cycle_first_step_size: Positive = acts(2000, "Steps of the rise.")
+    cycle_second_step_size: Count | None = acts(None, "Steps of the fall. Default: as many as of the rise.")
+    cycle_first_stair_count: Count = acts(0, "Stairs of the rise. 0: a straight line.")
+    cycle_second_stair_count: Count | None = acts(None, "Stairs of the fall. Default: as many as of the rise.")
+    decay_step_size: Count = acts(0, "Steps of one interval of the decay. 0: no decay.")
     cycle_momentum: bool = True
-    cycle_min_mom: Momenta = 0.8
-    cycle_max_mom: Momenta = 0.9
-    decay_mom_rate: NonNegative = 0.0
+    """The first of the optimizer's `betas` moves against the rate; the second is 0.99."""
+    cycle_min_mom: Momenta = acts(0.8, "Lowest momentum.")
+    cycle_max_mom: Momenta = acts(0.9, "Highest momentum.")
+    decay_mom_rate: NonNegative = acts(0.0, "Growth of the momentum after the cycle.")
 
 
 def _keys_like(*beginnings: str) -> set[str]:
@@ -232,9 +233,10 @@ def _exceeds(low: Any, high: Any) -> bool:
 
 
 class SchedulerConfig(Section):
-    """``scheduler``."""
+    """The learning-rate schedule, with DeepSpeed's formulas. Without this section the Trainer's own is used."""
 
     type: choice(*SCHEDULE_KEYS)
+    """The schedule, in any letter case."""
     params: SchedulerParams = Field(default_factory=SchedulerParams)
 
     def contradictions(self, auto: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -11,12 +11,13 @@ import os
 import typing
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
-from zero.config.keys import AUTO_KEYS, DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
+from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
 from zero.errors import UsageError
 
 # A configuration has five levels and some 40 keys; more than this is something else.
@@ -167,17 +168,17 @@ def pop(data: dict, dotted: str) -> tuple[Any] | None:
     return (section.pop(key),) if key in section else None
 
 
-def take_auto(data: dict, prefix: str, auto: set[str]) -> None:
-    """Move the dotted names of fillable keys whose value is "auto" from ``data`` to ``auto``."""
+def take_auto(data: dict, model: type[Section], prefix: str = "") -> set[str]:
+    """Remove the keys whose value is "auto" and that somebody fills in later; return their dotted names."""
+    auto: set[str] = set()
     for key, value in list(data.items()):
-        if isinstance(value, dict):
-            take_auto(value, f"{prefix}{key}.", auto)
-        elif value == "auto" and prefix + key in AUTO_KEYS:
+        if isinstance(value, dict) and (section := section_of(model, key)) is not None:
+            auto |= take_auto(value, section, f"{prefix}{key}.")
+        elif value == "auto" and key in model.model_fields and model.about(key).get("auto"):
             auto.add(prefix + key)
             del data[key]
+    return auto
 
-
-Model = TypeVar("Model", bound=Section)
 
 _EXPECTED = {
     "bool_type": "true or false",
@@ -195,23 +196,22 @@ _EXPECTED = {
 }
 
 
-def validate(data: dict, top: type[Model]) -> tuple[Model | None, dict[str, str]]:
+def validate(data: dict, top: type[Section]) -> tuple[Any, dict[str, str]]:
     """The typed configuration and a message for each wrong key; None if it cannot be built even without those keys.
 
     Wrong keys are removed from ``data``.
     """
+    found: dict[str, str] = {}
     try:
-        return top.model_validate(data), {}
+        return top.model_validate(data), found
     except ValidationError as error:
-        found: dict[str, str] = {}
         for item in error.errors(include_url=False)[:1000]:
             found.setdefault(*_explain(item, data, top))
     for key in found:
         pop(data, key)
-    try:
+    with suppress(ValidationError):
         return top.model_validate(data), found
-    except ValidationError:
-        return None, found
+    return None, found
 
 
 def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
@@ -222,7 +222,7 @@ def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
         if model is None or not isinstance(part, str):
             break
         path.append(part)
-        model = _section_of(model, part)
+        model = section_of(model, part)
     key = ".".join(path)
     if error["type"] == "missing":
         return key, "is required"
@@ -264,7 +264,7 @@ def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, s
             else:
                 problems[name] = message
         for key, value in values.items():
-            if isinstance(value, dict) and (inner := _section_of(model, key)) is not None:
+            if isinstance(value, dict) and (inner := section_of(model, key)) is not None:
                 sections.append(((*path, key), value, inner))
     return ignored, problems
 
@@ -305,7 +305,7 @@ def _short(key: str) -> str:
     return key if len(key) <= 60 else key[:57] + "..."
 
 
-def _section_of(model: type[Section], key: str) -> type[Section] | None:
+def section_of(model: type[Section], key: str) -> type[Section] | None:
     """The model behind key ``key`` of ``model`` if the value is an object with known keys, else None."""
     field = model.model_fields.get(key)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
@@ -316,6 +316,6 @@ def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tu
     """The path of every valid key, but for those in sections without effect."""
     for key in model.model_fields:
         yield (*prefix, key)
-        section = _section_of(model, key)
+        section = section_of(model, key)
         if section is not None and not issubclass(section, IdleSection):
             yield from _all_keys(section, (*prefix, key))

@@ -16,24 +16,6 @@ from zero.config.optim import SCHEDULE_KEYS, optimizer_defaults
 from zero.config.reading import read, rename_deprecated, walk
 from zero.config.settings import Config
 
-# The argument of transformers' TrainingArguments that replaces "auto" for a key, where it has another name.
-_TRAINER_ARGUMENTS = {
-    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x ranks",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "fp16.enabled": "fp16",
-    "bf16.enabled": "bf16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1, adam_beta2",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps or num_train_epochs",
-    "zero_optimization.reduce_bucket_size": "the model's hidden size",
-    "zero_optimization.stage3_prefetch_bucket_size": "the model's hidden size",
-    "zero_optimization.stage3_param_persistence_threshold": "the model's hidden size",
-}
 logger = logging.getLogger("zero")
 
 FILE = "zero_config.txt"
@@ -99,7 +81,7 @@ def _rows(section: Section, prefix: str, original: dict, inherited: str | None =
         holder, last = walk(original, key)
         written = holder.get(last, value if given else None)
         filled = given and written == "auto"
-        source = f"auto: {_TRAINER_ARGUMENTS.get(key, last)}" if filled else "configuration" if given else "default"
+        source = f"auto: {section.about(name).get('auto')}" if filled else "configuration" if given else "default"
         effect = f"none: {reason}" if reason else "used"
         at_default = not given or value == field.get_default(call_default_factory=True)
         yield _Row(key, _show(written), _show(value), source, effect, at_default)

@@ -1,18 +1,12 @@
-"""The DeepSpeed configuration (``ds_config.json``) as typed, validated settings.
+"""The sections of ``ds_config.json`` as typed, validated settings: one declaration for each key.
 
-Made by :mod:`zero.config.loading`. Every key is in one of four states: used (the fields below), without effect
-(:mod:`zero.config.keys`; :mod:`zero.config.report` lists them), old (renamed, see :meth:`Config.deprecated`), or an
-error that names the dotted key, the file it is in and the nearest valid key. An unknown key at the top, or in a section
-without effect, is passed over if it is like no other. All errors of a configuration are reported together, one
-line each.
-
-Defaults are those of DeepSpeed 0.19.8. Sizes (``*_bucket_size``, ``*_threshold``, ``*_parameters``, ``*_distance``) are
-numbers of parameter elements, not bytes.
+See :mod:`zero.config.keys` for the ways to declare a key. Defaults are those of DeepSpeed 0.19.8. Sizes are numbers of
+parameter elements, not bytes. The first lines of a section's docstring introduce it in ``docs/configuration.md``.
 """
 
 import math
 import sys
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
@@ -27,11 +21,14 @@ from zero.config.keys import (
     Int,
     Names,
     NonNegative,
+    Origin,
     Positive,
     Section,
     SectionsWithoutEffect,
+    acts,
     choice,
     idle,
+    integer,
     only,
     unused,
 )
@@ -45,48 +42,51 @@ def _path(text: str) -> str:
     return text
 
 
+_FILES = "device nvme"
+
+
 class OffloadConfig(Section):
-    """Where shards (``offload_param``) or gradients, masters and optimizer state (``offload_optimizer``) live."""
+    """Where shards (`offload_param`), or gradients, masters and optimizer state (`offload_optimizer`) live."""
 
-    device: choice("none", "cpu", "nvme") = "none"
+    device: choice("none", "cpu", "nvme") = acts("none", auto="accelerate's own setting")
+    """`cpu`: host memory. `nvme`: files in the folder `nvme_path`."""
     pin_memory: bool = True
-    nvme_path: Annotated[str, AfterValidator(_path)] | None = None
-
-    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count")
+    """Host memory is page-locked for the GPU. If the system's limit forbids it, one line says so."""
+    nvme_path: Annotated[str, AfterValidator(_path)] | None = acts(None, needs=_FILES, auto="accelerate's own setting")
+    """Folder on a fast disk. It is created if it is missing. Machines may have different ones."""
 
     def why_idle(self, key: str) -> str | None:
         if self.device == "none" and key != "device":
             return "nothing is offloaded"
-        if self.device != "nvme" and key in self._only_for_files:
-            return "acts with device nvme only"
+        if self.device != "nvme" and self.about(key).get("needs") == _FILES:
+            return f"acts with {_FILES} only"
         return super().why_idle(key)
 
 
 class OffloadParamConfig(OffloadConfig):
-    """``zero_optimization.offload_param``. Sizes in elements."""
+    """Where the shards of the weights live. The section acts at stage 3."""
 
-    # Together: how much is read from files ahead of its use.
-    buffer_count: Positive = 5
-    buffer_size: Positive = int(1e8)
-    max_in_cpu: Count = int(1e9)
-
-    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    buffer_count: Positive = acts(5, needs=_FILES)
+    """With `buffer_size`: their product is how many elements are read from files ahead of use."""
+    buffer_size: Positive = acts(int(1e8), "See `buffer_count`. In elements.", needs=_FILES)
+    max_in_cpu: Count = acts(int(1e9), "This many elements stay in host memory instead of files.", needs=_FILES)
 
 
 class OffloadOptimizerConfig(OffloadConfig):
-    """``zero_optimization.offload_optimizer``. ``overlap_step`` is this engine's own; see :mod:`zero.optim.updates`."""
+    """Where gradients, fp32 masters and optimizer state live. The section needs stage 1 or higher."""
 
     buffer_count: Positive = unused(4, "as many buffers are made as the tensors of a tile need")
-    pipeline_read: bool = False
-    pipeline_write: bool = False
+    pipeline_read: bool = acts(False, "The next tile is read while one is updated.", needs=_FILES)
+    pipeline_write: bool = acts(False, "The last tile is written while one is updated.", needs=_FILES)
     fast_init: bool = unused(False, "new moments are holes in the file: nothing is written for them")
     ratio: Fraction | choice("auto") = 1.0
-    # None: where the state is in another memory than the one that computes.
+    """Fraction of the optimizer state that is offloaded. `"auto"` (not a value of DeepSpeed): offload only as much as
+    needed to keep a tenth of device memory (at least 1 GiB) free."""
     overlap_step: bool | None = None
+    """Not a key of DeepSpeed. Run the update in a background thread during the next forward. Default: true, unless the
+    update would use the CPU cores that also compute the forward."""
     super_offload: bool = unused(False, NOT_YET)
     cpuadam_cores_perc: Fraction = unused(0.8, "the cores of the machine are divided among its ranks")
-
-    _only_for_files: ClassVar[tuple[str, ...]] = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
 
     @property
     def pipeline(self) -> bool:
@@ -94,11 +94,11 @@ class OffloadOptimizerConfig(OffloadConfig):
 
 
 class AioConfig(Section):
-    """``aio``: how files are read and written. ``block_size`` in bytes."""
+    """How files are read and written. The section acts if something is offloaded to `nvme`."""
 
-    block_size: Positive = 1 << 20
-    queue_depth: Positive = 32
-    thread_count: Positive = 4
+    block_size: Positive = acts(1 << 20, "Bytes of one block.")
+    queue_depth: Positive = acts(32, "Blocks that are read or written at the same time.")
+    thread_count: Positive = acts(4, "Threads that read and write.")
     intra_op_parallelism: Positive | None = unused(None, "threads are counted by thread_count")
     single_submit: bool = unused(False, "blocks are read and written by threads, one call for each")
     overlap_events: bool = unused(True, "blocks are always read and written while others are waited for")
@@ -106,16 +106,17 @@ class AioConfig(Section):
 
 
 class LeafModuleConfig(Section):
-    """``zero_optimization.leaf_module``: modules to gather as a whole; see ``zero.leaf``."""
+    """Modules whose parameters are all gathered together, for models in which ranks may run different submodules."""
 
-    classes: Names = []
-    names: Names = []
-    name_suffixes: Names = []
+    classes: Names = acts([], "Class names of such modules, with or without the module path.")
+    names: Names = acts([], "Names of such modules in the model.")
+    name_suffixes: Names = acts([], "Ends of such names.")
 
 
 _STAGE_1_2 = "of DeepSpeed's own stages 1 and 2; here every stage shards unit by unit"
 _UNQUANTIZED = "parameters and gradients are communicated unquantized"
 _UNITS = "parameters are gathered unit by unit, one collective each"
+_STAGE_3 = "stage 3"
 
 
 def _even(elements: int) -> int:
@@ -126,30 +127,49 @@ def _even(elements: int) -> int:
 
 
 def _floor(value: Any) -> Any:
-    # Its published formula is 0.9 times a square.
+    # TRL writes 0.9 times a square.
     return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
 class ZeroConfig(Section):
-    """``zero_optimization``. Sizes in elements; the ``stage3_*`` names are kept as DeepSpeed documents them."""
+    """What is sharded, and how it is communicated.
 
-    stage: Annotated[Int, Field(ge=0, le=3)] = 0
+    A *unit* is a block of the model whose parameters are gathered together. Sizes are in elements. Keys that begin with
+    `stage3_` keep DeepSpeed's names.
+    """
+
+    stage: integer(0, 3) = acts(0, auto="accelerate's zero_stage")
+    """0: nothing is sharded. 1: the optimizer state. 2: gradients too. 3: parameters too."""
     contiguous_gradients: bool = True
+    """Gradients move to their unit's flat buffer as they are produced. false: when the unit is complete."""
     overlap_comm: bool | None = None
-    reduce_bucket_size: Positive = int(5e8)
-    # 0: all at once.
+    """Reduce gradients during backward. false: wait for each unit's before going on. Default: true at stage 3."""
+    reduce_bucket_size: Positive = acts(int(5e8), auto="the model's hidden size")
+    """Most gradient elements that are on their way between processes at a time, and in one collective."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = int(1e9)
-    offload_param: OffloadParamConfig | None = None
+    """Elements that the optimizer updates at a time. 0: all at once."""
+    offload_param: OffloadParamConfig | None = acts(None, needs=_STAGE_3)
     offload_optimizer: OffloadOptimizerConfig | None = None
-    stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(_floor)] = int(5e7)
-    stage3_param_persistence_threshold: Count = int(1e5)
-    stage3_model_persistence_threshold: Count = sys.maxsize
-    stage3_max_live_parameters: Count = int(1e9)
-    stage3_max_reuse_distance: Count = int(1e9)
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    leaf_module: LeafModuleConfig | None = None
-    ignore_unused_parameters: bool = True
+    stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(_floor)] = acts(
+        int(5e7), needs=_STAGE_3, auto="the model's hidden size"
+    )
+    """Most elements that are gathered ahead of their use. 0: none."""
+    stage3_param_persistence_threshold: Count = acts(int(1e5), needs=_STAGE_3, auto="the model's hidden size")
+    """Parameters of at most this many elements are whole on every process."""
+    stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3)
+    """Most elements that such small parameters may have together."""
+    stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3)
+    """Most elements that stay gathered, beyond the unit in use."""
+    stage3_max_reuse_distance: Count = acts(int(1e9), needs=_STAGE_3)
+    """Keep a gathered unit if fewer elements are used before it is needed again. 0: free each unit after its use."""
+    stage3_gather_16bit_weights_on_model_save: bool = acts(
+        False, needs=_STAGE_3, auto="accelerate's zero3_save_16bit_model"
+    )
+    """`save_model` writes a whole checkpoint that `from_pretrained` loads."""
+    leaf_module: LeafModuleConfig | None = acts(None, needs=_STAGE_3)
+    ignore_unused_parameters: bool = acts(True, "false: a parameter without a gradient is an error.")
     enable_sanity_checks: bool = False
+    """Changing parameters inside `GatheredParameters(modifier_rank=None)` is an error: the change would be lost."""
 
     allgather_bucket_size: Annotated[Count, AfterValidator(_even)] = unused(int(5e8), _STAGE_1_2)
     allgather_partitions: bool = unused(True, _STAGE_1_2)
@@ -187,13 +207,13 @@ class ZeroConfig(Section):
         return self
 
     def why_idle(self, key: str) -> str | None:
-        if self.stage < 3 and (key.startswith("stage3_") or key in ("offload_param", "leaf_module")):
+        if self.stage < 3 and self.about(key).get("needs") == _STAGE_3:
             return f"acts at stage 3, this is {self.stage}"
         return super().why_idle(key)
 
     @property
     def offloads_params(self) -> bool:
-        """At stage 3 alone: below it every rank computes with parameters that it holds whole."""
+        """Only at stage 3: below it every rank computes with parameters that it holds whole."""
         return self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none"
 
     @property
@@ -202,23 +222,27 @@ class ZeroConfig(Section):
 
 
 class _SixteenBit(Section):
-    enabled: bool = False
-
     def why_idle(self, key: str) -> str | None:
         return super().why_idle(key) if self.enabled or key == "enabled" else "the section is not enabled"
 
 
 class FP16Config(_SixteenBit):
-    """``fp16``. ``loss_scale`` 0 means dynamic, starting at ``2 ** initial_scale_power``."""
+    """Training in float16. The keys act if `enabled` is true.
 
+    The loss is multiplied by a scale. A dynamic scale halves at overflows and doubles after good steps. If an overflow
+    happens at the smallest scale, the run ends and names the parameter.
+    """
+
+    enabled: bool = acts(False, "Parameters and compute are float16. Masters and moments are fp32.", auto="fp16")
     auto_cast: bool = unused(False, "inputs keep the dtype that the script gives them")
-    loss_scale: NonNegative = 0.0
+    loss_scale: NonNegative = acts(0.0, "0: a dynamic scale. Another number: a fixed scale; the keys below do not act.")
     # The scale is kept in fp32, whose largest power of two this is.
-    initial_scale_power: Annotated[Count, Field(le=127)] = 16
-    loss_scale_window: Positive = 1000
+    initial_scale_power: integer(0, 127) = acts(16, "The first scale is 2 to this power.")
+    loss_scale_window: Positive = acts(1000, "Steps without overflow after which the scale doubles.")
     hysteresis: Positive = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: Positive = 1
+    """Overflows that it takes to halve the scale. The count starts again when the scale doubles. Stage 0: 1."""
+    consecutive_hysteresis: bool = acts(False, "true: the count of overflows starts again after each good step.")
+    min_loss_scale: Positive = acts(1, "The smallest scale.")
     fp16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
 
     def why_idle(self, key: str) -> str | None:
@@ -228,11 +252,11 @@ class FP16Config(_SixteenBit):
 
 
 class BF16Config(_SixteenBit):
-    """``bf16``."""
+    """Training in bfloat16. The keys act if `enabled` is true."""
 
+    enabled: bool = acts(False, "Parameters and compute are bfloat16. Masters and moments are fp32.", auto="bf16")
     immediate_grad_update: bool = unused(False, "gradients are always reduced as soon as a unit's backward is done")
-    # False: a step is taken with gradients that are not finite, too.
-    check_grad_overflow: bool = True
+    check_grad_overflow: bool = acts(True, "false: a step is taken even if its gradients are not finite.")
     bf16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
     bf16_optimizer_states: bool = unused(False, "masters and moments are always fp32")
 
@@ -241,9 +265,9 @@ _NO_MODEL_PARALLEL = "acts on model-parallel ranks, of which there are none: eve
 
 
 class ActivationCheckpointingConfig(Section):
-    """``activation_checkpointing``; see :mod:`zero.activations`."""
+    """What happens to activations between forward and backward."""
 
-    cpu_checkpointing: bool = False
+    cpu_checkpointing: bool = acts(False, "Activations wait in host memory. Use it with gradient checkpointing.")
     partition_activations: bool = unused(False, _NO_MODEL_PARALLEL)
     number_checkpoints: Count | None = unused(None, "only sizes the buffers of contiguous_memory_optimization")
     contiguous_memory_optimization: bool = unused(False, "torch's caching allocator reuses the blocks of activations")
@@ -252,19 +276,20 @@ class ActivationCheckpointingConfig(Section):
 
 
 class DataTypesConfig(Section):
-    """``data_types``. Gradients are summed over micro-batches, and kept for the step, in fp32 if nothing is given."""
+    """Dtypes of what is neither a parameter nor an optimizer state."""
 
     grad_accum_dtype: DType = None
+    """Gradients are summed over micro-batches, and kept for the step, in this dtype. Default: fp32."""
     param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
     buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
 
 
 class CheckpointConfig(Section):
-    """``checkpoint``. ``async_save`` is this engine's own key: training goes on while a checkpoint is written."""
+    """How checkpoints are saved."""
 
-    async_save: bool = False
-    tag_validation: choice("Ignore", "Warn", "Fail") = "Warn"
+    async_save: bool = acts(False, "Not a key of DeepSpeed. Training goes on while a checkpoint is written.")
+    tag_validation: choice("Ignore", "Warn", "Fail") = acts("Warn", "What happens if ranks give different tags.")
     load_universal: bool | None = unused(None, "every checkpoint loads on any number of ranks")
     use_node_local_storage: bool | None = unused(None, "all ranks write to one file system")
     parallel_write: idle("pipeline_stage") = unused(None, "all ranks write at the same time")
@@ -275,26 +300,35 @@ class CheckpointConfig(Section):
 
 
 class Config(SectionsWithoutEffect):
-    """A whole configuration. Made by :func:`load_config`, which also checks what a single key cannot tell."""
+    """Made by :func:`zero.config.load_config`, which also checks what a single key cannot tell."""
 
-    train_batch_size: Positive | None = None
-    train_micro_batch_size_per_gpu: Positive | None = None
-    gradient_accumulation_steps: Positive | None = None
-    # False: the script's own call of step() ends the accumulation.
+    train_batch_size: Positive | None = acts(
+        None, auto="per_device_train_batch_size x gradient_accumulation_steps x ranks"
+    )
+    """Samples of a step: micro-batch x accumulation x processes. What is left out is computed from the others."""
+    train_micro_batch_size_per_gpu: Positive | None = acts(None, auto="per_device_train_batch_size")
+    """Samples of one forward on one process (the micro-batch)."""
+    gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")
+    """Micro-batches of one step."""
     managed_gradient_accumulation: bool = True
-    gradient_clipping: NonNegative = 1.0
+    """false: your own call of `step()` ends the accumulation, however many backwards came before."""
+    gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
+    """Largest global L2 norm of the gradients. 0: no clipping."""
     steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = unused(
         None, "the Trainer reports progress; see logging_steps"
     )
     wall_clock_breakdown: bool = False
-    # This engine's own key, in seconds; None: 0.8 of the process group's timeout.
+    """After each step, rank 0 prints the seconds of forward, backward and step, and what they waited for."""
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.
+    Default: 0.8 of the process group's timeout."""
     communication_data_type: DType = None
-    gradient_allreduce_op: choice("mean", "sum") = "mean"
-    # Not DeepSpeed's default, which is false: here every element-wise optimizer works alike.
+    """Dtype in which gradients are reduced. Default: that of the parameters."""
+    gradient_allreduce_op: choice("mean", "sum") = acts("mean", "Mean or sum of the gradients over the processes.")
     zero_allow_untested_optimizer: Flag = True
-    # Given as true, a script's torch optimizer is refused under offload; accelerate makes it a DeepSpeedCPUAdam then.
+    """false: an optimizer object that is neither torch's nor DeepSpeed's is refused. DeepSpeed's default is false."""
     zero_force_ds_cpu_optimizer: bool = True
+    """Given as true: an offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like. accelerate makes one."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: FP16Config = Field(default_factory=FP16Config)
@@ -305,11 +339,7 @@ class Config(SectionsWithoutEffect):
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
-    _raw: dict = PrivateAttr(default_factory=dict)
-    _place: str = PrivateAttr("")
-    _auto: frozenset = PrivateAttr(frozenset())
-    _ignored: list = PrivateAttr(default_factory=list)
-    _deprecated: list = PrivateAttr(default_factory=list)
+    _origin: Origin = PrivateAttr(Origin())
 
     @model_validator(mode="after")
     def _halve_at_once_at_stage_0(self) -> "Config":
@@ -324,20 +354,9 @@ class Config(SectionsWithoutEffect):
             return "nothing is offloaded to nvme"
         return super().why_idle(key)
 
-    @property
-    def raw(self) -> dict:
-        """The user's own dict, the same object where a dict was given, unchanged."""
-        return self._raw
-
-    @property
-    def auto(self) -> frozenset[str]:
-        """Dotted keys that were still "auto"."""
-        return self._auto
-
-    @property
-    def ignored(self) -> list[str]:
-        """Dotted keys that are not DeepSpeed's, nor like one."""
-        return self._ignored
+    raw = property(lambda self: self._origin.raw)
+    auto = property(lambda self: self._origin.auto)
+    ignored = property(lambda self: self._origin.ignored)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -345,47 +364,37 @@ class Config(SectionsWithoutEffect):
         return torch.float16 if self.fp16.enabled else torch.bfloat16 if self.bf16.enabled else torch.float32
 
     def deprecated(self) -> list[tuple[str, str]]:
-        """(old dotted key, new dotted key) of every key that was renamed on reading."""
-        return self._deprecated
+        return self._origin.renamed
 
     def resolve_batch(self, world_size: int) -> "Config":
         """Complete the three batch sizes in place, by DeepSpeed's rule, and return the configuration itself.
 
-        train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world_size, in samples.
-        Accumulation that neither is given nor follows is 1. Raises ValueError if the numbers do not multiply out, or
-        if neither train_batch_size nor train_micro_batch_size_per_gpu is known.
+        Accumulation that neither is given nor follows is 1. Raises ValueError if the numbers do not multiply out, or if
+        neither train_batch_size nor train_micro_batch_size_per_gpu is known.
         """
+        place = self._origin.place
         if self.data_parallel_size not in (None, world_size):
             message = f"is {self.data_parallel_size}, and the number of ranks is {world_size}; delete it"
-            raise UsageError(f"{self._place}: data_parallel_size: {message}")
+            raise UsageError(f"{place}: data_parallel_size: {message}")
         train, micro, steps = (getattr(self, key) for key in BATCH_KEYS)
         if train is None and micro is None:
-            state = "is still 'auto'" if {BATCH_KEYS[0], BATCH_KEYS[1]} & self._auto else "is missing"
-            raise UsageError(
-                f"{self._place}: train_micro_batch_size_per_gpu: {state}, and train_batch_size is not given either; "
-                "set one of them to a number"
-            )
-        if train is None:
-            steps = steps or 1
-            train = micro * steps * world_size
-        elif micro is None:
-            steps = steps or 1
-            micro = train // (steps * world_size)
-        elif steps is None:
-            steps = train // (micro * world_size)
-        if train != micro * steps * world_size or not micro or not steps:
-            raise UsageError(f"{self._place}: train_batch_size: {self._batch_mismatch(world_size)}")
+            state = "is still 'auto'" if {BATCH_KEYS[0], BATCH_KEYS[1]} & self.auto else "is missing"
+            message = f"{state}, and train_batch_size is not given either; set one of them to a number"
+            raise UsageError(f"{place}: train_micro_batch_size_per_gpu: {message}")
+        steps = steps or (1 if train is None or micro is None else train // (micro * world_size))
+        micro = micro or train // (steps * world_size)
+        train = train or micro * steps * world_size
+        if train != micro * steps * world_size:
+            raise UsageError(f"{place}: train_batch_size: {self._batch_mismatch(world_size)}")
         # Not as attributes, which would count as given.
         vars(self).update(zip(BATCH_KEYS, (train, micro, steps), strict=True))
         return self
 
     def _batch_mismatch(self, world_size: int | None) -> str:
         given = {key: value for key in BATCH_KEYS[1:] if (value := getattr(self, key)) is not None}
-        factors = " x ".join(f"{key} {value}" for key, value in given.items())
-        if world_size is None:
-            return f"{self.train_batch_size} is not a whole multiple of {factors}"
-        factors = " x ".join(filter(None, [factors, f"world size {world_size}"]))
-        if len(given) < 2:
+        ranks = [] if world_size is None else [f"world size {world_size}"]
+        factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), *ranks])
+        if world_size is None or len(given) < 2:
             return f"{self.train_batch_size} is not a whole multiple of {factors}"
         product = math.prod(given.values()) * world_size
         return f"{self.train_batch_size} is not {factors} = {product}; change one of them or leave one out"

@@ -1,0 +1,106 @@
+"""All keys as a page: `python -m docs.reference > docs/configuration.md`.
+
+Everything comes from the declarations of the keys. A unit test compares the page with them.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
+from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
+from zero.config.reading import section_of
+from zero.config.settings import Config
+
+_HEAD = """\
+# Configuration
+
+This page is made by `python -m docs.reference`. Edit the descriptions in `zero/config/`, not this page.
+
+The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example.
+
+- A misspelt or contradictory key is an error, before any model is built. It names the key, its place and the nearest
+  valid key.
+- An unknown key that resembles no other (`_comment`) is ignored. One line names it.
+- A dotted key (`"zero_optimization.stage": 3`) means the nested one. If a file gives both with different values, that
+  is an error. In a dict, the dotted one holds.
+- Letter case does not matter in words such as `"SUM"`.
+- `"auto"` takes the value that transformers or accelerate fill in. The tables name their argument. For other keys
+  `"auto"` is an error.
+- At the start of a run, rank 0 prints the keys that are not at their defaults: the given and the effective value, where
+  it came from, and whether it acts or why not. All keys are in `zero_config.txt` in the folder of `--output_dir`.
+- Where [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
+- An empty default means: not set.
+"""
+
+
+def _values(schema: dict[str, Any]) -> str:
+    """Which values a key takes, out of its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(filter(None, map(_values, schema["anyOf"])))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
+    names = {"boolean": "true, false", "null": "", "array": "a list of two numbers"}
+    kind = names.get(schema.get("type"), schema.get("type"))
+    bounds = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to"}
+    known = [
+        f"{word} {schema[bound]:g}" for bound, word in bounds.items() if abs(schema.get(bound, sys.maxsize)) < 1e18
+    ]
+    return " ".join([kind, *known])
+
+
+def _default(schema: dict[str, Any]) -> str:
+    value = schema.get("default")
+    if value is None:
+        return "" if "default" in schema else "required"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "no limit" if value == sys.maxsize else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return f"`{json.dumps(value)}`"
+
+
+def _effect(section: type[Section], key: str, schema: dict[str, Any]) -> str:
+    about, text = section.about(key), schema.get("description", "")
+    owners = [kind for kind, keys in SCHEDULE_KEYS.items() if section is SchedulerParams and key in keys]
+    notes = [
+        f"Of {', '.join(owners)}." if 0 < len(owners) < len(SCHEDULE_KEYS) else "",
+        f"Acts with {about['needs']} only." if about.get("needs") else "",
+        f"`auto`: {about['auto']}." if about.get("auto") else "",
+    ]
+    return " ".join(filter(None, [text.replace("\n", " "), *notes]))
+
+
+def _page(section: type[Section], path: str) -> Iterator[str]:
+    properties, inner = section.model_json_schema()["properties"], []
+    acting = ["| key | values | default | what it does |", "|---|---|---|---|"]
+    idle = ["| key without effect | why |", "|---|---|"]
+    for key, schema in properties.items():
+        nested, reason = section_of(section, key), section.about(key).get("unused")
+        if nested is not None and not issubclass(nested, IdleSection):
+            inner.append((nested, f"{path}.{key}".lstrip(".")))
+        elif reason:
+            idle.append(f"| `{key}`{' (section)' if nested else ''} | {reason} |")
+        else:
+            values = _values(schema).replace("|", "\\|")
+            acting.append(f"| `{key}` | {values} | {_default(schema)} | {_effect(section, key, schema)} |")
+    yield f"## {f'`{path}`' if path else 'Top level'}\n"
+    if path and section.__doc__:
+        yield "\n".join(line.strip() for line in section.__doc__.strip().splitlines()) + "\n"
+    for table in (acting, idle):
+        if len(table) > 2:
+            yield "\n".join(table) + "\n"
+    for nested, name in inner:
+        yield from _page(nested, name)
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    old = [f"| `{old}` | `{new}` |" for old, (new, _) in DEPRECATED_KEYS.items()]
+    removed = [f"| `{key}` | {reason} |" for key, reason in REMOVED_KEYS.items()]
+    tables = ["## Old names\n", "\n".join(["| old name | now |", "|---|---|", *old]) + "\n"]
+    tables += ["## Keys that are errors\n", "\n".join(["| key | why |", "|---|---|", *removed])]
+    return "\n".join([_HEAD, *_page(Config, ""), *tables])
+
+
+if __name__ == "__main__":
+    print(reference())
