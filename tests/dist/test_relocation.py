@@ -9,8 +9,8 @@ from torch import nn
 import zero
 from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from zero.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.errors import UsageError
-from zero.hf.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
 
