@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from tests.processes import run_on
+from zero.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.errors import UsageError
-from zero.hf.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
 

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from tests.processes import run_on
 from zero import initialize
 from zero.config import load_config
+from zero.deepspeed import configuration, estimates, groups, timers
+from zero.deepspeed.definitions import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
 from zero.errors import UsageError
-from zero.hf import configuration, estimates, groups, timers
-from zero.hf.definitions import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
 from zero.optim.loss_scaler import LossScaler
 
 WIDTH = 64
@@ -85,7 +85,7 @@ def test_samples_per_second(monkeypatch):
 
 def test_stopwatches(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("zero.hf.timers.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("zero.deepspeed.timers.time.perf_counter", lambda: now[0])
     watches = timers.SynchronizedWallClockTimer()
     for seconds in (1, 3):
         watches("step").start()

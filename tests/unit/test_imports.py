@@ -12,10 +12,11 @@ PACKAGE = Path(zero.__file__).parent
 
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
+    "zero.deepspeed",
     "zero.errors",
     "zero.config",
     "zero.layout",
-    "zero.leaf",
+    "zero.deepspeed.leaf",
     "zero.schedule",
     "zero.clock",
     "zero.watchdog",
@@ -27,19 +28,33 @@ LAYERS = [
     "zero.activations",
     "zero.gradients",
     "zero.hooks",
-    "zero.fragments",
+    "zero.deepspeed.fragments",
+    "zero.deepspeed.lr_schedules",
+    "zero.deepspeed.torch_optimizers",
+    "zero.optim.loss_scaler",
+    "zero.deepspeed.attributes",
     "zero.optim",
     "zero.gathered",
     "zero.init",
-    "zero.tiling",
+    "zero.deepspeed.tiling",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",
-    "zero.engine_settings",
+    "zero.deepspeed.engine_settings",
     "zero.accumulation",
     "zero.engine",
     "zero.streaming",
     "zero",
+    "zero.deepspeed.names",
+    "zero.deepspeed.accelerator",
+    "zero.deepspeed.configuration",
+    "zero.deepspeed.definitions",
+    "zero.deepspeed.estimates",
+    "zero.deepspeed.groups",
+    "zero.deepspeed.timers",
+    "zero.deepspeed.recovery",
+    "zero.deepspeed.tuning",
+    "zero.deepspeed.finder",
     "zero.hf",
     "zero.__main__",
 ]
@@ -63,33 +78,13 @@ INSIDE = {
         "__init__",
     ],  # fmt: skip
     "zero.optim": [
-        "loss_scaler",
-        "lr_schedules",
-        "torch_optimizers",
         "cpu_adam",
         "updates",
         "placement",
-        "attributes",
         "step",
         "relocation",
     ],
-    "zero.hf": [
-        "names",
-        "accelerator",
-        "configuration",
-        "definitions",
-        "estimates",
-        "groups",
-        "timers",
-        "recovery",
-        "tuning",
-        "finder",
-        "resume",
-        "hook",
-        "preemption",
-        "__init__",
-        "startup.sitecustomize",
-    ],  # fmt: skip
+    "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"
@@ -103,7 +98,9 @@ def dotted(path: Path) -> str:
 
 def rank(module: str) -> tuple[int, int]:
     """Position in `LAYERS`, then in the layer."""
-    layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
+    layer = module
+    if module not in LAYERS:
+        layer = next((name for name in INSIDE if module.startswith(name + ".")), module)
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
     inside = INSIDE.get(layer)

@@ -20,10 +20,10 @@ from torch import nn
 
 from zero.agreement import disagree, hyper_parameters, require_same, spread
 from zero.comm import Communicator, Pending
+from zero.deepspeed.attributes import OptimizerAttributes
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.optim import cpu_adam
-from zero.optim.attributes import OptimizerAttributes
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.updates import Tile, Updates

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from zero.fragments import safe_get_local_grad
-from zero.leaf import get_z3_leaf_modules
+from zero.deepspeed.fragments import safe_get_local_grad
+from zero.deepspeed.leaf import get_z3_leaf_modules
 from zero.optim.loss_scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class OptimizerAttributes:
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as a whole; see `zero.leaf`."""
+        """The parameters of each module that is gathered as a whole; see `zero.deepspeed.leaf`."""
         leaves = get_z3_leaf_modules(self.parameter_offload.module)
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
