@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 
-from docs.reference import reference
 from zero.config import Config, load_config
 from zero.config.keys import IdleSection, Section
 from zero.config.optim import OptimizerParams
@@ -464,14 +463,6 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
             acting |= set() if inner else {key}
     assert len(acting) > 30
     assert acting - read_elsewhere - words == set()
-
-
-# ---- the page of the documentation
-
-
-def test_the_page_of_all_keys_is_current():
-    page = (PACKAGE.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference() + "\n", "run: python -m docs.reference > docs/configuration.md"
 
 
 def test_every_key_says_what_it_does_or_why_it_does_nothing():

@@ -1,11 +1,14 @@
-"""All keys as a page: `python -m docs.reference > docs/configuration.md`.
+"""What of the documentation is made from the code: `python -m docs.generate` writes it. A unit test finds what is old.
 
-Everything comes from the declarations of the keys. A unit test compares the page with them.
+`configuration.md` has all keys of the configuration, out of their declarations. `architecture.md` has a picture of which
+room imports which, between two marks.
 """
 
+import ast
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
@@ -13,10 +16,13 @@ from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
 from zero.config.reading import section_of
 from zero.config.settings import Config
 
+FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- made by docs/generate.py -->\n", "<!-- end of what is made -->\n"
+
 _HEAD = """\
 # Configuration
 
-This page is made by `python -m docs.reference`. Edit the descriptions in `zero/config/`, not this page.
+This page is made by `python -m docs.generate`. Edit the descriptions in `zero/config/`, not this page.
 
 The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example.
 
@@ -99,8 +105,72 @@ def reference() -> str:
     removed = [f"| `{key}` | {reason} |" for key, reason in REMOVED_KEYS.items()]
     tables = ["## Old names\n", "\n".join(["| old name | now |", "|---|---|", *old]) + "\n"]
     tables += ["## Keys that are errors\n", "\n".join(["| key | why |", "|---|---|", *removed])]
-    return "\n".join([_HEAD, *_page(Config, ""), *tables])
+    return "\n".join([_HEAD, *_page(Config, ""), *tables]) + "\n"
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            yield node
+            yield from _nodes(node)
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    """Each room with the rooms that its files import. A folder of the engine is one room, and so is each file beside."""
+    root, room_of = FOLDER.parent, {}
+    for path in sorted((root / "zero").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts).removesuffix(".__init__")
+        room_of[name] = f"zero.{parts[1]}/" if len(parts) > 2 else name
+    found: dict[str, set[str]] = {room: set() for room in room_of.values()}
+    for name, room in room_of.items():
+        path = root / name.replace(".", "/")
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                modules = [f"{node.module}.{alias.name}" for alias in node.names]
+                modules = [each if each in room_of else node.module for each in modules]
+            found[room] |= {room_of[each] for each in modules if each in room_of} - {room}
+    return found
+
+
+def rooms() -> str:
+    """The picture: an arrow from each room to those below it that it imports, unless a longer way shows it already."""
+    imports = imports_of_rooms()
+
+    def below(room: str, seen: set[str]) -> set[str]:
+        for each in imports[room] - seen:
+            seen.add(each)
+            below(each, seen)
+        return seen
+
+    arrows = []
+    for room, direct in sorted(imports.items()):
+        implied = {far for each in direct for far in below(each, set())}
+        label = room.removeprefix("zero.") or room
+        arrows.append(f'    {_id(room)}["{label}"]')
+        arrows += [f"    {_id(room)} --> {_id(each)}" for each in sorted(direct - implied)]
+    return "\n".join(["```mermaid", "flowchart TB", *arrows, "```"]) + "\n"
+
+
+def _id(room: str) -> str:
+    return room.replace(".", "_").replace("/", "_room")
+
+
+def architecture(page: str) -> str:
+    """The page with the present picture of the rooms in it."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + "\n" + rooms() + "\n" + END + rest.split(END)[1]
+
+
+def main() -> None:
+    """Write both pages."""
+    (FOLDER / "configuration.md").write_text(reference(), encoding="utf-8")
+    path = FOLDER / "architecture.md"
+    path.write_text(architecture(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(reference())
+    main()

@@ -1,0 +1,30 @@
+"""What of the documentation is made from the code is current, and the README is short."""
+
+from pathlib import Path
+
+from docs import generate
+
+ROOT = Path(__file__).parents[2]
+REMEDY = "run: python -m docs.generate"
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_all_keys_is_current():
+    assert read("docs/configuration.md") == generate.reference(), REMEDY
+
+
+def test_the_picture_of_the_rooms_is_current():
+    page = read("docs/architecture.md")
+    assert page == generate.architecture(page), REMEDY
+
+
+def test_the_picture_leaves_out_what_a_longer_way_shows(monkeypatch):
+    monkeypatch.setattr(generate, "imports_of_rooms", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    assert [line.strip() for line in generate.rooms().splitlines() if "-->" in line] == ["a --> b", "b --> c"]
+
+
+def test_the_readme_is_short():
+    assert len(read("README.md").splitlines()) <= 150
