@@ -1,7 +1,6 @@
-"""What of the documentation is made from the code: `python -m docs.generate` writes it. A unit test finds what is old.
+"""Pages and pictures that are made from the code: `python -m docs.generate`. A unit test tells when to run it.
 
-`configuration.md` has all keys of the configuration, out of their declarations. `architecture.md` has a picture of which
-room imports which, between two marks.
+`configuration.md` has all keys of the configuration. `architecture.md` has a picture of which room imports which.
 """
 
 import ast
@@ -117,7 +116,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports_of_rooms() -> dict[str, set[str]]:
-    """Each room with the rooms that its files import. A folder of the engine is one room, and so is each file beside."""
+    """Each room with the rooms that its files import. A folder is one room, and so is each file outside of folders."""
     root, room_of = FOLDER.parent, {}
     for path in sorted((root / "zero").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

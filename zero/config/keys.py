@@ -69,6 +69,7 @@ class Section(BaseModel):
 class IdleSection(Section):
     """A section without effect: its keys are known, their values are not looked at."""
 
+    model_config = ConfigDict(use_attribute_docstrings=False)  # made by a function: pydantic would search for long
     lenient = True
 
 
