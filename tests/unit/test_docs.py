@@ -1,5 +1,6 @@
 """What of the documentation is made from the code is current, and the README is short."""
 
+import re
 from pathlib import Path
 
 from docs import generate
@@ -26,5 +27,9 @@ def test_the_picture_leaves_out_what_a_longer_way_shows(monkeypatch):
     assert [line.strip() for line in generate.rooms().splitlines() if "-->" in line] == ["a --> b", "b --> c"]
 
 
-def test_the_readme_is_short():
-    assert len(read("README.md").splitlines()) <= 150
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    text = read("README.md")
+    assert len(text.splitlines()) <= 150
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []

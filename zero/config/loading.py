@@ -1,4 +1,4 @@
-"""From a source to a checked configuration: the way in, and what a single key cannot tell."""
+"""`load_config`: reads, checks and types a configuration. The rules about several keys at once are here too."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     place, raw = read(source)
     data, deprecated, problems = rename_deprecated(raw, overriding=isinstance(source, dict))
     for key, reason in REMOVED_KEYS.items():
-        # A section that is switched off asks for nothing.
+        # A section that is switched off is harmless.
         if (value := pop(data, key)) is not None and value[0] != {"enabled": False}:
             problems.setdefault(key, reason)
     ignored, unknown = take_unknown(data, Config)
@@ -33,7 +33,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
     config, found = validate(data, Config)
     problems |= found | unknown
     for section in ("optimizer", "scheduler"):
-        # Which settings there are depends on the type.
+        # The type decides which settings exist, so messages about them would mislead.
         if f"{section}.type" in problems:
             problems = {key: text for key, text in problems.items() if not key.startswith(f"{section}.params.")}
     if config is not None:
@@ -46,7 +46,7 @@ def load_config(source: str | os.PathLike | dict, *, allow_auto: bool = False) -
 
 
 def _contradictions(config: Config, allow_auto: bool, unknown: set[str]) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of settings that are valid alone but not together; ``unknown`` keys have no value yet."""
+    """Yield (dotted key, message) for keys that contradict each other. ``unknown`` keys have no value yet."""
     if not allow_auto:
         for key in AUTO_WITHOUT_DEFAULT:
             if key in config.auto:
@@ -86,6 +86,6 @@ def _offload_contradictions(zero: ZeroConfig, stage_known: bool) -> Iterator[tup
         key = f"zero_optimization.{name}.device"
         if offload.device == "nvme" and not offload.nvme_path:
             yield f"zero_optimization.{name}.nvme_path", "is missing, and device is nvme; name a folder on a fast disk"
-        # `offload_param` is left aside below stage 3: accelerate's plugin writes it whatever the stage.
+        # Below stage 3 `offload_param` is no error: accelerate's plugin writes it at every stage.
         if stage_known and zero.stage < minimum and name == "offload_optimizer":
             yield key, f"needs zero_optimization.stage of at least {minimum}, got {zero.stage}"

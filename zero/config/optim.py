@@ -1,8 +1,8 @@
 """The ``optimizer`` and ``scheduler`` sections: which kinds there are, and the settings of each.
 
-``params`` is one section with the settings of all kinds, so that a misspelt key finds its neighbour; ``contradictions``
-then names those that the chosen kind does not have. Settings that the user did not write are left to the optimizer or
-schedule, whose defaults are DeepSpeed's.
+``params`` is one section with the settings of all kinds, so a misspelt key finds its neighbour. ``contradictions`` names
+those that the chosen kind does not have. Settings that the user did not write are left to the optimizer or schedule.
+Their defaults are DeepSpeed's. Nothing here makes an optimizer.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from zero.config.keys import (
     unused,
 )
 
-# Lower-case class name -> why its state cannot be cut into shards at any element.
+# Lower-case class name -> why shards cannot cut its state at any element.
 NOT_ELEMENTWISE = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars"), "it scales the update of a layer by norms of the whole layer"),
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "it compresses the momentum across ranks by itself"),
@@ -44,7 +44,7 @@ ELEMENTWISE = (
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
 )
 _DEEPSPEEDS_ADAM = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
-# What DeepSpeed accepts beyond the settings of torch's class of that name.
+# Settings that DeepSpeed accepts beside those of torch's class.
 _DEEPSPEEDS = {
     "Adam": _DEEPSPEEDS_ADAM,
     "AdamW": _DEEPSPEEDS_ADAM,
@@ -76,10 +76,10 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
         arguments = inspect.signature(getattr(torch.optim, kind)).parameters
         defaults = {key: argument.default for key, argument in arguments.items() if key != "params"}
     if kind in ("Adam", "AdamW") and not torch_adam:
-        # DeepSpeed's decay no weights unless told to.
+        # As in DeepSpeed: no weight decay by default.
         defaults["weight_decay"] = 0.0
     if kind == "Adam":
-        # The twin of adam_w_mode.
+        # The same as adam_w_mode.
         del defaults["decoupled_weight_decay"]
     return dict.fromkeys(_DEEPSPEEDS.get(kind, ())) | defaults
 
@@ -156,7 +156,7 @@ class OptimizerConfig(Section):
     legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """(dotted key, message) of settings that an optimizer of this type does not have."""
+        """Yield (dotted key, message) for settings that an optimizer of this type does not have."""
         kinds = {kind: optimizer_defaults(kind) for kind in ELEMENTWISE}
         yield from _misplaced("optimizer", self.type, self.params.model_fields_set, kinds)
 
@@ -214,7 +214,7 @@ _REQUIRED = {
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
 }
 
-# (a setting, the one that it must not exceed)
+# (a setting, another one that it must not exceed)
 _ORDERED = (
     ("warmup_min_lr", "warmup_max_lr"),
     ("warmup_num_steps", "total_num_steps"),
@@ -224,7 +224,7 @@ _ORDERED = (
 
 
 def _exceeds(low: Any, high: Any) -> bool:
-    """Whether one of the numbers, each one for all parameter groups or a list, is above its counterpart."""
+    """Whether a number in `low` is above its counterpart in `high`. Each is a number, or a list by parameter group."""
     if low is None or high is None:
         return False
     lows, highs = (value if isinstance(value, list) else [value] for value in (low, high))
@@ -240,7 +240,7 @@ class SchedulerConfig(Section):
     params: SchedulerParams = Field(default_factory=SchedulerParams)
 
     def contradictions(self, auto: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(dotted key, message) of settings that the schedule needs or does not have; ``auto`` ones will be given."""
+        """Yield (dotted key, message) for settings that are missing or misplaced. ``auto`` ones will be given."""
         coming = {key.removeprefix("scheduler.params.") for key in auto if key.startswith("scheduler.params.")}
         for key in _REQUIRED.get(self.type, ()):
             if getattr(self.params, key) is None and key not in coming:

@@ -1,4 +1,4 @@
-"""From any accepted source of a configuration to a plain dict, and from pydantic's errors to one line each.
+"""Reads a configuration from any accepted source, and explains each error in one line.
 
 Nothing here knows the keys: the functions take the top section (a model class) or dotted names.
 """
@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS, IdleSection, Section
 from zero.errors import UsageError
 
-# A configuration has five levels and some 40 keys; more than this is something else.
+# A configuration has five levels and about 40 keys. What has more than this is something else.
 _MOST_LEVELS, _MOST_UNKNOWN = 32, 50
 
 
 def read(source: Any) -> tuple[str, dict]:
-    """(name for messages, the JSON object) of any accepted source."""
+    """Return (name for messages, JSON object) of any accepted source."""
     if isinstance(source, dict):
         return "DeepSpeed configuration dict", source
     if not isinstance(source, str | os.PathLike):
@@ -65,7 +65,7 @@ def _read_file(place: str) -> str:
 
 
 def _parse(text: str) -> Any:
-    """JSON; or Hjson (with comments, without quotes) where `hjson` is installed, as it is with DeepSpeed."""
+    """Parse JSON. If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
@@ -97,9 +97,9 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
 
 
 def rename_deprecated(raw: dict, overriding: bool = False) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
-    """A copy of ``raw`` with all keys in their sections under their new names, the renames made, and what clashes.
+    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a message per clash.
 
-    A dotted key means the nested one. ``overriding``: where both are given the dotted one was written later, by code.
+    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code wrote it later.
     """
     data, renamed, problems = _copied(raw), [], {}
     _nest_dotted(data, overriding, problems)
@@ -123,7 +123,7 @@ def rename_deprecated(raw: dict, overriding: bool = False) -> tuple[dict, list[t
 
 
 def _copied(value: Any, level: int = 0) -> Any:
-    """A copy of nested dicts and lists; other values are the same objects."""
+    """Copy nested dicts and lists. Other values stay the same objects."""
     if level > _MOST_LEVELS:
         raise UsageError(f"DeepSpeed configuration: nested more than {_MOST_LEVELS} levels deep")
     if isinstance(value, list):
@@ -153,7 +153,7 @@ def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None
 
 
 def walk(data: dict, dotted: str) -> tuple[dict, str]:
-    """The innermost dict on the way to ``dotted`` and the last part of the name; an empty dict where there is none."""
+    """Return the dict that holds ``dotted`` and the last part of its name. The dict is empty if there is none."""
     *path, key = dotted.split(".")
     for part in path:
         data = data.get(part)
@@ -163,13 +163,13 @@ def walk(data: dict, dotted: str) -> tuple[dict, str]:
 
 
 def pop(data: dict, dotted: str) -> tuple[Any] | None:
-    """Remove ``dotted``; a 1-tuple of its value, None if it was not there."""
+    """Remove ``dotted``. Return a 1-tuple of its value, or None if it was missing."""
     section, key = walk(data, dotted)
     return (section.pop(key),) if key in section else None
 
 
 def take_auto(data: dict, model: type[Section], prefix: str = "") -> set[str]:
-    """Remove the keys whose value is "auto" and that somebody fills in later; return their dotted names."""
+    """Remove keys with the value "auto" that transformers or accelerate fill in later. Return their dotted names."""
     auto: set[str] = set()
     for key, value in list(data.items()):
         if isinstance(value, dict) and (section := section_of(model, key)) is not None:
@@ -197,9 +197,9 @@ _EXPECTED = {
 
 
 def validate(data: dict, top: type[Section]) -> tuple[Any, dict[str, str]]:
-    """The typed configuration and a message for each wrong key; None if it cannot be built even without those keys.
+    """Return the typed configuration, and a message for each wrong key, which is removed from ``data``.
 
-    Wrong keys are removed from ``data``.
+    The configuration is None if it cannot be built even without the wrong keys.
     """
     found: dict[str, str] = {}
     try:
@@ -215,7 +215,7 @@ def validate(data: dict, top: type[Section]) -> tuple[Any, dict[str, str]]:
 
 
 def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error."""
+    """Return (dotted key, message) for one pydantic error."""
     path, model = [], top
     for part in error["loc"]:
         # Pydantic appends the branch of a union and the index of a list element: not keys of the file.
@@ -246,7 +246,7 @@ def _show(value: Any) -> str:
 
 
 def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, str]]:
-    """Remove all keys that their section does not have: (those that may be passed over, the message for each other)."""
+    """Remove unknown keys. Return those that are ignored, and a message for each of the others."""
     ignored: list[str] = []
     problems: dict[str, str] = {}
     sections = [((), data, top)]
@@ -270,7 +270,7 @@ def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, s
 
 
 def _unknown_key(section: tuple[str, ...], key: str, model: type[Section], top: type[Section]) -> str | None:
-    """What to say about a key that its section does not have; None if it may be passed over."""
+    """Return the message about an unknown key, or None if it is ignored."""
     everywhere = list(_all_keys(top))
     homes = [".".join(full) for full in everywhere if full[-1] == key]
     if homes:
@@ -278,7 +278,7 @@ def _unknown_key(section: tuple[str, ...], key: str, model: type[Section], top: 
     here = [(*section, name) for name in model.model_fields]
     old = [tuple(name.split(".")) for name in (*DEPRECATED_KEYS, *REMOVED_KEYS)]
     here += [name for name in old if name[:-1] == section]
-    # A short name of another section may be like this one by chance.
+    # A short name in another section may resemble this one by chance.
     for names in (here, [name for name in everywhere if len(name[-1]) >= 8]):
         if near := [name for name in names if _is_misspelt(key, name[-1])]:
             best = max(near, key=lambda name: _likeness(key, name[-1]))
@@ -297,7 +297,7 @@ def _likeness(key: str, known: str) -> float:
 
 
 def _is_misspelt(key: str, known: str) -> bool:
-    """Whether `key` is `known` with a letter changed, missing, added or moved; in a long name, with several."""
+    """Whether `key` is `known` with one letter changed, missing, added or moved. A long name may have several."""
     return _likeness(key, known) >= (0.75 if len(known) >= 8 else 1 - 1 / len(known) - 1e-9)
 
 
@@ -306,14 +306,14 @@ def _short(key: str) -> str:
 
 
 def section_of(model: type[Section], key: str) -> type[Section] | None:
-    """The model behind key ``key`` of ``model`` if the value is an object with known keys, else None."""
+    """Return the section that the key ``key`` of ``model`` holds, or None if it holds a value."""
     field = model.model_fields.get(key)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every valid key, but for those in sections without effect."""
+    """Yield the path of every valid key outside of sections without effect."""
     for key in model.model_fields:
         yield (*prefix, key)
         section = section_of(model, key)

@@ -1,4 +1,7 @@
-"""What a configuration did: every key with its given and its effective value, where that came from, and its effect."""
+"""The table at the start of a run: each key's given and effective value, where it came from, and whether it acts.
+
+It knows the sections only through what their keys declare.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def option(*names: str) -> str | None:
 
 
 def _original(config: Config) -> dict:
-    """The configuration as the command line names it, before anybody filled in "auto", if it is this one."""
+    """Return the configuration as it was before "auto" was filled in, if the command line names its file."""
     source = option("--deepspeed", "--deepspeed_config")
     try:
         original = read(source)[1] if source else {}
@@ -53,7 +56,7 @@ def _original(config: Config) -> dict:
 
 
 def _became(original: Any, filled: Any) -> bool:
-    """Whether `original` with its "auto" filled in, and without what some trainers take out, is `filled`."""
+    """Whether `filled` is `original` with "auto" filled in. Keys that a trainer took out do not count."""
     if isinstance(original, dict) and isinstance(filled, dict):
         # accelerate overwrites that key, whatever the file says.
         kept = {key: value for key, value in original.items() if key in filled and key != "steps_per_print"}
@@ -88,7 +91,7 @@ def _rows(section: Section, prefix: str, original: dict, inherited: str | None =
 
 
 def _table(config: Config) -> list[_Row]:
-    """A row for each key, but for settings that the chosen optimizer or schedule does not have."""
+    """Return a row for each key, without settings that the chosen optimizer or schedule does not have."""
     settings: dict[str, dict] = {}
     if config.optimizer is not None:
         defaults = optimizer_defaults(config.optimizer.type, config.optimizer.params.torch_adam)
@@ -111,7 +114,7 @@ def _table(config: Config) -> list[_Row]:
 
 
 def report(config: Config, everything: bool = True) -> str:
-    """A table for people with a row for each key of `config`; without `everything`, for those not at their defaults."""
+    """Return the table as text. `everything`: all keys, else those that are not at their defaults."""
     rows = [_HEADER, *(row for row in _table(config) if everything or not row.at_default)]
     widths = [min(max(len(row[i]) for row in rows), 60) for i in range(4)]
     lines = ["  ".join([*(row[i][:60].ljust(widths[i]) for i in range(4)), row.effect]) for row in rows]
@@ -124,7 +127,7 @@ _reported: set[str] = set()
 
 
 def announce(config: Config) -> None:
-    """Print what is not at its default, once a configuration; write all to `FILE` in `--output_dir`."""
+    """Print the keys that are not at their defaults, once for each configuration. Write all to `--output_dir`."""
     text, folder = report(config), option("--output_dir")
     if text in _reported:
         return

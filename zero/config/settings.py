@@ -343,7 +343,7 @@ class Config(SectionsWithoutEffect):
 
     @model_validator(mode="after")
     def _halve_at_once_at_stage_0(self) -> "Config":
-        """There DeepSpeed halves the loss scale at every overflow; a hysteresis that is given is honoured here."""
+        """At stage 0 DeepSpeed halves the loss scale at every overflow. Here a hysteresis that is given holds."""
         if self.zero_optimization.stage == 0 and "hysteresis" not in self.fp16.model_fields_set:
             vars(self.fp16)["hysteresis"] = 1
         return self
