@@ -32,12 +32,9 @@ def read(source: Any) -> tuple[str, dict]:
         raise UsageError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
     if not os.fspath(source):
         raise UsageError("DeepSpeed configuration: the name of the file is empty")
-    text = _inline_json(source)
-    if text is not None:
-        place = "DeepSpeed configuration string"
-    else:
-        place = os.fspath(source)
-        text = _read_file(place)
+    inline = _inline_json(source)
+    place = os.fspath(source) if inline is None else "DeepSpeed configuration string"
+    text = _read_file(place) if inline is None else inline
     try:
         value = _parse(text)
     except json.JSONDecodeError as error:
@@ -52,14 +49,12 @@ def read(source: Any) -> tuple[str, dict]:
 
 
 def _read_file(place: str) -> str:
+    if os.path.exists(place) and not os.path.isfile(place):
+        # Reading a pipe would wait for its writer.
+        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
     try:
-        if os.path.exists(place) and not os.path.isfile(place):
-            # Reading a pipe would wait for its writer.
-            raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
         return Path(place).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
 
