@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from docs import generate
+from zero.config import load_config
 
 ROOT = Path(__file__).parents[2]
 REMEDY = "run: python -m docs.generate"
@@ -33,3 +34,12 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_configuration_in_the_pages_is_accepted():
+    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    blocks = re.findall(r"```json\n(.*?)```", pages, flags=re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        config = load_config(block if block.startswith("{") else f"{{{block}}}", allow_auto=True)
+        assert config.ignored == [] == config.deprecated()
