@@ -1,20 +1,17 @@
-"""What scripts written for DeepSpeed read off its optimizer, under its names."""
+"""The engine's optimizer with the attributes that scripts written for DeepSpeed read. No step is made here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import nn
 
 from zero.deepspeed.fragments import safe_get_local_grad
 from zero.deepspeed.leaf import get_z3_leaf_modules
+from zero.hooks import ModuleHooks
 from zero.optim.loss_scaler import LossScaler
-
-if TYPE_CHECKING:
-    from zero.comm import Communicator
-    from zero.gradients import GradientReducer
-    from zero.hooks import ModuleHooks
+from zero.optim.step import ZeroOptimizer
 
 
 class LossScalerView:
@@ -43,19 +40,73 @@ class LossScalerView:
         raise AttributeError(f"{name} of the loss scaler follows the section fp16 of the configuration: set it there")
 
 
-class OptimizerAttributes:
-    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm`, `reducer` and `scaler`.
+class ParameterOffload:
+    """The engine's hooks, as scripts know them that take them off while a model generates.
 
-    Attributes: parameter_offload: what gathers the parameters, with `forward_hooks` and `backward_hooks` that scripts
-    take off for generation; set by the engine.
+    Such a script gathers all parameters, removes the handles in `forward_hooks` and `backward_hooks`, sets both to
+    empty lists, and calls `_register_deepspeed_module(module)` afterwards. It also reads the model's
+    `ds_external_parameters` and clears the parameters' `ds_active_sub_modules`. These two stay empty: the engine
+    notices every read.
     """
 
-    fp16_groups: list[list[nn.Parameter]]
-    grad_norm: float | None
-    comm: Communicator
-    reducer: GradientReducer
-    parameter_offload: ModuleHooks
-    scaler: LossScaler | None
+    def __init__(self, hooks: ModuleHooks):
+        self._hooks, self.module = hooks, hooks.module
+        self.module.ds_external_parameters = partial(iter, ())
+        for param in self.module.parameters():
+            param.ds_active_sub_modules = set()
+
+    @property
+    def forward_hooks(self) -> list:
+        return self._hooks.forward_hooks
+
+    @forward_hooks.setter
+    def forward_hooks(self, handles: list) -> None:
+        self._hooks.forward_hooks = handles
+
+    @property
+    def backward_hooks(self) -> list:
+        return self._hooks.backward_hooks
+
+    @backward_hooks.setter
+    def backward_hooks(self, handles: list) -> None:
+        self._hooks.backward_hooks = handles
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        self._hooks.remove()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Put the hooks on again."""
+        self._hooks.install(module)
+
+
+class DeepSpeedOptimizer(ZeroOptimizer):
+    """`ZeroOptimizer` with DeepSpeed's names.
+
+    Attributes: parameter_offload: a `ParameterOffload`, set by the engine.
+    """
+
+    parameter_offload: ParameterOffload
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters, by param group."""
+        return self.model_params
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's part of the masters, tile by tile, each 1-D."""
+        self.wait()
+        return [tile.master for tile in self.tiles]
+
+    @property
+    def cur_scale(self) -> float:
+        """As `loss_scale`."""
+        return self.loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
+        return self.scaler is not None
 
     @property
     def loss_scaler(self) -> LossScalerView:
@@ -84,15 +135,15 @@ class OptimizerAttributes:
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as a whole; see `zero.deepspeed.leaf`."""
+        """The parameters of each leaf module; see `zero.deepspeed.leaf`."""
         leaves = get_z3_leaf_modules(self.parameter_offload.module)
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the accumulated mean gradients, fp32, by param group; copies. Every rank must ask.
+        """This rank's parts of the accumulated mean gradients, fp32 copies, by param group. Every rank must ask.
 
-        Each is 1-D, in the layout of the parameter's `ds_tensor`. Empty without a gradient.
+        Each is 1-D, in the layout of the parameter's `ds_tensor`. A parameter without a gradient is left out.
         """
         groups = [[safe_get_local_grad(param) for param in params] for params in self.fp16_groups]
         found = {index: [grad for grad in grads if grad is not None] for index, grads in enumerate(groups)}
