@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import fork_ranks
 from tests.tolerance import assert_close, rounding
-from tests.warm import warm_ranks
 
 # On top of the limits of the processes themselves, of which a fixture starts two.
 pytestmark = pytest.mark.timeout(600)
@@ -68,7 +68,7 @@ def reports(tmp_path_factory) -> dict[str, dict[str, Any]]:
             job["report"] = str(folder / f"{ranks}_{number}.json")
         path = folder / f"jobs{ranks}.json"
         path.write_text(json.dumps(jobs), encoding="utf-8")
-        process = warm_ranks(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
+        process = fork_ranks(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
         assert process.returncode == 0, process.stdout + process.stderr
     jobs = {job["name"]: Path(job["report"]) for job in ONE_RANK + TWO_RANKS}
     return {name: json.loads(path.read_text()) | {"path": str(path)} for name, path in jobs.items()}
