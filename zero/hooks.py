@@ -134,12 +134,13 @@ class ModuleHooks:
         self.module = model
         self.forward_hooks: list = []
         self.backward_hooks: list = []
-        self.install(model)
+        self.install()
 
     # -- installation
 
-    def install(self, model: nn.Module) -> None:
+    def install(self) -> None:
         """Put the hooks on, also again after `remove`."""
+        model = self.module
         self.forward_hooks.append(model.register_forward_pre_hook(self._root_pre_forward))
         per_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
@@ -163,7 +164,8 @@ class ModuleHooks:
         """Take all hooks off the model."""
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
-        self.forward_hooks, self.backward_hooks = [], []
+        self.forward_hooks.clear()
+        self.backward_hooks.clear()
         for unit in self.units:
             unit.on_read = None
 
