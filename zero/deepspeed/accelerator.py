@@ -1,17 +1,33 @@
-"""What `deepspeed.accelerator.get_accelerator()` returns: this rank's device, its CUDA device or else the CPU."""
+"""What `deepspeed.accelerator.get_accelerator()` returns: the device that this rank computes on, by DeepSpeed's names.
+
+That is torch's accelerator, or the CPU where torch sees none. A CPU has no index, no memory of its own, and nothing to
+wait for. Which device the engine takes is known to `zero.comm` alone.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
-_there = torch.cuda.is_available
+from zero import comm
+
+_there = torch.accelerator.is_available
 
 
 class Accelerator:
-    """The device that this rank computes on. A CPU has no index, no memory of its own, and is never behind."""
+    """This rank's device.
+
+    `synchronize`, `empty_cache`, `memory_allocated` and `max_memory_allocated` (bytes) are torch's; 0 on a CPU.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in ("synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
+            raise AttributeError(f"get_accelerator().{name} is not provided by zero", name=name, obj=self)
+        return getattr(torch.accelerator, name) if _there() else lambda *args, **kwargs: 0
 
     @property
     def _name(self) -> str:
@@ -22,31 +38,33 @@ class Accelerator:
 
     def device_name(self, device_index: int | None = None) -> str:
         """The kind of device ("cuda", "cpu"), or with an index that device ("cuda:1", "cpu")."""
-        return "cpu" if not _there() else "cuda" if device_index is None else f"cuda:{device_index}"
+        kind = torch.accelerator.current_accelerator().type if _there() else "cpu"
+        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def current_device(self) -> int:
         """The index of this rank's device; 0 on a CPU."""
-        return torch.cuda.current_device() if _there() else 0
+        return torch.accelerator.current_device_index() if _there() else 0
 
     def current_device_name(self) -> str:
         """This rank's device, as `torch.device` takes it: "cuda:0", "cpu"."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """GPUs of this host; on a CPU, its ranks as the launcher counts them: DeepSpeed's by LOCAL_SIZE."""
+        """Accelerators of this host; on a CPU, its ranks as the launcher counts them: DeepSpeed's by LOCAL_SIZE."""
         if _there():
-            return torch.cuda.device_count()
+            return torch.accelerator.device_count()
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def set_device(self, device_index: int) -> None:
         if _there():
-            torch.cuda.set_device(device_index)
+            torch.accelerator.set_device_index(device_index)
 
     def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
 
     def is_bf16_supported(self) -> bool:
-        return not _there() or torch.cuda.is_bf16_supported()
+        asked = getattr(torch.get_device_module(self._name), "is_bf16_supported", None)
+        return asked is None or asked()
 
     def is_fp16_supported(self) -> bool:
         """Whether the device computes in fp16; CPUs without such instructions only emulate it, very slowly."""
@@ -56,28 +74,12 @@ class Accelerator:
         wanted = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
         return [torch.float32, *(dtype for dtype, supported in wanted.items() if supported)]
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        if _there():
-            torch.cuda.synchronize(device_index)
-
-    def empty_cache(self) -> None:
-        if _there():
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of device memory in tensors."""
-        return torch.cuda.memory_allocated(device_index) if _there() else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most that `memory_allocated` has been, in bytes."""
-        return torch.cuda.max_memory_allocated(device_index) if _there() else 0
-
     def manual_seed_all(self, seed: int) -> None:
-        torch.cuda.manual_seed_all(seed) if _there() else torch.manual_seed(seed)
+        torch.get_device_module(self._name).manual_seed_all(seed) if _there() else torch.manual_seed(seed)
 
     def communication_backend_name(self) -> str:
         """The backend of `torch.distributed` for this device: "nccl" or "gloo"."""
-        return "nccl" if _there() else "gloo"
+        return comm.default_backend(self.device())
 
 
 @cache

@@ -13,6 +13,7 @@ are multiplied by `additional_buffer_factor`. Nothing is measured here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -61,10 +62,10 @@ def estimate_zero2_model_states_mem_needs(
     return int(host * additional_buffer_factor), device
 
 
-def _print(head: str, num_gpus_per_node: int, num_nodes: int, rows: list[tuple[int, int, str]]) -> None:
+def _table(head: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[tuple, str]]) -> None:
     print(f"Memory for parameters, gradients and optimizer states: {num_nodes} nodes of {num_gpus_per_node} devices,")
     print(f"model with {head}.\n  per CPU  |  per GPU |   Options")
-    for host, device, options in rows:
+    for (host, device, *_), options in rows:
         print(f" {host / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {options}")
 
 
@@ -79,16 +80,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     rows = []
     for (optimizer, params), init in itertools.product([(True, True), (True, False), (False, False)], [True, False]):
         needs = (num_gpus_per_node, num_nodes, optimizer, params, init, additional_buffer_factor)
-        host, device, _ = estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *needs)
-        places = ["cpu " if offloaded else "none" for offloaded in (params, optimizer)]
-        rows.append((host, device, f"offload_param={places[0]}, offload_optimizer={places[1]}, zero_init={init:d}"))
+        options = f"{_place('param', params)}, {_place('optimizer', optimizer)}, zero_init={init:d}"
+        rows.append((estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *needs), options))
     head = f"{total_params / 1e6:.1f}M parameters, {largest_layer_params / 1e6:.1f}M in the largest unit"
-    _print(head, num_gpus_per_node, num_nodes, rows)
-
-
-def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: int, **kwargs: float) -> None:
-    """`estimate_zero3_model_states_mem_needs_all_cold` of the sizes of `model`."""
-    estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), *args, **kwargs)
+    _table(head, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -98,9 +93,17 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     rows = []
     for offload in (True, False):
         needs = (num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
-        options = f"offload_optimizer={'cpu ' if offload else 'none'}"
-        rows.append((*estimate_zero2_model_states_mem_needs(total_params, *needs), options))
-    _print(f"{total_params / 1e6:.1f}M parameters", num_gpus_per_node, num_nodes, rows)
+        rows.append((estimate_zero2_model_states_mem_needs(total_params, *needs), _place("optimizer", offload)))
+    _table(f"{total_params / 1e6:.1f}M parameters", num_gpus_per_node, num_nodes, rows)
+
+
+def _place(what: str, offloaded: bool) -> str:
+    return f"offload_{what}={'cpu ' if offloaded else 'none'}"
+
+
+def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: int, **kwargs: float) -> None:
+    """`estimate_zero3_model_states_mem_needs_all_cold` of the sizes of `model`."""
+    estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), *args, **kwargs)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, *args: int, **kwargs: float) -> None:

@@ -24,6 +24,7 @@ from zero.config.optim import REQUIRED, SchedulerConfig, SchedulerParams
 
 logger = logging.getLogger("zero")
 
+_ORDINARY = Parameter.POSITIONAL_OR_KEYWORD
 _DEFAULTS = {name: field.default for name, field in SchedulerParams.model_fields.items()}
 
 
@@ -38,6 +39,14 @@ LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
+# The schedules' parameters between `optimizer` and `last_batch_iteration`, in DeepSpeed's order.
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
+_DECAY = f"total_num_steps {_WARMUP}"
+_COSINE = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
+_RANGE_TEST = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
+_CYCLE = """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
+    cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate"""
+
 
 class Schedule:
     """What all schedules share. A subclass names its parameters in order; they become attributes."""
@@ -46,12 +55,9 @@ class Schedule:
     max_lrs: list[float]
 
     def __init_subclass__(cls, parameters: str = "", **defaults: object) -> None:
+        values = _DEFAULTS | defaults | dict.fromkeys(("optimizer", *REQUIRED.get(cls.__name__, ())), Parameter.empty)
         names = ["optimizer", *parameters.split(), "last_batch_iteration"]
-        required = {"optimizer", *REQUIRED.get(cls.__name__, ())}
-        values = {name: Parameter.empty if name in required else (_DEFAULTS | defaults)[name] for name in names}
-        cls.__signature__ = Signature(
-            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in values.items()]
-        )
+        cls.__signature__ = Signature([Parameter(name, _ORDINARY, default=values[name]) for name in names])
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = self.__signature__.bind(*args, **kwargs)
@@ -142,7 +148,7 @@ class _Warmup(Schedule):
         return 1.0
 
 
-class WarmupLR(_Warmup, parameters="warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"):
+class WarmupLR(_Warmup, parameters=_WARMUP):
     """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
 
     With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again. ``warmup_max_lr``: by default the ``lr`` that each
@@ -150,21 +156,14 @@ class WarmupLR(_Warmup, parameters="warmup_min_lr warmup_max_lr warmup_num_steps
     """
 
 
-class WarmupDecayLR(
-    _Warmup,
-    parameters="total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
-    warmup_max_lr=0.001,
-):
+class WarmupDecayLR(_Warmup, parameters=_DECAY, warmup_max_lr=0.001):
     """As :class:`WarmupLR`, then down to ``warmup_min_lr`` in a straight line until step ``total_num_steps``."""
 
     def _after_warmup(self, n: int) -> float:
         return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(
-    _Warmup,
-    parameters="total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type",
-):
+class WarmupCosineLR(_Warmup, parameters=_COSINE):
     """Scale each group's own ``lr``: from ``warmup_min_ratio`` up to 1, then along a cosine to ``cos_min_ratio``.
 
     The cosine ends at step ``total_num_steps``; the ratio stays there. With n = -1 the rate is 0.
@@ -180,10 +179,7 @@ class WarmupCosineLR(
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + cosine) / 2)
 
 
-class LRRangeTest(
-    Schedule,
-    parameters="lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
-):
+class LRRangeTest(Schedule, parameters=_RANGE_TEST):
     """Rates that rise without end, to see where training diverges (arXiv 1803.09820).
 
     The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) / lr_range_test_step_size)``; with
@@ -201,12 +197,7 @@ class LRRangeTest(
         return [rate * (1 + self.lr_range_test_step_rate * intervals) for rate in self.min_lrs]
 
 
-class OneCycle(
-    Schedule,
-    parameters="cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-    "decay_mom_rate",
-):
+class OneCycle(Schedule, parameters=_CYCLE):
     """One cycle of the rate, and of the momentum the other way round, then decay (arXiv 1803.09820).
 
     The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back, in ``cycle_first_step_size``
@@ -298,12 +289,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     for name, kind in VALID_LR_SCHEDULES.items()
 }
 # Which of them is the learning rate; WarmupCosineLR scales those of the param groups.
-_RATES = {
-    "LRRangeTest": "lr_range_test_min_lr",
-    "OneCycle": "cycle_max_lr",
-    "WarmupLR": "warmup_max_lr",
-    "WarmupDecayLR": "warmup_max_lr",
-}
+_RATES = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+_RATES |= dict.fromkeys(("WarmupLR", "WarmupDecayLR"), "warmup_max_lr")
 
 
 def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
