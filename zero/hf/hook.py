@@ -1,4 +1,7 @@
-"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed."""
+"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
+
+It sets up the process: variables, the import hook, what happens at an exception. It knows nothing of the engine.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def enable() -> None:
 
 
 def answer() -> finder.FacadeFinder:
-    """What `enable` does, at the first question for DeepSpeed: `startup/sitecustomize.py` has waited for it."""
+    """Do what `enable` promises. `startup/sitecustomize.py` calls this at the first question for DeepSpeed."""
     _settle_device()
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
@@ -64,7 +67,7 @@ def answer() -> finder.FacadeFinder:
 
 
 class _WorldOfOne:
-    """Takes the variables back when Lightning is imported: it would wait for ranks that it takes for started."""
+    """Takes the variables back when Lightning is imported, which starts ranks by itself unless it sees them."""
 
     def __init__(self, variables: list[str]):
         self.variables = variables
@@ -90,7 +93,7 @@ def _settle_device() -> None:
 
 
 def _say_if_the_real_one_is_installed() -> None:
-    # A search in named folders is answered by what lies in them alone.
+    # With named folders the search finds installed packages only, not this package under DeepSpeed's name.
     real = next(iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None)
     if real is not None and os.environ.get("RANK", "0") == "0":
         print(f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place", file=sys.stderr)
