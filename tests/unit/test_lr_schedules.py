@@ -175,11 +175,11 @@ NEEDED = {
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0, got -5"),
-        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0, got None"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1, got 0"),
-        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1, got 0"),
-        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0, got -1"),
+        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0 steps, got -5"),
+        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0 steps, got None"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1 steps, got 0"),
+        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1 steps, got 0"),
+        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0 steps, got -1"),
         ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, "cycle_max_mom: 2 values for 1 parameter groups"),
     ],
 )

@@ -180,7 +180,7 @@ def initialize(
     if comm.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
-    optimizer = _optimizer(settings, optimizer, model_parameters, model)
+    optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
     engine = DeepSpeedEngine(model, settings, optimizer, lr_scheduler)
@@ -190,15 +190,6 @@ def initialize(
         # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
         shown = engine.optimizer.optimizer
     return engine, shown, loader, engine.lr_scheduler
-
-
-def _optimizer(
-    settings: Config, given: torch.optim.Optimizer | Callable | None, params: Iterable | None, model: nn.Module
-) -> torch.optim.Optimizer | None:
-    zero = settings.zero_optimization
-    untested = settings.zero_allow_untested_optimizer or zero.stage == 0
-    forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
-    return build_optimizer(settings.optimizer, given, params, model, zero.offloads_optimizer, untested, forced)
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:

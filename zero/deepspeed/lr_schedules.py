@@ -108,16 +108,16 @@ class Schedule:
         """The values of a setting, one for each parameter group."""
         values, groups = getattr(self, name), len(self.optimizer.param_groups)
         values = list(values) if isinstance(values, list | tuple) else [values] * groups
-        if len(values) != groups:
-            found = f"{len(values)} values for {groups} parameter groups; give one number"
-            raise ValueError(f"scheduler.params.{name}: {found}")
-        return values
+        if len(values) == groups:
+            return values
+        raise ValueError(
+            f"scheduler.params.{name}: {len(values)} values for {groups} parameter groups; give one number"
+        )
 
     def _check_steps(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or value < minimum:
-            wanted = f"expected a number of steps of at least {minimum}, got {value!r}"
-            raise ValueError(f"scheduler.params.{name}: {wanted}")
+            raise ValueError(f"scheduler.params.{name}: expected at least {minimum} steps, got {value!r}")
 
 
 class _Warmup(Schedule):

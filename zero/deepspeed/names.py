@@ -20,6 +20,8 @@ _SAFE = """.fragments safe_get_full_fp32_param safe_get_full_grad safe_get_full_
     safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized"""
 _ZERO = "zero GatheredParameters Init register_external_parameter unregister_external_parameter"
 _TILES = ".tiling TiledLinear TiledLinearReturnBias"
+_OFFLOAD = """zero.config DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
+    DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"""
 _CHECKPOINTING = "zero.activations checkpoint configure is_configured reset non_reentrant_checkpoint=checkpoint"
 
 # A line without indentation is a module and where its names are found, then the names. `new=old`: it is called `new`
@@ -69,13 +71,11 @@ deepspeed.runtime.zero {_TILES}
 deepspeed.runtime.zero .utilities unwrap_model_for_generation
 deepspeed.runtime.zero zero.unit ZeroParamStatus
 deepspeed.runtime.zero.config .configuration DeepSpeedZeroConfig
-deepspeed.runtime.zero.config zero.config DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
-    DeepSpeedZeroOffloadParamConfig=OffloadParamConfig
+deepspeed.runtime.zero.config {_OFFLOAD}
 deepspeed.runtime.zero.leaf_module_config .configuration DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
     DEFAULT_LEAF_MODULE_NAME_SUFFIXES DeepSpeedZeroLeafModuleConfig
 deepspeed.runtime.zero.offload_config .configuration OffloadDeviceEnum OffloadStateTypeEnum
-deepspeed.runtime.zero.offload_config zero.config DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
-    DeepSpeedZeroOffloadParamConfig=OffloadParamConfig
+deepspeed.runtime.zero.offload_config {_OFFLOAD}
 deepspeed.runtime.zero.partition_parameters {_ZERO}
 deepspeed.runtime.zero.partition_parameters .accelerator get_accelerator
 deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tensor_constructor

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.config import Config
 from zero.config.optim import OptimizerConfig
 from zero.errors import UsageError
 from zero.optim import cpu_adam
@@ -113,39 +114,34 @@ class DeepSpeedCPULion(FusedLion):
 
 
 def build_optimizer(
-    config: OptimizerConfig | None,
+    settings: Config,
     given: torch.optim.Optimizer | Callable | None,
     model_parameters: Iterable | None,
     model: nn.Module,
-    offloaded: bool,
-    untested: bool = True,
-    force_cpu_optimizer: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer if there is one, else the configured one over `model_parameters`, else None.
 
-    Args:
-        given: an optimizer, or a function of the parameters that makes one.
-        offloaded: whether the optimizer's state is in host memory.
-        untested: whether `given` may be of a class that is neither torch's nor DeepSpeed's.
-        force_cpu_optimizer: whether an optimizer that is offloaded must be of DeepSpeed's classes.
-
-    Raises ValueError for an optimizer that these rule out, and for one that is not element-wise.
+    `given` is an optimizer, or a function of the parameters that makes one. Raises ValueError for an optimizer that the
+    configuration rules out, and for one that is not element-wise.
     """
-    if given is None and config is None:
+    zero = settings.zero_optimization
+    if given is None and settings.optimizer is None:
         return None
     params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
     if given is None:
-        optimizer = _configured(config, params, offloaded)
+        optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer)
     else:
         optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
     require_elementwise(optimizer)
-    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.")):
+    known = type(optimizer).__module__.startswith(("torch.optim.", "zero."))
+    if not known and zero.stage > 0 and not settings.zero_allow_untested_optimizer:
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
             "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"
         )
     ours = isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
-    if given is not None and offloaded and force_cpu_optimizer and not ours:
+    forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
+    if given is not None and zero.offloads_optimizer and forced and not ours:
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is offloaded, and zero_force_ds_cpu_optimizer is true: take "
             "deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"

@@ -78,15 +78,11 @@ class SynchronizedWallClockTimer:
 class NoopTimer(SynchronizedWallClockTimer):
     """Stopwatches that always show 0, for scripts that switch timing off."""
 
-    class Timer(SynchronizedWallClockTimer.Timer):
-        def start(self) -> None:
-            pass
-
-        def stop(self, reset: bool = False, record: bool = False) -> None:
-            pass
-
-    def log(self, *args: object, **kwargs: object) -> None:
+    def _nothing(self, *args: object, **kwargs: object) -> None:
         pass
+
+    log = _nothing
+    Timer = type("Timer", (SynchronizedWallClockTimer.Timer,), {"start": _nothing, "stop": _nothing})
 
 
 class ThroughputTimer(Throughput):
