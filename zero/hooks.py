@@ -134,18 +134,13 @@ class ModuleHooks:
         self.module = model
         self.forward_hooks: list = []
         self.backward_hooks: list = []
-        self._register_deepspeed_module(model)
+        self.install()
 
     # -- installation
 
-    def _register_deepspeed_module(self, model: nn.Module) -> None:
-        """Put the hooks on, also again: scripts take off `forward_hooks` and `backward_hooks` while all parameters are
-        gathered for generation, empty both lists, and call this by DeepSpeed's name.
-        """
-        # Such scripts read and clear these too. They stay empty: any read is noticed, and units count their users.
-        model.ds_external_parameters = partial(iter, ())
-        for param in model.parameters():
-            param.ds_active_sub_modules = set()
+    def install(self) -> None:
+        """Put the hooks on, also again after `remove`."""
+        model = self.module
         self.forward_hooks.append(model.register_forward_pre_hook(self._root_pre_forward))
         per_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
@@ -169,7 +164,8 @@ class ModuleHooks:
         """Take all hooks off the model."""
         for handle in [*self.forward_hooks, *self.backward_hooks]:
             handle.remove()
-        self.forward_hooks, self.backward_hooks = [], []
+        self.forward_hooks.clear()
+        self.backward_hooks.clear()
         for unit in self.units:
             unit.on_read = None
 

@@ -116,5 +116,5 @@ def test_projections_are_not_exported(reports):
 def test_the_teacher_is_sharded_and_never_whole(reports):
     for name in ("2 ranks x 2, stage 3", "t5, 2 ranks x 1 x 2, stage 3", "gpt2, 2 ranks x 2, stage 3"):
         report = reports[name]
-        assert (report["engine"], report["teacher"]) == ("ZeroEngine", "ZeroEngine")
+        assert (report["engine"], report["teacher"]) == ("DeepSpeedEngine", "DeepSpeedEngine")
         assert 0 < report["peak"] <= sum(report["units"][-2:]) < sum(report["units"])

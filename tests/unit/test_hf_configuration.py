@@ -7,10 +7,10 @@ import torch
 from pydantic import Field, ValidationError
 from torch import nn
 
-from zero.config import OffloadOptimizerConfig
+from zero.config import OffloadOptimizerConfig, load_config
 from zero.deepspeed import configuration as facade
-from zero.deepspeed.definitions import RepeatingLoader, register_grad_hook
-from zero.deepspeed.torch_optimizers import build_optimizer
+from zero.deepspeed.optimizers import build_optimizer
+from zero.deepspeed.utilities import RepeatingLoader, register_grad_hook
 
 
 def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):
@@ -67,11 +67,13 @@ class Untested(torch.optim.SGD):
 
 def test_an_untested_optimizer_is_refused_on_request():
     model = nn.Linear(2, 2)
-    arguments = (list(model.parameters()), model, False)
-    for kind, untested in ((Untested, True), (torch.optim.SGD, False)):
-        assert type(build_optimizer(None, lambda params, kind=kind: kind(params), *arguments, untested)) is kind
+    sharded = {"zero_optimization": {"stage": 1}}
+    allowed = load_config({"zero_allow_untested_optimizer": True, **sharded})
+    refused = load_config({"zero_allow_untested_optimizer": False, **sharded})
+    for kind, config in ((Untested, allowed), (torch.optim.SGD, refused)):
+        assert type(build_optimizer(config, lambda params, kind=kind: kind(params), None, model)) is kind
     with pytest.raises(ValueError, match="Untested is untested, and zero_allow_untested_optimizer is false"):
-        build_optimizer(None, Untested(model.parameters(), lr=1.0), *arguments, False)
+        build_optimizer(refused, Untested(model.parameters(), lr=1.0), None, model)
 
 
 @pytest.mark.parametrize("key", ["loss_scale", "loss_scale_window", "min_loss_scale"])

@@ -9,7 +9,7 @@ import torch
 
 from zero.config import load_config
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
-from zero.deepspeed import lr_schedules, tuning
+from zero.deepspeed import lr_schedules
 from zero.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -175,11 +175,11 @@ NEEDED = {
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0, got -5"),
-        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0, got None"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1, got 0"),
-        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1, got 0"),
-        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0, got -1"),
+        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0 steps, got -5"),
+        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0 steps, got None"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1 steps, got 0"),
+        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1 steps, got 0"),
+        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0 steps, got -1"),
         ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, "cycle_max_mom: 2 values for 1 parameter groups"),
     ],
 )
@@ -270,20 +270,22 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
 
 
-@pytest.mark.parametrize("name", tuning.OPTIONS)
+@pytest.mark.parametrize("name", lr_schedules.OPTIONS)
 def test_a_schedule_can_be_given_on_the_command_line(name):
-    parser = tuning.add_tuning_arguments(ArgumentParser())
-    assert set(tuning.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
+    parser = lr_schedules.add_tuning_arguments(ArgumentParser())
+    assert set(lr_schedules.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
     arguments = ["--lr_schedule", name, "--cycle_momentum", "--lr_range_test_staircase", "--warmup_num_steps", "7"]
-    section, problem = tuning.get_config_from_args(parser.parse_args(arguments))
+    section, problem = lr_schedules.get_config_from_args(parser.parse_args(arguments))
     assert problem is None and section["type"] == name
     given = {"cycle_momentum": True, "lr_range_test_staircase": True, "warmup_num_steps": 7}
-    expected = {key: given.get(key, value) for key, value in tuning.OPTIONS[name].items()}
+    expected = {key: given.get(key, value) for key, value in lr_schedules.OPTIONS[name].items()}
     assert section["params"] == {key: value for key, value in expected.items() if value is not None}
-    rate, problem = tuning.get_lr_from_config(section)
+    rate, problem = lr_schedules.get_lr_from_config(section)
     assert (rate is None) == (name == "WarmupCosineLR") == bool(problem)
 
 
 def test_no_schedule_on_the_command_line_is_said_so():
-    section, problem = tuning.get_config_from_args(tuning.add_tuning_arguments(ArgumentParser()).parse_args([]))
+    section, problem = lr_schedules.get_config_from_args(
+        lr_schedules.add_tuning_arguments(ArgumentParser()).parse_args([])
+    )
     assert section is None and "--lr_schedule" in problem

@@ -8,7 +8,7 @@ from torch import nn
 
 from zero.config import load_config
 from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_defaults
-from zero.deepspeed.torch_optimizers import (
+from zero.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -32,9 +32,12 @@ SETTINGS = {
 }
 
 
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
 def configured(kind, offloaded=False, **params):
-    config = load_config({"optimizer": {"type": kind, "params": params}})
-    return build_optimizer(config.optimizer, None, None, nn.Linear(3, 2), offloaded)
+    config = load_config({"optimizer": {"type": kind, "params": params}, **(OFFLOADED if offloaded else {})})
+    return build_optimizer(config, None, None, nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_groups_keep_their_own_rates_and_decay():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.25}]
     config = load_config({"optimizer": {"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.0}}})
-    optimizer = build_optimizer(config.optimizer, None, groups, nn.Linear(1, 1), offloaded=False)
+    optimizer = build_optimizer(config, None, groups, nn.Linear(1, 1))
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.0), (0.1, 0.25)]
 
 
@@ -93,13 +96,13 @@ def cut(optimizer, master):
 @pytest.mark.parametrize("by_user", [False, True], ids=["configured", "user's own"])
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_pieces_with_gaps_update_as_the_whole_parameter(kind, by_user):
-    params = load_config({"optimizer": {"type": kind, "params": SETTINGS.get(kind, {})}}).optimizer
-    plain = {key: value for key, value in dict(params.params).items() if key != "adam_w_mode"}
+    config = load_config({"optimizer": {"type": kind, "params": SETTINGS.get(kind, {})}})
+    plain = {key: value for key, value in dict(config.optimizer.params).items() if key != "adam_w_mode"}
     make = partial(Lion if kind == "Lion" else getattr(torch.optim, kind), lr=0.1, **plain)
     model = nn.Linear(6, 4, bias=False)
     whole = nn.Parameter(model.weight.detach().clone())
     reference = make([whole])
-    optimizer = build_optimizer(params, make if by_user else None, None, model, offloaded=False)
+    optimizer = build_optimizer(config, make if by_user else None, None, model)
     optimizer.param_groups[0]["lr"] = 0.1
 
     master = torch.zeros(30)
@@ -149,7 +152,7 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(make, reason, 
     model = nn.Linear(2, 2, bias=False)
     given = make if as_function else make(list(model.parameters()))
     with pytest.raises(ValueError, match=reason):
-        build_optimizer(None, given, None, model, offloaded=False)
+        build_optimizer(load_config({}), given, None, model)
 
 
 # -- DeepSpeed's classes
@@ -235,17 +238,18 @@ def test_deepspeeds_classes_refuse_what_they_do_not_do(make, setting):
 
 def test_an_offloaded_optimizer_can_be_required_to_be_deepspeeds():
     model = nn.Linear(3, 2)
-    build = partial(build_optimizer, None, model_parameters=None, model=model, force_cpu_optimizer=True)
-    for given, offloaded in ((torch.optim.AdamW, False), (DeepSpeedCPUAdam, True)):
-        assert type(build(given, offloaded=offloaded)) is given
+    on_host = load_config({"zero_force_ds_cpu_optimizer": True, **OFFLOADED})
+    on_device = load_config({"zero_force_ds_cpu_optimizer": True})
+    for given, config in ((torch.optim.AdamW, on_device), (DeepSpeedCPUAdam, on_host)):
+        assert type(build_optimizer(config, given, None, model)) is given
     with pytest.raises(ValueError, match="AdamW is offloaded, and zero_force_ds_cpu_optimizer is true"):
-        build(torch.optim.AdamW, offloaded=True)
+        build_optimizer(on_host, torch.optim.AdamW, None, model)
 
 
 def test_the_sum_of_adagrad_begins_where_torchs_does():
     param = nn.Parameter(torch.zeros(2))
     group = {"params": [param], "initial_accumulator_value": 0.1}
-    optimizer = build_optimizer(None, torch.optim.Adagrad([group]), None, nn.Linear(1, 1), False)
+    optimizer = build_optimizer(load_config({}), torch.optim.Adagrad([group]), None, nn.Linear(1, 1))
     param.grad = torch.full((2,), 0.5)
     optimizer.step()
     assert torch.equal(optimizer.state[param]["sum"], torch.full((2,), 0.25))

@@ -20,7 +20,6 @@ from torch import nn
 
 from zero.agreement import disagree, hyper_parameters, require_same, spread
 from zero.comm import Communicator, Pending
-from zero.deepspeed.attributes import OptimizerAttributes
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.optim import cpu_adam
@@ -47,7 +46,7 @@ class NonFiniteGradientError(RuntimeError):
     """Gradients stayed non-finite at the smallest loss scale."""
 
 
-class ZeroOptimizer(OptimizerAttributes):
+class ZeroOptimizer:
     """Drives `optimizer`, whose param groups named the model's parameters, over this rank's shards of the masters.
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
@@ -86,7 +85,7 @@ class ZeroOptimizer(OptimizerAttributes):
         self.grad_norm: float | None = None
         self.read_by_saves = threading.Event()  # not set while a save in the background still copies the state
         self.read_by_saves.set()
-        self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.model_params = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of, {param for unit in units for param in unit.params})
         on_host = any(unit.optimizer_tier.device.type == "cpu" for unit in self.units)
@@ -134,29 +133,14 @@ class ZeroOptimizer(OptimizerAttributes):
         return self.optimizer.state.get(tile.master, {})
 
     @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's part of the masters, tile by tile, each 1-D; DeepSpeed's name for it."""
-        self.wait()
-        return [tile.master for tile in self.tiles]
-
-    @property
     def loss_scale(self) -> float:
         """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
-    def cur_scale(self) -> float:
-        """As `loss_scale`."""
-        return self.loss_scale
-
-    @property
     def gradient_factor(self) -> float:
         """What `unit.grad` must be multiplied by to be the gradient: the mean (or sum) over ranks, unscaled."""
         return self._reduce_factor / self.loss_scale
-
-    def needs_scaler(self) -> bool:
-        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
-        return self.scaler is not None
 
     def _cut(self, unit: Unit, group_of: dict) -> Iterator[Tile]:
         """Cut the unit's shard at changes of param group and into at most `sub_group_size` elements.

@@ -1,20 +1,18 @@
-"""What scripts written for DeepSpeed read off its optimizer, under its names."""
+"""The engine's optimizer with the attributes that scripts written for DeepSpeed read. No step is made here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
 
 from zero.deepspeed.fragments import safe_get_local_grad
 from zero.deepspeed.leaf import get_z3_leaf_modules
+from zero.hooks import ModuleHooks
 from zero.optim.loss_scaler import LossScaler
-
-if TYPE_CHECKING:
-    from zero.comm import Communicator
-    from zero.gradients import GradientReducer
-    from zero.hooks import ModuleHooks
+from zero.optim.step import ZeroOptimizer
 
 
 class LossScalerView:
@@ -43,19 +41,51 @@ class LossScalerView:
         raise AttributeError(f"{name} of the loss scaler follows the section fp16 of the configuration: set it there")
 
 
-class OptimizerAttributes:
-    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm`, `reducer` and `scaler`.
+class ParameterOffload:
+    """The engine's hooks, as scripts know them that take them off while a model generates.
 
-    Attributes: parameter_offload: what gathers the parameters, with `forward_hooks` and `backward_hooks` that scripts
-    take off for generation; set by the engine.
+    Such a script gathers all parameters, removes the handles in `forward_hooks` and `backward_hooks`, sets both to
+    empty lists, and calls `_register_deepspeed_module(module)` afterwards. It also reads the model's
+    `ds_external_parameters` and clears the parameters' `ds_active_sub_modules`. These two stay empty: the engine
+    notices every read.
     """
 
-    fp16_groups: list[list[nn.Parameter]]
-    grad_norm: float | None
-    comm: Communicator
-    reducer: GradientReducer
-    parameter_offload: ModuleHooks
-    scaler: LossScaler | None
+    def __init__(self, hooks: ModuleHooks):
+        self._hooks, self.module = hooks, hooks.module
+        self.forward_hooks, self.backward_hooks = hooks.forward_hooks, hooks.backward_hooks
+        self.module.ds_external_parameters = partial(iter, ())
+        for param in self.module.parameters():
+            param.ds_active_sub_modules = set()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Put the hooks on again."""
+        self._hooks.remove()  # the script has emptied lists of its own
+        self._hooks.install()
+        self.forward_hooks, self.backward_hooks = self._hooks.forward_hooks, self._hooks.backward_hooks
+
+
+class DeepSpeedOptimizer(ZeroOptimizer):
+    """`ZeroOptimizer` with DeepSpeed's names.
+
+    Attributes: parameter_offload: a `ParameterOffload`, set by the engine.
+    """
+
+    parameter_offload: ParameterOffload
+
+    fp16_groups = property(attrgetter("model_params"), doc="The model's parameters, by param group.")
+    cur_scale = property(attrgetter("loss_scale"), doc="The present factor on the loss; 1 without fp16.")
+    dynamic_loss_scale = property(attrgetter("loss_scaler.dynamic"), doc="Whether the factor changes.")
+    _global_grad_norm = property(attrgetter("grad_norm"), doc="The norm of the last step's gradient, or None.")
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's part of the masters, tile by tile, each 1-D."""
+        self.wait()
+        return [tile.master for tile in self.tiles]
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
+        return self.scaler is not None
 
     @property
     def loss_scaler(self) -> LossScalerView:
@@ -63,14 +93,6 @@ class OptimizerAttributes:
         return LossScalerView(self.scaler or LossScaler(loss_scale=1.0))
 
     loss_scale_config = loss_scaler
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler.dynamic
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return self.grad_norm
 
     @property
     def micro_step_id(self) -> int:
@@ -84,15 +106,15 @@ class OptimizerAttributes:
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as a whole; see `zero.deepspeed.leaf`."""
+        """The parameters of each leaf module; see `zero.deepspeed.leaf`."""
         leaves = get_z3_leaf_modules(self.parameter_offload.module)
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the accumulated mean gradients, fp32, by param group; copies. Every rank must ask.
+        """This rank's parts of the accumulated mean gradients, fp32 copies, by param group. Every rank must ask.
 
-        Each is 1-D, in the layout of the parameter's `ds_tensor`. Empty without a gradient.
+        Each is 1-D, in the layout of the parameter's `ds_tensor`. A parameter without a gradient is left out.
         """
         groups = [[safe_get_local_grad(param) for param in params] for params in self.fp16_groups]
         found = {index: [grad for grad in grads if grad is not None] for index, grads in enumerate(groups)}
