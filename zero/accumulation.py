@@ -85,11 +85,10 @@ class Accumulation:
         if self._inside_no_sync:
             raise UsageError("coalesce_grad_reduction cannot be nested inside another one or inside no_sync")
         boundary = self._is_gradient_accumulation_boundary
-        deferred, self.reducer.deferred = self.reducer.deferred, True
         self._inside_no_sync = True
         try:
-            yield
-            self.reducer.reduce_carried()
+            with self.reducer.deferring():
+                yield
         finally:
-            self.reducer.deferred, self._inside_no_sync = deferred, False
+            self._inside_no_sync = False
             self._is_gradient_accumulation_boundary = boundary

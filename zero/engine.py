@@ -23,11 +23,13 @@ from zero.config.report import announce
 from zero.engine_settings import EngineSettings
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model, show_copies_in_state_dicts
+from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import UnitPlan, plan_units
 from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zero.offload.tiers import Tier
+from zero.optim.attributes import DeepSpeedOptimizer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
@@ -35,8 +37,9 @@ from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.optim.torch_optimizers import build_optimizer
 from zero.parameters import placeholder
-from zero.schedule import Schedule
-from zero.unit import Residency, State, Unit
+from zero.reduction import ReductionOrder
+from zero.schedule import Residency, Schedule
+from zero.unit import State, Unit
 
 logger = logging.getLogger("zero")
 
@@ -88,19 +91,16 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         )
         require_same(self.comm, self._facts(inner))
         self.units = self._make_units(param_group_of(inner) if inner is not None else {})
-        for unit in self.units:
-            unit.strict = zero.enable_sanity_checks
         self._place_buffers()
-        self.reducer = self._make_reducer()
+        placement = self._make_placement(inner)
+        self.reducer = self._make_reducer(placement)
         self.schedule = self._make_schedule()
         show_copies_in_state_dicts(model)
         self.hooks = ModuleHooks(
             model,
             self.units,
-            self.schedule,
-            self.reducer,
-            self.comm,
-            self.residency,
+            Gathering(self.units, self.schedule, self.comm, self.residency),
+            ReductionOrder(self.units, self.reducer, self.comm),
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
             ignore_unused=zero.ignore_unused_parameters,
@@ -108,7 +108,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
-        self.optimizer = None if inner is None else self._make_optimizer(inner)
+        self.optimizer = None if inner is None else self._make_optimizer(inner, placement)
         self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
         self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
 
@@ -182,6 +182,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
                 persistent=plan.persistent or zero.stage < 3,
                 shared=plan.shared,
                 replicated=zero.stage == 0,
+                strict=zero.enable_sanity_checks,
             )
             for plan in plans
         ]
@@ -196,10 +197,11 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
                     self.comm.broadcast(placed, src=0)
                 module._buffers[name] = placed
 
-    def _make_reducer(self) -> GradientReducer:
+    def _make_reducer(self, placement: Placement) -> GradientReducer:
         zero = self.settings.zero_optimization
         return GradientReducer(
             self.comm,
+            placement.shards,
             bucket_size=zero.reduce_bucket_size,
             overlap=zero.overlap_comm,
             contiguous=zero.contiguous_gradients,
@@ -216,17 +218,22 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
         return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
 
-    def _make_optimizer(self, inner: torch.optim.Optimizer) -> ZeroOptimizer:
+    def _make_placement(self, inner: torch.optim.Optimizer | None) -> Placement:
+        here, trainable = Tier(self.comm.device), [unit for unit in self.units if unit.trainable]
+        if inner is None:
+            return Placement(trainable, here, here, ratio=0.0)
+        offload = self.settings.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
+        return Placement(trainable, here, Tier.of(offload, self.settings.aio, self.comm.device), offload.ratio)
+
+    def _make_optimizer(self, inner: torch.optim.Optimizer, placement: Placement) -> ZeroOptimizer:
         zero = self.settings.zero_optimization
         offload = zero.offload_optimizer or OffloadOptimizerConfig()
-        here, away = Tier(self.comm.device), Tier.of(offload, self.settings.aio, self.comm.device)
-        trainable = [unit for unit in self.units if unit.trainable]
-        optimizer = ZeroOptimizer(
+        self._refuse_strangers(inner)
+        optimizer = DeepSpeedOptimizer(
             inner,
-            self.units,
             self.reducer,
             self.comm,
-            Placement(trainable, here, away, offload.ratio),
+            placement,
             sub_group_size=zero.sub_group_size,
             clipping=self.settings.gradient_clipping,
             scaler=self.scaler,
@@ -237,8 +244,16 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             write_behind=offload.pipeline_write,
             forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
         )
-        optimizer.parameter_offload = self.hooks
+        optimizer.set_parameter_offload(self.hooks)
         return optimizer
+
+    def _refuse_strangers(self, inner: torch.optim.Optimizer) -> None:
+        known = {param for unit in self.units for param in unit.params}
+        if strangers := [param for param in param_group_of(inner) if param not in known and param.numel()]:
+            raise UsageError(
+                f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
+                f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+            )
 
     def _overlaps_step(self, offload: OffloadOptimizerConfig) -> bool:
         """Whether updates are made behind the step: by default where they do not take the computing cores' time."""
@@ -317,11 +332,9 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
                 "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        if _engine_backwards:
-            self.reducer.factor = 1.0
-        else:
-            self.reducer.factor = 1.0 / self.settings.gradient_accumulation_steps
-            self._loss_was_scaled = False
+        by_engine = _engine_backwards > 0
+        self.reducer.begin_backward(1.0 if by_engine else 1.0 / self.settings.gradient_accumulation_steps)
+        self._loss_was_scaled &= by_engine
 
     def step(self) -> None:
         """Finish a micro-batch; at the accumulation boundary update the parameters and the learning rate."""
@@ -355,7 +368,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         """Values that are shown cannot be renewed or moved under whoever looks at them."""
         self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
         for unit in self.units:
-            if unit.is_shown and not unit.persistent:
+            if unit.is_in_use and not unit.persistent:
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _report_times(self) -> None:
@@ -386,8 +399,8 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     def empty_partition_cache(self) -> None:
         """Free all gathered parameters that are not in use."""
         for unit in self.units:
-            if unit.state in (State.FETCHING, State.RESIDENT):
-                unit.free()
+            if unit.state in (State.GATHERING, State.GATHERED):
+                unit.reshard()
 
     def offload_states(
         self,
@@ -495,11 +508,12 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             self.optimizer.end_updates()
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)  # copies from host memory that is about to go
-        self.reducer.clear()
+        self.reducer.free()
+        if self.optimizer is not None:
+            self.optimizer.free()
         for unit in self.units:
-            unit.optimizer = unit.grad = unit.master = None
-            if not unit.persistent and unit.state.name != "SHARDED":
-                unit.free()
+            if not unit.persistent and unit.state is not State.SHARDED:
+                unit.reshard()
 
 
 def initialize(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,15 +24,20 @@ from torch import nn
 from zero.checkpoint.folder import megabytes
 from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, model_config, write_model
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.state import plain_tensors, tied_names, values_of
+from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator, Pending
 from zero.layout import Slot
+from zero.optim.step import precise_values
 from zero.parameters import ShardedParameter
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
 
 T = TypeVar("T")
+
+
+# Whole parameters that were handed out to be saved, as long as somebody keeps them, and the unit's version they are of.
+_copies: WeakKeyDictionary[Unit, tuple[int, list[Callable[[], torch.Tensor | None]]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ class Weights:
             return unit.full[part.start : part.end], Pending()
         into = buffer[: part.nbytes].view(part.dtype)
         unit.wait_for_update()
-        source = unit.shard if part.dtype == unit.dtype else values_of(unit)
+        source = unit.shard if part.dtype == unit.dtype else precise_values(unit)
         if into.numel() < layout.padded or layout.replicated:
             return into, unit.gather_range(into, part.start, source)
         own = into[slice(*layout.shard_range(self.comm.rank))]
@@ -193,11 +199,15 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         "gathering the model's weights", lambda values: on_disk(zip(names, values, strict=True), nbytes)
     )
     for unit in weights.units:
-        for param, name, slot in zip(unit.params, unit.param_names, unit.layout.slots, strict=True):
-            if found is None:
-                unit.copies[param] = functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
-            else:
-                unit.copies[param] = weakref.ref(found[name])
+        _copies[unit] = (
+            unit.version,
+            [
+                functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+                if found is None
+                else weakref.ref(found[name])
+                for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+            ],
+        )
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
@@ -227,7 +237,8 @@ def _show_copies(module: nn.Module, state: dict[str, object], prefix: str, metad
         shows = unit is None or not isinstance(param, ShardedParameter)
         if shows or key not in state or isinstance(state[key], nn.Parameter):
             continue
-        copy = unit.copies[param]() if param in unit.copies else None
+        version, copies = _copies.get(unit, (None, []))
+        copy = copies[unit.index[param]]() if version == unit.version else None
         if copy is not None:
             state[key] = copy
         else:

@@ -17,6 +17,8 @@ from torch import nn
 
 from zero.errors import UsageError
 from zero.layout import Piece
+from zero.optim.step import optimizer_of
+from zero.optimizer_shard import OptimizerShard
 from zero.unit import Unit, unit_of
 
 _FP32, _GRADIENT = "fp32 value", "gradient"
@@ -28,9 +30,10 @@ class _Fragment:
     def __init__(self, param: nn.Parameter, kind: str):
         unit = unit_of(param)
         self.param, self.kind, self.unit = param, kind, unit
+        self.optimizer = None if unit is None else optimizer_of(unit)
         if unit is not None:
             unit.wait_for_update()
-        self.exists = unit is not None and unit.optimizer is not None and self._has_values(unit)
+        self.exists = self.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
             # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
@@ -38,21 +41,25 @@ class _Fragment:
 
     def _has_values(self, unit: Unit) -> bool:
         if self.kind == _GRADIENT:
-            reducer = unit.optimizer.reducer
+            reducer = self.optimizer.reducer
             return reducer.is_fresh(unit) or reducer.carried(unit) is not None
-        return self.kind == _FP32 or any(self.kind in state for state in unit.optimizer.state.values())
+        return self.kind == _FP32 or any(self.kind in state for state in self.optimizer.state.values())
+
+    @property
+    def _shard(self) -> OptimizerShard:
+        return self.optimizer.shards[self.unit]
 
     @property
     def _factor(self) -> float:
         """What a stored gradient must be multiplied by to be the mean gradient."""
-        return self.unit.optimizer.gradient_factor if self.kind == _GRADIENT else 1.0
+        return self.optimizer.gradient_factor if self.kind == _GRADIENT else 1.0
 
     def _reduced(self) -> torch.Tensor:
         """The unit's gradient; a copy, reduced for the moment, of one that still waits for its last micro-batch."""
         unit = self.unit
-        waiting = unit.optimizer.reducer.carried(unit)
+        waiting = self.optimizer.reducer.carried(unit)
         if waiting is None:
-            return unit.grad
+            return self._shard.grad
         out = torch.empty(unit.layout.shard_numel, device=waiting.device)
         exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
@@ -62,13 +69,13 @@ class _Fragment:
         """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""
         start, end = piece.start, piece.start + piece.numel
         if self.kind in (_FP32, _GRADIENT):
-            yield 0, (self.unit.master if self.kind == _FP32 else self._reduced())[start:end]
+            yield 0, (self._shard.master if self.kind == _FP32 else self._reduced())[start:end]
             return
         yield 0, self.unit.shard.new_empty(0, dtype=torch.float32)
-        for tile in self.unit.optimizer.tiles:
+        for tile in self.optimizer.tiles:
             first, last = max(start, tile.start), min(end, tile.end)
             if tile.unit is self.unit and first < last:
-                state = self.unit.optimizer.state[tile.master][self.kind]
+                state = self.optimizer.state[tile.master][self.kind]
                 yield first - start, state[first - tile.start : last - tile.start]
 
     @torch.no_grad()
@@ -92,20 +99,20 @@ class _Fragment:
 
     @torch.no_grad()
     def write_local(self, value: torch.Tensor) -> None:
-        """Store this rank's part; `publish` must follow on every rank."""
-        if self.kind == _GRADIENT and self.unit.optimizer.reducer.carried(self.unit) is not None:
+        """Store this rank's part; `finish` must follow on every rank."""
+        if self.kind == _GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         if self.kind == _GRADIENT:
-            self.unit.optimizer.reducer.norms.pop((self.unit, self.piece.start), None)
+            self._shard.forget_norm(self.piece.start)
         for start, place in self._places(self.piece):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
 
-    def publish(self) -> None:
+    def finish(self) -> None:
         """After masters were written: give the parameters the new values."""
         if self.kind == _FP32:
-            self.unit.publish_master()
+            self._shard.master_was_replaced()
 
     def write_full(self, value: torch.Tensor) -> None:
         if not self.exists:
@@ -114,7 +121,7 @@ class _Fragment:
             raise ValueError(f"{self.kind}: expected shape {tuple(self.param.ds_shape)}, got {tuple(value.shape)}")
         part = value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel]
         self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))
-        self.publish()
+        self.finish()
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -177,7 +184,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     fragment = _Fragment(param, _FP32)
     if fragment.exists:
         fragment.write_local(value)
-        fragment.publish()
+        fragment.finish()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:

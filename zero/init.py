@@ -18,7 +18,8 @@ from zero.agreement import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.unit import Residency, Unit, unit_of
+from zero.schedule import Residency
+from zero.unit import Unit, unit_of
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
@@ -32,9 +33,9 @@ class _InPlaceOnSharded(TorchFunctionMode):
         unit = unit_of(target) if in_place else None
         if unit is None or name == "requires_grad_":
             return func(*args, **kwargs)
-        with unit.exposed():
+        with unit.unsharded():
             result = func(*args, **kwargs)
-            unit.write_back(0)
+            unit.broadcast_values(src=0)
         return result
 
 
@@ -152,5 +153,5 @@ class Init:
             kind = type(module).__name__
             require_same(self.comm, {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()})
         for name, param in own.items():
-            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
-            Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
+            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name], "strict": self.strict}
+            Unit(name, [param], self.comm, self.residency, **options)

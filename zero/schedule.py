@@ -4,9 +4,9 @@
 A *pass* is one training step's forward and backward, or one forward without gradients. Each use of a unit in a pass
 is a *visit*. The first pass of a kind is only recorded; from then on the recorded order predicts the next visits:
 
-    visit(a)  ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
-    leave(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
-                  `max_live_parameters` elements are gathered; release otherwise
+    visit(a)    ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
+    release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
+                    `max_live_parameters` elements are gathered; reshard otherwise
 
 A pass that leaves the recorded order (a dropped layer, another branch) stops predicting until the next pass, which
 follows the new order. All inputs are the same on every rank, so every rank decides alike.
@@ -15,8 +15,28 @@ follows the new order. All inputs are the same on every rank, so every rank deci
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 NEVER = float("inf")
+
+
+@dataclass
+class Residency:
+    """Counts gathered elements: `persistent` ones apart, `live` now and `peak` so far for all others."""
+
+    persistent: int = 0
+    live: int = 0
+    peak: int = 0
+
+    def add(self, numel: int) -> None:
+        self.live += numel
+        self.peak = max(self.peak, self.live)
+
+    def remove(self, numel: int) -> None:
+        self.live -= numel
+
+    def add_persistent(self, numel: int) -> None:
+        self.persistent += numel
 
 
 class Plan:

@@ -59,8 +59,8 @@ class Watchdog:
         """Where the main thread was last: anything with a useful `str()`. It is not kept alive by this."""
         return self._position() or "a module that is gone"
 
-    @position.setter
-    def position(self, where: object) -> None:
+    def set_position(self, where: object) -> None:
+        """The main thread is at `where` now."""
         self._position = weakref.ref(where)
 
     def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:

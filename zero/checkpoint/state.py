@@ -22,8 +22,9 @@ from zero.checkpoint.files import SliceReader, Slices, add
 from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
 from zero.offload.tiers import HostTrimmer
-from zero.optim.updates import Tile
-from zero.unit import Unit, unit_of
+from zero.optim.step import precise_values
+from zero.optim.tiles import Tile
+from zero.unit import unit_of
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine
@@ -37,12 +38,6 @@ _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 # -- weights
 
 
-def values_of(unit: Unit) -> torch.Tensor:
-    """This rank's slice of the unit in the most precise form there is."""
-    unit.wait_for_update()
-    return unit.shard if unit.master is None else unit.master
-
-
 def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, Slices]:
     """This rank's slices of all sharded parameters, as views."""
     found: dict[str, Slices] = {}
@@ -50,7 +45,7 @@ def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, Slice
         if exclude_frozen and not unit.trainable:
             continue
         for piece in unit.layout.pieces(engine.comm.rank):
-            values = values_of(unit)[piece.start : piece.start + piece.numel]
+            values = precise_values(unit)[piece.start : piece.start + piece.numel]
             name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
     return found
@@ -133,7 +128,7 @@ def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
             if kind.numbers is not None:
                 state[key] = _number(key, kind.numbers, [name for name, *_ in parts], tile, optimizer.param_groups)
                 continue
-            state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
+            state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
     reader.read(slices)

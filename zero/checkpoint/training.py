@@ -71,7 +71,10 @@ def save_checkpoint(
     tag = ranks.together(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # A copy in host memory of what is in files because it does not fit there would be no help.
-    in_files = any(unit.tier.file or unit.optimizer_tier.file for unit in engine.units)
+    tiers = [unit.tier for unit in engine.units]
+    if engine.optimizer is not None:
+        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
+    in_files = any(tier.file for tier in tiers)
     background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save and not in_files else None
     if background is not None:
         background.wait()
@@ -340,11 +343,12 @@ def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str]
             engine.optimizer.spoil("a checkpoint was read in part; load another one before going on")
         raise
     engine.zero_grad()
+    shards = {} if engine.optimizer is None else engine.optimizer.shards
     for unit in engine.units:
-        if unit.master is None:
-            unit.invalidate()
+        if unit in shards:
+            shards[unit].master_was_replaced()
         else:
-            unit.publish_master()
+            unit.refresh()
 
 
 def _restore_progress(engine: ZeroEngine, manifest: Manifest, with_optimizer: bool) -> None:

@@ -144,7 +144,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_ZERO,
         **_names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
         **_names("zero.hf.definitions", "unwrap_model_for_generation"),
-        "ZeroParamStatus": "zero.unit:ZeroParamStatus",
+        "ZeroParamStatus": "zero.views:ZeroParamStatus",
     },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "zero.hf.configuration:DeepSpeedZeroConfig",
@@ -176,7 +176,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.tiling": _names("zero.tiling", "TiledLinear", "TiledLinearReturnBias"),
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
-        "ZeroParamStatus": "zero.unit:ZeroParamStatus",
+        "ZeroParamStatus": "zero.views:ZeroParamStatus",
         "get_accelerator": "zero.hf.accelerator:get_accelerator",
         "zero_wrapper_for_fp_tensor_constructor": "zero.hf.definitions:zero_wrapper_for_fp_tensor_constructor",
         "_orig_torch_arange": "torch:arange",

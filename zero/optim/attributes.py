@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import nn
 
 from zero.fragments import safe_get_local_grad
+from zero.hooks import ModuleHooks
 from zero.leaf import get_z3_leaf_modules
 from zero.optim.loss_scaler import LossScaler
-
-if TYPE_CHECKING:
-    from zero.comm import Communicator
-    from zero.gradients import GradientReducer
-    from zero.hooks import ModuleHooks
+from zero.optim.step import ZeroOptimizer
 
 
 class LossScalerView:
@@ -43,19 +40,53 @@ class LossScalerView:
         raise AttributeError(f"{name} of the loss scaler follows the section fp16 of the configuration: set it there")
 
 
-class OptimizerAttributes:
-    """Mixed into `ZeroOptimizer`, which sets `fp16_groups`, `grad_norm`, `comm`, `reducer` and `scaler`.
+class ParameterOffload:
+    """A model's hooks, by DeepSpeed's names: scripts take them off for generation while all parameters are gathered.
 
-    Attributes: parameter_offload: what gathers the parameters, with `forward_hooks` and `backward_hooks` that scripts
-    take off for generation; set by the engine.
+    They remove each handle in `forward_hooks` and `backward_hooks`, empty both lists, and call
+    `_register_deepspeed_module(module)` afterwards.
     """
 
-    fp16_groups: list[list[nn.Parameter]]
-    grad_norm: float | None
-    comm: Communicator
-    reducer: GradientReducer
-    parameter_offload: ModuleHooks
-    scaler: LossScaler | None
+    def __init__(self, hooks: ModuleHooks):
+        self._hooks, self.module = hooks, hooks.module
+        # Such scripts read and clear these too. They stay empty: any read is noticed, and units count their users.
+        self.module.ds_external_parameters = partial(iter, ())
+        for param in self.module.parameters():
+            param.ds_active_sub_modules = set()
+
+    @property
+    def forward_hooks(self) -> list:
+        return self._hooks.forward_hooks
+
+    @forward_hooks.setter
+    def forward_hooks(self, hooks: list) -> None:
+        self._hooks.forward_hooks[:] = hooks
+
+    @property
+    def backward_hooks(self) -> list:
+        return self._hooks.backward_hooks
+
+    @backward_hooks.setter
+    def backward_hooks(self, hooks: list) -> None:
+        self._hooks.backward_hooks[:] = hooks
+
+    def remove(self) -> None:
+        self._hooks.remove()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        self._hooks.install()
+
+
+class DeepSpeedOptimizer(ZeroOptimizer):
+    """`ZeroOptimizer` with DeepSpeed's names.
+
+    Attributes: parameter_offload: what gathers the parameters; None until the engine sets it.
+    """
+
+    parameter_offload: ParameterOffload | None = None
+
+    def set_parameter_offload(self, hooks: ModuleHooks) -> None:
+        self.parameter_offload = ParameterOffload(hooks)
 
     @property
     def loss_scaler(self) -> LossScalerView:

@@ -1,8 +1,9 @@
-"""What part of the offloaded state stays on the compute device: `offload_optimizer.ratio`.
+"""Which units' optimizer state is offloaded, and which stays on the compute device: `offload_optimizer.ratio`.
 
-A number is the share that goes away. With "auto" everything goes at first; when a few steps have shown how much memory
-training takes, as many units as fit come back for good, with gradient, master, moments and weights. A reserve stays
-free, and where it is touched later on, units go away again. Numbers never change by it.
+This file decides and moves nothing. A number is the share that is offloaded. With "auto" everything is offloaded at
+first. When a few steps have shown how much memory training takes, as many units as fit are taken back, with gradient,
+master, moments and weights. A reserve stays free, and where it is touched, units are offloaded again. Results do not
+depend on it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from zero.comm import Communicator
 from zero.offload.tiers import Tier
-from zero.optim.updates import Tile
+from zero.optimizer_shard import OptimizerShard
 from zero.unit import Unit
 
 # Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
@@ -52,74 +54,55 @@ class Placement:
     """Decides for each unit where its optimizer's part lives.
 
     Args: units: in the order in which a forward needs them: the first ones stay, since their update is the one that
-    has no time to hide; here, away: the two places; ratio: a number from 0 to 1, or "auto".
+    cannot overlap with anything; here: the compute device; away: where state is offloaded to; ratio: a number from 0
+    to 1, or "auto".
+
+    Attributes: shards: one for each unit, in the same order.
     """
 
     def __init__(self, units: Sequence[Unit], here: Tier, away: Tier, ratio: float | str):
         self.here, self.away = here, away
-        self.units, self.automatic = list(units), ratio == "auto" and here != away
-        self._steps = 0
+        self._automatic, self._steps = ratio == "auto" and here != away, 0
+        self.shards: list[OptimizerShard] = []
         stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
         for unit in units:
             fits = unit.layout.shard_numel <= stays
             stays -= unit.layout.shard_numel if fits else 0
-            unit.optimizer_tier = here if fits else away
+            self.shards.append(OptimizerShard(unit, here if fits else away))
 
-    def adjust(self, tiles: Sequence[Tile], state: dict) -> None:
-        """At the beginning of a step, nothing being under way: bring units here while there is room, or send them away.
-
-        `state` is the optimizer's, by tile.
-        """
+    def changes(
+        self, comm: Communicator, bytes_of: Callable[[OptimizerShard], int]
+    ) -> list[tuple[OptimizerShard, Tier]]:
+        """At the beginning of a step: what to move, and where to. `bytes_of` is what a shard takes in all."""
         self._steps += 1
-        if not self.automatic or self._steps < STEPS_TO_WATCH:
-            return
+        if not self._automatic or self._steps < STEPS_TO_WATCH:
+            return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
-        comm, room = self.units[0].comm, headroom(self.here.device)
-        free, total = comm.all_reduce(torch.tensor(room, device=comm.device), op="min").tolist()
-        reserve = max(1 << 30, total // 10)
-        near = [unit for unit in self.units if unit.optimizer_tier == self.here]
+        room = torch.tensor(headroom(self.here.device), device=comm.device)
+        free, total = comm.all_reduce(room, op="min").tolist()
+        reserve, found = max(1 << 30, total // 10), []
+        kept = [shard for shard in self.shards if shard.tier == self.here]
         if self._steps == STEPS_TO_WATCH:
-            for unit in self.units:
-                size = _bytes_of(unit, tiles, state)
-                if free - size >= reserve:
-                    free -= size
-                    _move(unit, self.here, tiles, state)
-        elif free < reserve // 2 and near:
-            while near and free < reserve:
-                free += _bytes_of(near[-1], tiles, state)
-                _move(near.pop(), self.away, tiles, state)
+            for shard in self.shards:
+                if free - bytes_of(shard) >= reserve:
+                    free -= bytes_of(shard)
+                    found.append((shard, self.here))
+                    kept.append(shard)
+        elif free < reserve // 2 and kept:
+            while kept and free < reserve:
+                free += bytes_of(kept[-1])
+                found.append((kept.pop(), self.away))
         else:
-            return
-        self._tell(free, reserve)
+            return []
+        if comm.rank == 0:
+            self._tell(kept, free, reserve)
+        return found
 
-    def _tell(self, free: int, reserve: int) -> None:
-        here = [unit for unit in self.units if unit.optimizer_tier == self.here]
-        numel, total = (sum(unit.layout.shard_numel for unit in units) for units in (here, self.units))
-        if self.units[0].comm.rank == 0:
-            print(
-                f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(here)} of "
-                f"{len(self.units)} units stay in the memory of {self.here.device}, of which {free / 2**30:.1f} GiB "
-                f"are left, {reserve / 2**30:.1f} GiB in reserve",
-                file=sys.stderr,
-            )
-
-
-def _parts(unit: Unit, tiles: Sequence[Tile], state: dict) -> list[torch.Tensor]:
-    """The state tensors of the unit's tiles."""
-    values = [value for tile in tiles if tile.unit is unit for value in state.get(tile.master, {}).values()]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
-
-
-def _bytes_of(unit: Unit, tiles: Sequence[Tile], state: dict) -> int:
-    tensors = [unit.master, unit.grad, *_parts(unit, tiles, state)]
-    shard = 0 if unit.shard is unit.master else unit.shard.nbytes
-    return shard + sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-
-def _move(unit: Unit, tier: Tier, tiles: Sequence[Tile], state: dict) -> None:
-    for value in _parts(unit, tiles, state):
-        value.data = tier.keep(value.data)
-    unit.move(tier)
-    for tile in tiles:
-        if tile.unit is unit:
-            tile.master.data = unit.master[tile.start : tile.end]
+    def _tell(self, kept: Sequence[OptimizerShard], free: int, reserve: int) -> None:
+        numel, total = (sum(shard.unit.layout.shard_numel for shard in shards) for shards in (kept, self.shards))
+        print(
+            f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(kept)} of "
+            f"{len(self.shards)} units stay in the memory of {self.here.device}, of which {free / 2**30:.1f} GiB "
+            f"are left, {reserve / 2**30:.1f} GiB in reserve",
+            file=sys.stderr,
+        )

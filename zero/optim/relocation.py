@@ -1,6 +1,7 @@
 """Parts of the training state that lie in host memory for a while, for a script that needs the device's memory.
 
-Values never change. Until they are back nothing may be computed with them; saving is allowed.
+Values never change. Until they are back nothing may be computed with them; saving is allowed. This file knows nothing
+of the step.
 """
 
 from __future__ import annotations
@@ -54,20 +55,9 @@ class Relocation:
 
     def _move(self, names: set[str], tier: Tier) -> None:
         if WEIGHTS in names:
+            shards = {} if self.optimizer is None else self.optimizer.shards
             for unit in self.units:
-                unit.move_weights(tier)
+                shards.get(unit, unit).move_weights(tier)
         if self.optimizer is None:
             return
-        near = [unit for unit in self.optimizer.units if unit.optimizer_tier == self.here]
-        if GRADIENTS in names:
-            self.optimizer.reducer.move(near, tier)
-        if MASTERS in names:
-            for unit in near:
-                if unit.master is not unit.shard:
-                    unit.master.data = tier.keep(unit.master)
-        for tile in self.optimizer.tiles:
-            tile.master.data = tile.unit.master[tile.start : tile.end]
-            if MOMENTS in names and tile.unit in near:
-                for value in self.optimizer.state.get(tile.master, {}).values():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        value.data = tier.keep(value.data)
+        self.optimizer.move(tier, gradients=GRADIENTS in names, masters=MASTERS in names, moments=MOMENTS in names)
