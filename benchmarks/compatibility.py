@@ -1,11 +1,12 @@
 """Published training scripts, unmodified, on this engine and under DDP: do they run, and are the numbers the same?
 
-    python -m benchmarks.compatibility --examples CHECKOUT_OF_TRL [--only trl/grpo] [--stages 3]
+    python -m benchmarks.compatibility --examples CHECKOUT_OF_TRL [--only trl/grpo] [--stages 3] [--launcher accelerate]
 
 For each script that is installed, full and with adapters: train 4 steps on two processes of the CPU in fp32, evaluate,
 save, go on from the checkpoint of step 2, load what was saved. The reference is the same script under DDP. A script is
 started as `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed FILE` starts it, but that the ranks are forks
-of a process that has imported transformers. Hubs are not asked: `compatibility_data` makes models and data.
+of a process that has imported transformers; `--launcher accelerate` really calls `zero run accelerate launch`. Hubs are
+not asked: `compatibility_data` makes models and data.
 
 Prints a table and writes the rows to a JSON file, beside those of earlier runs of other scripts or stages. The exit
 code is 1 where a script fails or a loss differs by more than 1e-5.
@@ -17,7 +18,10 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -101,23 +105,36 @@ def find(script: Script, examples: Path | None) -> Path | None:
     return path if path is not None and path.exists() and importlib.util.find_spec(script.package) else None
 
 
-def command(script: Script, file: Path, data: Path, method: str, stage: int | None, out: Path) -> list[str]:
-    """What follows `torchrun --nproc_per_node 2`; stage None is DDP."""
+def command(
+    script: Script, file: Path, data: Path, method: str, stage: int | None, out: Path, launcher: str = "torchrun"
+) -> list[str]:
+    """What follows `torchrun --nproc_per_node 2`, or the interpreter for accelerate's launcher; stage None is DDP."""
     line = script.arguments.format(data=data).split() + (script.adapters.split() if method == "LoRA" else [])
     line += ["--output_dir", str(out)]
     if stage is None:
         return [str(file), *line]
+    if launcher == "accelerate":
+        launch = ["accelerate", "launch", "--config_file", str(data / f"accelerate{stage}.json")]
+        return ["-m", "zero", "run", *launch, str(file), *line]
     return ["-m", "zero", "run", str(file), *line, "--deepspeed", str(data / f"stage{stage}.json")]
 
 
 def write_configurations(folder: Path) -> None:
-    """`stage2.json`, `stage3.json`; at stage 3 only parameters of at most 100 elements are whole on every rank."""
+    """`stageN.json`, and `accelerateN.json` for accelerate's launcher, which names the first.
+
+    At stage 3 only parameters of at most 100 elements are whole on every rank.
+    """
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     for stage in (2, 3):
         zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
         zero["stage3_gather_16bit_weights_on_model_save"] = True
         settings = {"zero_optimization": zero, **dict.fromkeys(auto, "auto")}
-        (folder / f"stage{stage}.json").write_text(json.dumps(settings))
+        file = folder / f"stage{stage}.json"
+        file.write_text(json.dumps(settings))
+        plugin = {"deepspeed_config_file": str(file), "zero3_init_flag": stage == 3}
+        launch = {"distributed_type": "DEEPSPEED", "deepspeed_config": plugin, "num_processes": PROCESSES}
+        launch |= {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0}
+        (folder / f"accelerate{stage}.json").write_text(json.dumps(launch))
 
 
 def write_inputs(folder: Path) -> Path:
@@ -130,6 +147,8 @@ def write_inputs(folder: Path) -> Path:
 
 def train(line: list[str], out: Path) -> list[dict[str, Any]]:
     """Run the command, and return the Trainer's log. Raises RuntimeError with the end of what a failed job printed."""
+    if "accelerate" in line:
+        return train_by_accelerate(line, out)
     on_zero = line[0] == "-m"
     imported = "transformers on zero" if on_zero else "transformers"
     env = {} if on_zero else {"ACCELERATE_USE_CPU": "true"}
@@ -142,6 +161,27 @@ def train(line: list[str], out: Path) -> list[dict[str, Any]]:
     else:
         if done.returncode:
             raise RuntimeError((done.stdout + done.stderr)[-4000:])
+    return read_log(out)
+
+
+def train_by_accelerate(line: list[str], out: Path) -> list[dict[str, Any]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, *line]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            text, _ = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise RuntimeError(f"not done after {TIMEOUT:.0f} s: {process.communicate()[0][-4000:]}") from None
+    if process.returncode:
+        raise RuntimeError(text[-4000:])
+    return read_log(out)
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
     return json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
 
 
@@ -178,11 +218,9 @@ def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
     return train([*line, "--resume_from_checkpoint", str(start)], out)
 
 
-def measure(script: Script, file: Path, data: Path, method: str, stage: int, reference: Path) -> dict[str, Any]:
-    """The largest differences to the DDP run in `reference`, of the straight and of the resumed run."""
-    out = reference.with_name(f"{reference.name}_{stage}")
-    line = command(script, file, data, method, stage, out)
-    expected = json.loads((reference / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict[str, Any]:
+    """The largest differences of a command's results in `out`, straight and resumed, to the DDP run in `reference`."""
+    expected = read_log(reference)
     row = {"loss": loss_difference(expected, train(line, out)), "weights": weight_difference(reference, out)}
     if script.resumes:
         row["resumed"] = loss_difference(expected, resume(line, out))
@@ -204,9 +242,11 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
         train(command(script, file, data, method, None, reference), reference)
         for stage in args.stages:
             row = {"script": name, "version": f"{script.package} {version(script.package)}", "method": method}
-            row["stage"] = stage
+            row |= {"stage": stage, "launcher": args.launcher}
+            out = reference.with_name(f"{reference.name}_{stage}")
+            line = command(script, file, data, method, stage, out, args.launcher)
             try:
-                row |= measure(script, file, data, method, stage, reference)
+                row |= measure(script, line, out, reference)
             except (RuntimeError, OSError) as error:
                 row |= {"result": "fails", "error": str(error)}
             rows.append(row)
@@ -217,14 +257,19 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
 def show(row: dict[str, Any]) -> str:
     """A line of the table."""
     numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("loss", "resumed", "weights")]
-    cells = [row["script"], row["version"], str(row["stage"]), row["method"], row["result"], *numbers]
+    cells = [row["script"], row["version"], str(row["stage"]), row["launcher"], row["method"], row["result"], *numbers]
     return f"| {' | '.join(cells)} |"
+
+
+def _identity(row: dict[str, Any]) -> tuple:
+    return row["script"], row["method"], row["stage"], row["launcher"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="SCRIPT")
     parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
+    parser.add_argument("--launcher", choices=("torchrun", "accelerate"), default="torchrun")
     parser.add_argument("--examples", type=Path, help="folder `examples` of TRL's source, for what no wheel contains")
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility")
     args = parser.parse_args()
@@ -235,10 +280,10 @@ def main() -> None:
     rows = json.loads(table.read_text()) if table.exists() else []
     for name in args.only:
         fresh = rows_of(name, args, data)
-        made = {(row["script"], row["method"], row["stage"]) for row in fresh}
-        rows = [row for row in rows if (row["script"], row["method"], row["stage"]) not in made] + fresh
+        made = {_identity(row) for row in fresh}
+        rows = [row for row in rows if _identity(row) not in made] + fresh
         table.write_text(json.dumps(rows, indent=2))
-    columns = ["script", "version", "stage", "trained", "result", "loss", "loss, resumed", "weights"]
+    columns = ["script", "version", "stage", "launcher", "trained", "result", "loss", "loss, resumed", "weights"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     print("\n".join(show(row) for row in rows))
     sys.exit(0 if all(row["result"] == "equal" for row in rows) else 1)

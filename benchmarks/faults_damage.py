@@ -32,7 +32,7 @@ def remove(path: Path, chance: random.Random) -> None:
 
 
 def run(trials: int, chance: random.Random, folder: Path) -> Report:
-    """At most 0.3 x `trials` of them: each file in each way, once by the flag and once by `find_resumable`."""
+    """At most 0.3 x `trials` of them: each file in each way, by the flag, by `find_resumable` and by its path."""
     report, template = Report(), Job(folder / "template", RANKS, "sync", "flag", None)
     expected = run_trainer(template)
     if expected.report is None:
@@ -40,7 +40,7 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
     shutil.rmtree(template.output / f"checkpoint-{STEPS}")  # so that there is something left to do
     newest = template.output / f"checkpoint-{NEWEST}"
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
-    cases = list(product(files, (flip, cut, remove), ("flag", "find_resumable")))
+    cases = list(product(files, (flip, cut, remove), ("flag", "find_resumable", "path")))
     chance.shuffle(cases)
     for number, (file, damage, by) in enumerate(cases[: max(2, trials * 3 // 10)]):
         job = Job(folder / str(number), RANKS, "sync", by, None)

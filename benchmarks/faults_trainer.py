@@ -47,7 +47,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Job:
-    """`mode`: sync, async or nvme; `by`: the ordinary flag or find_resumable."""
+    """`mode`: sync, async or nvme; `by`: the ordinary flag, find_resumable, or path (of the newest)."""
 
     folder: Path
     ranks: int
@@ -199,6 +199,9 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
     )  # fmt: skip
     if job.by == "flag":  # as the example scripts of transformers do
         resume = get_last_checkpoint(job.output) is not None if job.output.is_dir() else False
+    elif job.by == "path":
+        resume = job.output / f"checkpoint-{STEPS - EVERY}"
+        resume = str(resume) if resume.is_dir() else None
     else:
         resume = find_resumable(job.output)
     newest = get_last_checkpoint(job.output) if resume is True else resume

@@ -1,5 +1,6 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
+from zero.deepspeed import fragments, leaf, tiling
 from zero.engine import ZeroEngine, initialize
 from zero.gathered import GatheredParameters
 from zero.init import Init
@@ -12,8 +13,11 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroEngine",
+    "fragments",
     "initialize",
+    "leaf",
     "register_external_parameter",
     "stream_weights",
+    "tiling",
     "unregister_external_parameter",
 ]

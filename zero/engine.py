@@ -20,22 +20,22 @@ from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.clock import Throughput
 from zero.config import Config, OffloadOptimizerConfig, load_config
 from zero.config.report import announce
-from zero.engine_settings import EngineSettings
+from zero.deepspeed.attributes import DeepSpeedOptimizer
+from zero.deepspeed.engine_settings import EngineSettings
+from zero.deepspeed.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
+from zero.deepspeed.lr_schedules import build_scheduler
+from zero.deepspeed.torch_optimizers import build_optimizer
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict, save_16bit_model, show_copies_in_state_dicts
 from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
 from zero.layout import UnitPlan, plan_units
-from zero.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zero.offload.tiers import Tier
-from zero.optim.attributes import DeepSpeedOptimizer
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.lr_schedules import build_scheduler
 from zero.optim.placement import Placement
 from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
-from zero.optim.torch_optimizers import build_optimizer
 from zero.parameters import placeholder
 from zero.reduction import ReductionOrder
 from zero.schedule import Residency, Schedule

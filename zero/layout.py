@@ -118,9 +118,9 @@ class UnitPlan:
     shared: bool = False
 
 
-# Attributes of modules, set by the user's calls of `zero.leaf` and `register_external_parameter`.
+# Attributes of modules, set by the user's calls of `zero.deepspeed.leaf` and `register_external_parameter`.
 LEAF_FLAG = "_z3_leaf"
-# Of the tiles of `zero.tiling.TiledLinear`: units of their own also inside of a block that is no leaf.
+# Of the tiles of `zero.deepspeed.tiling.TiledLinear`: units of their own also inside of a block that is no leaf.
 TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 

@@ -166,7 +166,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def move(self, tier: Tier) -> None:
-        """Bring gradient and master to `tier`, and the weights: there too if it is the compute device, else back home."""
+        """Bring gradient and master to `tier`; the weights too if that is the compute device, else back home."""
         shared, master = self.shares_weights, self.master
         self.move_gradient(tier)
         if not self.unit.persistent:

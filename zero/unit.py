@@ -130,7 +130,7 @@ class Unit:
         names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
         return f"unit {self.name!r} (parameters {names})"
 
-    def _describe(self) -> str:
+    def describe(self) -> str:
         return f"unit {self.name!r} ({self.layout.numel} elements) is {self.state.name} with {self.users} users"
 
     # -- values in
@@ -249,7 +249,7 @@ class Unit:
 
     def all_gather(self) -> None:
         """SHARDED -> GATHERING: allocate `full` and start the all-gather."""
-        assert self.state is State.SHARDED, self._describe()
+        assert self.state is State.SHARDED, self.describe()
         self.wait_for_update()
         self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
         self.residency.add(self.layout.numel)
@@ -271,7 +271,7 @@ class Unit:
 
     def wait_for_all_gather(self) -> None:
         """GATHERING -> GATHERED."""
-        assert self.state is State.GATHERING, self._describe()
+        assert self.state is State.GATHERING, self.describe()
         with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
             self._gather.wait()
         self._views.set_status(ZeroParamStatus.NOT_AVAILABLE)
@@ -290,7 +290,7 @@ class Unit:
 
     def release(self) -> bool:
         """One user less. Returns whether it was the last one: UNSHARDED -> GATHERED, unless persistent."""
-        assert self.users > 0, self._describe()
+        assert self.users > 0, self.describe()
         self.users -= 1
         if self.users > 0 or self.persistent:
             return False
@@ -300,7 +300,7 @@ class Unit:
 
     def reshard(self) -> None:
         """GATHERING, GATHERED or UNSHARDED -> SHARDED: really free the memory of `full`."""
-        assert self.state is not State.SHARDED and not self.persistent, self._describe()
+        assert self.state is not State.SHARDED and not self.persistent, self.describe()
         if self.state is State.GATHERING:
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
@@ -311,7 +311,7 @@ class Unit:
 
     def reshard_but_keep_aliases(self) -> None:
         """GATHERED -> SHARDED; tensors made of the parameters (`param.detach()`) keep the values and the memory."""
-        assert self.state is State.GATHERED, self._describe()
+        assert self.state is State.GATHERED, self.describe()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
         with torch.inference_mode(False):

@@ -14,7 +14,7 @@ from tests.dist.pool import run_on
 from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_on, ds_config, start, step, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
-from zero.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from zero.offload import tiers
 from zero.optim import cpu_adam, placement
 
@@ -52,7 +52,7 @@ def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tupl
         one = train_zero(engine, [batch])
         curve.losses += one.losses
         curve.norms += one.norms
-        here.append(sum(unit.optimizer_tier == engine.optimizer._placement.here for unit in engine.optimizer.units))
+        here.append(sum(not shard.is_offloaded for shard in engine.optimizer.shards.values()))
     curve.weights = one.weights
     return curve, here
 
@@ -81,7 +81,7 @@ def settings_seen(rank: int, world_size: int, folder: str) -> dict:
         aio={"block_size": 8192, "queue_depth": 6, "thread_count": 2},
     )
     file = next(unit.tier.file for unit in engine.units if unit.tier.file is not None)
-    assert all(unit.optimizer_tier.file is file for unit in engine.optimizer.units), "one file for all of a folder"
+    assert all(shard.tier.file is file for shard in engine.optimizer.shards.values()), "one file for all of a folder"
     return {"settings": file.settings, "ahead": engine.schedule.prefetch_bucket_size}
 
 

@@ -14,11 +14,11 @@ from tests.dist.pool import run_on
 from tests.dist.training import ds_config
 from tests.launch import torchrun
 from tests.tolerance import assert_close
-from zero import fragments
 from zero.activations import MIN_BYTES, HostActivations
-from zero.hf.definitions import unwrap_model_for_generation
-from zero.leaf import set_z3_leaf_modules
-from zero.unit import ZeroParamStatus
+from zero.deepspeed import fragments
+from zero.deepspeed.definitions import unwrap_model_for_generation
+from zero.deepspeed.leaf import set_z3_leaf_modules
+from zero.views import ZeroParamStatus
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # Inner lengths along two layers, forward and backward, and the sum over rows and micro-batches.

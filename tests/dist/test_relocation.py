@@ -9,8 +9,8 @@ from torch import nn
 import zero
 from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from zero.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.errors import UsageError
-from zero.hf.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
 
@@ -28,10 +28,11 @@ def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
     """Addresses of the memory of each kind of state."""
     units, found = engine.optimizer.units, {}
     found["lp_params"] = [(unit.full if unit.persistent else unit.shard).data_ptr() for unit in units]
-    found["hp_params"] = [unit.master.data_ptr() for unit in units if unit.master is not unit.shard]
+    shards = engine.optimizer.shards.values()
+    found["hp_params"] = [shard.master.data_ptr() for shard in shards if not shard.shares_weights]
     waiting = [engine.reducer.carried(unit) for unit in units]
-    held = [unit.grad for unit in units if unit.grad is not None] + [grad for grad in waiting if grad is not None]
-    found["lp_grads"] = [grad.data_ptr() for grad in held]
+    held = [*(shard.grad for shard in shards), *waiting]
+    found["lp_grads"] = [grad.data_ptr() for grad in held if grad is not None]
     found["optim_states"] = [state["exp_avg"].data_ptr() for state in engine.optimizer.state.values() if state]
     return found
 

@@ -24,6 +24,7 @@ def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, metho
     file = find(script, None)
     reference = data / f"{file.stem}_{method}"
     train(command(script, file, data, method, None, reference), reference)
-    row = measure(script, file, data, method, 3, reference)
+    out = reference.with_name(f"{reference.name}_3")
+    row = measure(script, command(script, file, data, method, 3, out), out, reference)
     assert row["result"] == "equal", row
     assert row["weights"] < 1e-5, row

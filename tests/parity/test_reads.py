@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from tests.dist.pool import run_on
 from tests.dist.training import ds_config
-from zero import fragments
+from zero.deepspeed import fragments
 
 WIDTH, ROWS = 8, 4
 

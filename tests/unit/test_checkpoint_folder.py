@@ -422,3 +422,13 @@ def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
     folders.abandon(folders.begin(folder, "global_step10", 0))  # a save in the background failed
     resumable.set_incomplete_aside(tmp_path)
     assert not folder.exists()
+
+
+def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_path):
+    good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    resumable.check_named(damaged)
+    (damaged / "trainer_state.json").write_text("[]")
+    with pytest.raises(DamagedCheckpointError, match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$"):
+        resumable.check_named(damaged)
+    copied = damaged.rename(tmp_path / "best")  # nobody knows its step
+    resumable.check_named(copied)

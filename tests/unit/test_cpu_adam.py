@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from zero.deepspeed.torch_optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
 from zero.optim import cpu_adam
-from zero.optim.torch_optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 DECAYS = [(0.0, True), (0.1, True), (0.1, False)]

@@ -11,9 +11,9 @@ from tests.dist.pool import run_on
 from tests.dist.training import ds_config
 from zero import initialize
 from zero.config import load_config
+from zero.deepspeed import configuration, estimates, groups, timers
+from zero.deepspeed.definitions import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
 from zero.errors import UsageError
-from zero.hf import configuration, estimates, groups, timers
-from zero.hf.definitions import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
 from zero.optim.loss_scaler import LossScaler
 
 WIDTH = 64
@@ -28,7 +28,7 @@ def state_bytes(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
     engine = initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
     engine.backward(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
-    held = [tensor for unit in engine.units for tensor in (unit.grad, unit.master)]
+    held = [tensor for shard in engine.optimizer.shards.values() for tensor in (shard.grad, shard.master)]
     held += [unit.full if unit.persistent else unit.shard for unit in engine.units]
     held += [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     return *sizes, sum(tensor.nbytes for tensor in held)
@@ -85,7 +85,7 @@ def test_samples_per_second(monkeypatch):
 
 def test_stopwatches(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("zero.hf.timers.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("zero.deepspeed.timers.time.perf_counter", lambda: now[0])
     watches = timers.SynchronizedWallClockTimer()
     for seconds in (1, 3):
         watches("step").start()

@@ -75,7 +75,7 @@ def test_every_name_of_the_table_resolves(tmp_path):
     done = python(
         """
         import importlib, zero, zero.comm, zero.hf
-        from zero.hf.names import ABSENT, NAMES
+        from zero.deepspeed.names import ABSENT, NAMES
         zero.hf.enable()
         for module, names in NAMES.items():
             imported = importlib.import_module(module)

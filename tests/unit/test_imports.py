@@ -12,10 +12,11 @@ PACKAGE = Path(zero.__file__).parent
 
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
+    "zero.deepspeed",
     "zero.errors",
     "zero.config",
     "zero.layout",
-    "zero.leaf",
+    "zero.deepspeed.leaf",
     "zero.schedule",
     "zero.clock",
     "zero.watchdog",
@@ -32,18 +33,32 @@ LAYERS = [
     "zero.reduction",
     "zero.reads",
     "zero.hooks",
+    "zero.deepspeed.lr_schedules",
+    "zero.deepspeed.torch_optimizers",
     "zero.optim",
+    "zero.deepspeed.fragments",
+    "zero.deepspeed.attributes",
     "zero.gathered",
     "zero.init",
-    "zero.tiling",
+    "zero.deepspeed.tiling",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",
-    "zero.engine_settings",
+    "zero.deepspeed.engine_settings",
     "zero.accumulation",
     "zero.engine",
     "zero.streaming",
     "zero",
+    "zero.deepspeed.names",
+    "zero.deepspeed.accelerator",
+    "zero.deepspeed.configuration",
+    "zero.deepspeed.definitions",
+    "zero.deepspeed.estimates",
+    "zero.deepspeed.groups",
+    "zero.deepspeed.timers",
+    "zero.deepspeed.recovery",
+    "zero.deepspeed.tuning",
+    "zero.deepspeed.finder",
     "zero.hf",
     "zero.__main__",
 ]
@@ -68,8 +83,6 @@ INSIDE = {
     ],  # fmt: skip
     "zero.optim": [
         "loss_scaler",
-        "lr_schedules",
-        "torch_optimizers",
         "cpu_adam",
         "tiles",
         "updates",
@@ -78,23 +91,7 @@ INSIDE = {
         "step",
         "relocation",
     ],
-    "zero.hf": [
-        "names",
-        "accelerator",
-        "configuration",
-        "definitions",
-        "estimates",
-        "groups",
-        "timers",
-        "recovery",
-        "tuning",
-        "finder",
-        "resume",
-        "hook",
-        "preemption",
-        "__init__",
-        "startup.sitecustomize",
-    ],  # fmt: skip
+    "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 # torchrun's error files are no communication.
 HARMLESS = "torch.distributed.elastic"
@@ -108,7 +105,9 @@ def dotted(path: Path) -> str:
 
 def rank(module: str) -> tuple[int, int]:
     """Position in `LAYERS`, then in the layer."""
-    layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
+    layer = module
+    if module not in LAYERS:
+        layer = next((name for name in INSIDE if module.startswith(name + ".")), module)
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
     inside = INSIDE.get(layer)

@@ -1,4 +1,4 @@
-"""zero.optim.lr_schedules against DeepSpeed's closed formulas, written out here a second time."""
+"""zero.deepspeed.lr_schedules against DeepSpeed's closed formulas, written out here a second time."""
 
 import inspect
 import math
@@ -9,9 +9,8 @@ import torch
 
 from zero.config import load_config
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
-from zero.hf import tuning
-from zero.optim import lr_schedules
-from zero.optim.lr_schedules import (
+from zero.deepspeed import lr_schedules, tuning
+from zero.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,

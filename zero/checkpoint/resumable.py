@@ -116,6 +116,19 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
         SliceReader(checkpoint, manifest).verify()
 
 
+def check_named(folder: Path) -> None:
+    """Check the folder that a script resumes from by its name: raises DamagedCheckpointError that offers another one.
+
+    Folders under other names, and those of other backends, are left to the Trainer.
+    """
+    if folder not in of_trainer(folder.parent) or not (folder / RECOVERY_SCRIPT).exists():
+        return
+    try:
+        check_resumable(folder, _world_size(), sums=False)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{offer(folder / folder.name)}") from error
+
+
 def _read(path: Path) -> bytes:
     try:
         return disk.read(path)

@@ -106,7 +106,7 @@ class AioConfig(Section):
 
 
 class LeafModuleConfig(Section):
-    """``zero_optimization.leaf_module``: modules to gather as a whole; see ``zero.leaf``."""
+    """``zero_optimization.leaf_module``: modules to gather as a whole; see ``zero.deepspeed.leaf``."""
 
     classes: Names = []
     names: Names = []

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zero import comm
-from zero.hf import finder
+from zero.deepspeed import finder
 from zero.hf.resume import guard_checkpoints
 
 # A folder for PYTHONPATH: `answer` is then called in every process that asks for DeepSpeed.

@@ -2,7 +2,8 @@
 
 It has no place where others are asked. But the interpreter tells every audit hook (PEP 578) of the folders that are
 listed and made, before it does so: incomplete folders of a dead run are set aside before transformers looks, and a
-folder in which another job is at work is refused before the Trainer writes to it. Nothing is patched.
+folder in which another job is at work is refused before the Trainer writes to it. A checkpoint that a
+script names is checked before the Trainer reads it. Nothing is patched.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 from zero.checkpoint.disk import lock
-from zero.checkpoint.resumable import set_incomplete_aside
+from zero.checkpoint.resumable import TRAINER_STATE, check_named, set_incomplete_aside
 
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -24,7 +25,10 @@ def guard_checkpoints() -> None:
 
 
 def _audit(event: str, arguments: tuple) -> None:
-    if event == "os.listdir" and _called_by("get_last_checkpoint", 2):
+    if event == "open":
+        if str(arguments[0]).endswith(TRAINER_STATE) and _called_by("load_from_json", 2):
+            check_named(Path(arguments[0]).parent)
+    elif event == "os.listdir" and _called_by("get_last_checkpoint", 2):
         set_incomplete_aside(Path(arguments[0]))
     elif event == "os.mkdir" and _called_by("_save", 3) and os.environ.get("RANK", "0") == "0":
         folder = Path(os.fsdecode(arguments[0]))  # `Trainer._save` by way of `os.makedirs`

@@ -43,7 +43,7 @@ import torch
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.optim.torch_optimizers import DeepSpeedCPUAdam, FusedAdam
+from zero.deepspeed.torch_optimizers import DeepSpeedCPUAdam, FusedAdam
 
 logger = logging.getLogger("zero")
 

@@ -32,7 +32,7 @@ from zero.optimizer_shard import OptimizerShard
 class TileInMemory:
     """One tile with everything that its update needs in memory.
 
-    An update reads `grad` and changes `master` and `state` (values by the optimizer's names). `write` stores the result.
+    An update reads `grad` and changes `master` and `state` (values by the optimizer's names). `write` stores them.
     """
 
     def __init__(self, tile: Tile, state: TiledState, memory: HostMemory):

@@ -27,7 +27,8 @@ class FirstQuestion:
         return facade.find_distributions(context) if asked and (facade := self._facade()) else ()
 
     def _facade(self):
-        from zero.hf import finder, hook  # here: they import torch
+        from zero.deepspeed import finder  # here: these import torch
+        from zero.hf import hook
 
         return None if finder.is_installed() else hook.answer()
 

@@ -171,7 +171,7 @@ def build_optimizer(
     for kind in type(optimizer).__mro__:
         if refusal := why_not_sharded(kind.__name__):
             raise ValueError(f"optimizer {refusal}")
-    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.optim.")):
+    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.deepspeed.")):
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
             "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"

@@ -19,9 +19,9 @@ from torch import nn
 from zero import comm
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.folder import MODEL_FILE
+from zero.deepspeed.accelerator import get_accelerator
 from zero.export import copied_state_dict
 from zero.gathered import GatheredParameters
-from zero.hf.accelerator import get_accelerator
 
 if TYPE_CHECKING:
     from zero.engine import ZeroEngine

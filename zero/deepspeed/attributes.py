@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from zero.fragments import safe_get_local_grad
+from zero.deepspeed.fragments import safe_get_local_grad
+from zero.deepspeed.leaf import get_z3_leaf_modules
 from zero.hooks import ModuleHooks
-from zero.leaf import get_z3_leaf_modules
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import ZeroOptimizer
 
@@ -115,7 +115,7 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as a whole; see `zero.leaf`."""
+        """The parameters of each module that is gathered as a whole; see `zero.deepspeed.leaf`."""
         leaves = get_z3_leaf_modules(self.parameter_offload.module)
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 

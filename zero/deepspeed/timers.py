@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from zero.clock import Throughput
-from zero.hf.accelerator import get_accelerator
-from zero.hf.definitions import log_dist, logger
+from zero.deepspeed.accelerator import get_accelerator
+from zero.deepspeed.definitions import log_dist, logger
 
 __all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
 

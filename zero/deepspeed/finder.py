@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zero.hf.names import ABSENT, NAMES, REPORTED_VERSION
+from zero.deepspeed.names import ABSENT, NAMES, REPORTED_VERSION
 
 PACKAGE = "deepspeed"
 _MISSING = object()
