@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 
 from benchmarks.compatibility_data import write_datasets, write_models
 from benchmarks.launch import REPOSITORY
-from tests.warm import warm_ranks
+from tests.processes import fork_ranks
 
 TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2
 COMMON = (
@@ -153,7 +153,7 @@ def train(line: list[str], out: Path) -> list[dict[str, Any]]:
     imported = "transformers on zero" if on_zero else "transformers"
     env = {} if on_zero else {"ACCELERATE_USE_CPU": "true"}
     try:
-        done = warm_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=REPOSITORY)
+        done = fork_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=REPOSITORY)
     except TimeoutError as error:
         # DDP's processes sometimes hang when all is written and the process group has been destroyed.
         if on_zero or not list(out.glob("*.safetensors")):

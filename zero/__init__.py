@@ -1,7 +1,8 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
 from zero.deepspeed import fragments, leaf, tiling
-from zero.engine import ZeroEngine, initialize
+from zero.deepspeed.engine import initialize
+from zero.engine import ZeroEngine
 from zero.gathered import GatheredParameters
 from zero.init import Init
 from zero.layout import register_external_parameter, unregister_external_parameter

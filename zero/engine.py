@@ -1,4 +1,7 @@
-"""`initialize` and the engine it returns: forward, backward and step over sharded state; no arithmetic of its own."""
+"""The engine: forward, backward and step over sharded state.
+
+It has no arithmetic of its own. It knows neither DeepSpeed nor how the configuration names an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,20 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from zero import checkpoint, comm
 from zero.accumulation import Accumulation
 from zero.activations import HostActivations
 from zero.agreement import flat, hyper_parameters, require_same, versions
-from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.clock import Throughput
-from zero.config import Config, OffloadOptimizerConfig, load_config
+from zero.config import Config, OffloadOptimizerConfig
 from zero.config.report import announce
-from zero.deepspeed.attributes import DeepSpeedOptimizer
-from zero.deepspeed.engine_settings import EngineSettings
-from zero.deepspeed.leaf import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
-from zero.deepspeed.lr_schedules import build_scheduler
-from zero.deepspeed.torch_optimizers import build_optimizer
-from zero.errors import FOLLOWED_RELEASE, UsageError
-from zero.export import Weights, consolidated_state_dict, save_16bit_model, show_copies_in_state_dicts
+from zero.errors import UsageError
+from zero.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.hooks import ModuleHooks
@@ -50,10 +46,13 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weak
 _engine_backwards = 0
 
 
-class ZeroEngine(EngineSettings, Accumulation, nn.Module):
+class ZeroEngine(Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
-    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. Made by `initialize`.
+    Use it as the model; call `backward(loss)` and `step()` for each micro-batch.
+
+    Args: optimizer: an element-wise one over the model's parameters (`zero.optim.elementwise`), or None. lr_scheduler:
+    a scheduler of that optimizer, or a function of the optimizer that makes one, or None.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
@@ -62,12 +61,13 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
     """
 
+    optimizer_class = ZeroOptimizer
+
     def __init__(
         self,
         model: nn.Module,
         settings: Config,
-        optimizer: torch.optim.Optimizer | Callable | None = None,
-        model_parameters: Iterable | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: object | None = None,
     ):
         super().__init__()
@@ -84,15 +84,10 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
-        untested = settings.zero_allow_untested_optimizer or zero.stage == 0
-        forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
-        inner = build_optimizer(
-            settings.optimizer, optimizer, model_parameters, model, zero.offloads_optimizer, untested, forced
-        )
-        require_same(self.comm, self._facts(inner))
-        self.units = self._make_units(param_group_of(inner) if inner is not None else {})
+        require_same(self.comm, self._facts(optimizer))
+        self.units = self._make_units(param_group_of(optimizer) if optimizer is not None else {})
         self._place_buffers()
-        placement = self._make_placement(inner)
+        placement = self._make_placement(optimizer)
         self.reducer = self._make_reducer(placement)
         self.schedule = self._make_schedule()
         show_copies_in_state_dicts(model)
@@ -108,18 +103,15 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
-        self.optimizer = None if inner is None else self._make_optimizer(inner, placement)
+        self.optimizer = None if optimizer is None else self._make_optimizer(optimizer, placement)
         self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
-        self.lr_scheduler = self._make_scheduler(lr_scheduler, inner)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler, optimizer)
 
     # -- construction
 
     def _report_settings(self) -> None:
         if self.comm.rank == 0:
             announce(self.settings)
-            logger.info(
-                "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE
-            )
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -145,11 +137,6 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         offload = zero.offload_param if zero.offloads_params else None
         tier = Tier.of(offload, self.settings.aio, self.comm.device)
         sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
-        if zero.leaf_module is not None:
-            leaves = zero.leaf_module
-            set_z3_leaf_modules(self.module, leaves.classes)
-            set_z3_leaf_modules_by_name(self.module, leaves.names)
-            set_z3_leaf_modules_by_suffix(self.module, leaves.name_suffixes)
         doubles = [n for n, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float64]
         if doubles and not sixteen_bit:
             raise UsageError(f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first")
@@ -229,7 +216,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         zero = self.settings.zero_optimization
         offload = zero.offload_optimizer or OffloadOptimizerConfig()
         self._refuse_strangers(inner)
-        optimizer = DeepSpeedOptimizer(
+        return self.optimizer_class(
             inner,
             self.reducer,
             self.comm,
@@ -244,8 +231,6 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
             write_behind=offload.pipeline_write,
             forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
         )
-        optimizer.set_parameter_offload(self.hooks)
-        return optimizer
 
     def _refuse_strangers(self, inner: torch.optim.Optimizer) -> None:
         known = {param for unit in self.units for param in unit.params}
@@ -262,17 +247,13 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         return offload.device == "nvme" or (offload.device == "cpu" and self.comm.device.type != "cpu")
 
     def _make_scheduler(self, given: object | None, inner: torch.optim.Optimizer | None) -> object | None:
-        """The user's scheduler object, what the user's function makes of the optimizer, or the configured one."""
-        if given is not None:
-            if hasattr(given, "get_last_lr") and getattr(given, "optimizer", inner) is not inner:
-                raise UsageError(
-                    "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a function "
-                    "that makes the scheduler of the configured optimizer"
-                )
-            return given(inner) if callable(given) and not hasattr(given, "get_last_lr") else given
-        if self.settings.scheduler is None or inner is None:
-            return None
-        return build_scheduler(self.settings.scheduler, inner)
+        """The scheduler object that was given, or what the given function makes of the optimizer."""
+        if hasattr(given, "get_last_lr") and getattr(given, "optimizer", inner) is not inner:
+            raise UsageError(
+                "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a function "
+                "that makes the scheduler of the configured optimizer"
+            )
+        return given(inner) if callable(given) and not hasattr(given, "get_last_lr") else given
 
     # -- training
 
@@ -435,14 +416,6 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
 
     # -- weights out
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
-        if not self.zero_gather_16bit_weights_on_model_save():
-            raise ValueError(
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to true to save a model"
-            )
-        weights = Weights(self.module, self.units, self.comm, exclude_frozen=exclude_frozen_parameters)
-        return consolidated_state_dict(self.module, weights)
-
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike,
@@ -452,7 +425,7 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
         """Stream the weights to safetensors files: `zero.export.save_16bit_model`; False if the setting forbids it."""
-        if not self.zero_gather_16bit_weights_on_model_save():
+        if not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
             logger.warning("stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename)
             return False
         weights = Weights(self.module, self.units, self.comm, save_dtype, exclude_frozen_parameters)
@@ -464,12 +437,6 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
     save_checkpoint = checkpoint.save_checkpoint
     load_checkpoint = checkpoint.load_checkpoint
     wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
-    _change_recovery_script_permissions = staticmethod(make_executable)
-
-    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
-        """The file that stands for a rank's optimizer state in a checkpoint; the state itself is in slices."""
-        return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
-
     # -- module behaviour
 
     def __getattr__(self, name: str) -> object:
@@ -514,60 +481,3 @@ class ZeroEngine(EngineSettings, Accumulation, nn.Module):
         for unit in self.units:
             if not unit.persistent and unit.state is not State.SHARDED:
                 unit.reshard()
-
-
-def initialize(
-    args: object | None = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable | None = None,
-    model_parameters: Iterable | None = None,
-    training_data: Dataset | None = None,
-    lr_scheduler: object | None = None,
-    distributed_port: int | None = None,
-    mpu: object | None = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None,
-    config: object | None = None,
-    mesh_param: object | None = None,
-    config_params: object | None = None,
-) -> tuple[ZeroEngine, torch.optim.Optimizer | ZeroOptimizer | None, DataLoader | None, object | None]:
-    """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
-
-    Args:
-        model: the model, ordinary or built under `Init`; its parameters are sharded in place.
-        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes one; it takes
-            precedence over the configuration's `optimizer`.
-        model_parameters: parameters or param groups for the configured optimizer; default: all that require grad.
-        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
-        training_data: a dataset; the dataloader returned for it has micro-batches of this rank's part, put together
-            by `collate_fn`.
-        config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
-
-    Raises:
-        ValueError: for a bad configuration or an argument that is not supported, by name.
-    """
-    if model is None:
-        raise UsageError("initialize: model is missing")
-    if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
-        raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
-    given = [config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)]
-    sources = [source for source in given if source is not None]
-    if not sources:
-        raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
-    settings = load_config(sources[0])
-    comm.init_distributed()
-    engine = ZeroEngine(model, settings, optimizer, model_parameters, lr_scheduler)
-    loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
-    shown = engine.optimizer
-    if shown is not None and settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32:
-        # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
-        shown = engine.optimizer.optimizer
-    return engine, shown, loader, engine.lr_scheduler
-
-
-def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: ZeroEngine) -> DataLoader:
-    """Micro-batches of this rank's part of `dataset`, shuffled anew by `loader.sampler.set_epoch`."""
-    sampler = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
-    return DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)

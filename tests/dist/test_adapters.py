@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, relative, start, train_plain, train_zero
+from tests.processes import run_on
 
 # The head is copied and trained as a whole.
 ADAPTERS = {"target_modules": ["up", "down"], "modules_to_save": ["head"], "r": 3, "lora_alpha": 5}

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of
-from tests.launch import torchrun
+from tests.processes import run_on, torchrun
 from zero.agreement import disagree, spread
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import (
     Curve,
     assert_equal,
@@ -22,6 +21,7 @@ from tests.dist.training import (
     two_groups,
 )
 from tests.parity.models import batches, build
+from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.checkpoint.files import SliceReader, whole
 from zero.checkpoint.folder import locate

@@ -14,11 +14,10 @@ import psutil
 import pytest
 import torch
 
-from tests.dist.pool import run_on
 from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.training import ds_config, start, train_zero
-from tests.launch import kill_tree, test_environment, torchrun
 from tests.parity.models import batches, build
+from tests.processes import child_environment, kill_tree, run_on, torchrun
 from zero.checkpoint import training
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
@@ -178,7 +177,7 @@ def test_ranks_end_when_torchrun_is_killed(nproc, tmp_path):
     pids.mkdir()
     script.write_text(ENDLESS)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    process = subprocess.Popen([*launcher, script, pids], env=test_environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*launcher, script, pids], env=child_environment(), stderr=subprocess.PIPE, text=True)
     try:
         wait_until(lambda: len(list(pids.iterdir())) == nproc)
         process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -17,13 +18,17 @@ import torch
 import torch.distributed as dist
 
 import zero
-from tests.dist.pool import context, run_on
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
+from tests.processes import run_on
 from zero.checkpoint.disk import LOCK
 from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.checkpoint.resumable import read_verified
+
+# Forked from a server that has imported everything, a process starts in a fraction of a second.
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.dist.training", "tests.parity.models"])
 
 
 def two_saves(folder: str) -> zero.ZeroEngine:

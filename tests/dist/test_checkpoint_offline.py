@@ -12,11 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
-from tests.dist.pool import run_on
 from tests.dist.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
-from tests.launch import run
 from tests.parity.models import batches, build
+from tests.processes import run, run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, relative, split, start, trainable
 from tests.parity import models
+from tests.processes import run_on
 from tests.tolerance import rounding
 
 Script = list[tuple[str, Any]]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import WIDTH, Toy, toy, toy_batches
 from tests.dist.training import (
     LR,
@@ -28,6 +27,7 @@ from tests.dist.training import (
     train_in_slices,
     train_zero,
 )
+from tests.processes import run_on
 from tests.tolerance import rounding
 
 STEPS = 4

@@ -17,12 +17,12 @@ from torch import nn
 from transformers import T5ForConditionalGeneration
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.toys import toy
 from tests.dist.training import ds_config, split, start, step, train_zero, weights_of
 from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
+from tests.processes import run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.export import copied_state_dict
 

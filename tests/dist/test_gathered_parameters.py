@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import gathered, recorded, toy, toy_batches
 from tests.dist.training import (
     Curve,
@@ -21,6 +20,7 @@ from tests.dist.training import (
     train_zero,
     weights_of,
 )
+from tests.processes import run_on
 from zero.unit import Unit, unit_of
 
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)

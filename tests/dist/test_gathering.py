@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, WIDTH, after_each, gathering, recorded, short, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
+from tests.processes import run_on
 from zero.unit import Unit
 
 STRAY = WIDTH * WIDTH

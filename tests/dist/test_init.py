@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, WIDTH, Toy, toy, toy_batches
 from tests.dist.training import (
     Curve,
@@ -23,6 +22,7 @@ from tests.dist.training import (
 )
 from tests.parity import models
 from tests.parity.test_variants import variant
+from tests.processes import run_on
 from zero.unit import unit_of
 
 STEPS = 4

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import LR, ds_config, split, start, step
+from tests.processes import run_on
 from zero.config import load_config
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import NonFiniteGradientError

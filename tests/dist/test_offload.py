@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_on, ds_config, start, step, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
+from tests.processes import run_on
 from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from zero.offload import tiers
 from zero.optim import cpu_adam, placement

@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
-from tests.launch import torchrun
+from tests.processes import run_on, torchrun
 from tests.tolerance import assert_close
 from zero.activations import MIN_BYTES, HostActivations
 from zero.deepspeed import fragments

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from tests.processes import run_on
 from zero.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.errors import UsageError
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
+from tests.processes import run_on
 from zero.deepspeed.fragments import safe_get_full_grad
 from zero.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
 from zero.engine import ZeroEngine

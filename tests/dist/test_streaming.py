@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.toys import BLOCK, WIDTH, toy, toy_batches
 from tests.dist.training import ds_config, start, weights_of
+from tests.processes import run_on
 
 MODULES = {"target_modules": ["up", "down"], "r": 3, "lora_alpha": 5}
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.dist.pool import run_on
+from tests.processes import run_on
 from tests.tolerance import rounding
 
 LR = 1e-3

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import fork_ranks
 from tests.tolerance import assert_close, rounding
-from tests.warm import warm_ranks
 
 # On top of the limits of the processes themselves, of which a fixture starts two.
 pytestmark = pytest.mark.timeout(600)
@@ -68,7 +68,7 @@ def reports(tmp_path_factory) -> dict[str, dict[str, Any]]:
             job["report"] = str(folder / f"{ranks}_{number}.json")
         path = folder / f"jobs{ranks}.json"
         path.write_text(json.dumps(jobs), encoding="utf-8")
-        process = warm_ranks(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
+        process = fork_ranks(SCRIPT, path, nproc=ranks, timeout=TIMEOUT)
         assert process.returncode == 0, process.stdout + process.stderr
     jobs = {job["name"]: Path(job["report"]) for job in ONE_RANK + TWO_RANKS}
     return {name: json.loads(path.read_text()) | {"path": str(path)} for name, path in jobs.items()}
@@ -116,5 +116,5 @@ def test_projections_are_not_exported(reports):
 def test_the_teacher_is_sharded_and_never_whole(reports):
     for name in ("2 ranks x 2, stage 3", "t5, 2 ranks x 1 x 2, stage 3", "gpt2, 2 ranks x 2, stage 3"):
         report = reports[name]
-        assert (report["engine"], report["teacher"]) == ("ZeroEngine", "ZeroEngine")
+        assert (report["engine"], report["teacher"]) == ("DeepSpeedEngine", "DeepSpeedEngine")
         assert 0 < report["peak"] <= sum(report["units"][-2:]) < sum(report["units"])

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM, T5ForConditionalGeneration
 
-from tests.launch import REPOSITORY, run, torchrun
-from tests.warm import warm_ranks
+from tests.processes import REPOSITORY, fork_ranks, run, torchrun
 
 
 def lines(script: str, *args: object) -> list[str]:
@@ -56,7 +55,7 @@ def test_trl_sft_learns_and_saves(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     script = REPOSITORY / "examples" / "trl_sft.py"
     arguments = ("--steps", "30", "--output", tmp_path)
-    done = warm_ranks("-m", "zero", "run", script, *arguments, nproc=2, timeout=200)
+    done = fork_ranks("-m", "zero", "run", script, *arguments, nproc=2, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
     assert len(losses) == 3 and losses[-1] < 0.5 * losses[0], losses

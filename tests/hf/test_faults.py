@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.launch import run
+from tests.processes import run
 
 
 @pytest.mark.timeout(600)

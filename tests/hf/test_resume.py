@@ -15,7 +15,7 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
-from tests.launch import torchrun
+from tests.processes import torchrun
 from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.offline import consolidate

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config,
 from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
-from tests.launch import REPOSITORY
-from tests.warm import warm_ranks
+from tests.processes import REPOSITORY, fork_ranks
 
 # On top of the limits of the processes themselves, of which the fixtures start two.
 pytestmark = pytest.mark.timeout(600)
@@ -193,7 +192,7 @@ def folder(tmp_path_factory) -> Path:
 def run_jobs(folder: Path, jobs: dict[str, list[str]], ranks: int) -> dict[str, Any]:
     path = folder / f"jobs{ranks}.json"
     path.write_text(json.dumps([[word.format(folder) for word in job] for job in jobs.values()]))
-    process = warm_ranks(COMMANDS, path, nproc=ranks, timeout=240)
+    process = fork_ranks(COMMANDS, path, nproc=ranks, timeout=240)
     assert process.returncode == 0, process.stdout + process.stderr
     results = dict(zip(jobs, json.loads(path.with_suffix(".out").read_text()), strict=True))
     return {"folder": folder, "results": results, "stdout": process.stdout}

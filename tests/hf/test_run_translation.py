@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
 from transformers.models.t5 import T5ForConditionalGeneration
 
-from tests.launch import REPOSITORY, run, torchrun
+from tests.processes import REPOSITORY, run, torchrun
 from translation.corpus import build_corpus
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hf.trainer_runs import SCRIPTS, SHIPPED_CONFIG, write_jobs
-from tests.launch import torchrun
+from tests.processes import torchrun
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.hf.trainer_runs import SCRIPTS, SHIPPED_CONFIG, column, run_plain, run_unmodified
-from tests.warm import warm_ranks
+from tests.processes import fork_ranks
 
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 6,
@@ -42,7 +42,7 @@ def reports(folder):
 
 
 def _reload(folder) -> dict[str, Any]:
-    process = warm_ranks(SCRIPTS / "reload.py", folder, nproc=0, timeout=120, imported="transformers")
+    process = fork_ranks(SCRIPTS / "reload.py", folder, nproc=0, timeout=120, imported="transformers")
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.hf.trainer_runs import SCRIPTS
-from tests.warm import warm_ranks
+from tests.processes import fork_ranks
 
 MODELS = ["t5", "llama"]
 
 
 def report_of(script: str, folder: Path) -> dict[str, Any]:
-    process = warm_ranks("-m", "zero", "run", SCRIPTS / script, folder, nproc=2, timeout=280)
+    process = fork_ranks("-m", "zero", "run", SCRIPTS / script, folder, nproc=2, timeout=280)
     assert process.returncode == 0, process.stdout + process.stderr
     return json.loads((folder / "report.json").read_text(encoding="utf-8"))
 

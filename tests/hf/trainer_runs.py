@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.launch import REPOSITORY, run
-from tests.warm import warm_ranks
+from tests.processes import REPOSITORY, fork_ranks, run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHIPPED_CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
@@ -37,13 +36,13 @@ def _reports(jobs: list[Job], process: subprocess.CompletedProcess[str]) -> list
 def run_plain(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
     """In one process, without zero: what the Trainer does by itself."""
     path = write_jobs(jobs, folder)
-    return _reports(jobs, warm_ranks(SCRIPTS / "jobs.py", path, nproc=0, timeout=TIMEOUT, imported="transformers"))
+    return _reports(jobs, fork_ranks(SCRIPTS / "jobs.py", path, nproc=0, timeout=TIMEOUT, imported="transformers"))
 
 
 def run_unmodified(jobs: list[Job], folder: Path, nproc: int) -> list[dict[str, Any]]:
     """The plain script under `-m zero run`."""
     path = write_jobs(jobs, folder)
-    return _reports(jobs, warm_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT))
+    return _reports(jobs, fork_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT))
 
 
 def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import (
     LR,
     WEIGHT_DECAY,
@@ -29,6 +28,7 @@ from tests.dist.training import (
     train_zero,
 )
 from tests.parity.models import VOCABULARY, batches, build
+from tests.processes import run_on
 from tests.tolerance import rounding
 
 STEPS = 20

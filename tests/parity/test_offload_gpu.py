@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from tests.dist.pool import run_on
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_offload import BOTH, NVME
+from tests.processes import run_on
 from zero.offload import tiers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from tests.processes import run_on
 from zero.deepspeed import fragments
 
 WIDTH, ROWS = 8, 4

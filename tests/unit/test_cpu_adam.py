@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero.deepspeed.torch_optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
+from zero.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
 from zero.optim import cpu_adam
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}

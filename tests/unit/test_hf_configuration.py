@@ -10,7 +10,7 @@ from torch import nn
 from zero.config import OffloadOptimizerConfig
 from zero.deepspeed import configuration as facade
 from zero.deepspeed.definitions import RepeatingLoader, register_grad_hook
-from zero.deepspeed.torch_optimizers import build_optimizer
+from zero.deepspeed.optimizers import build_optimizer
 
 
 def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):

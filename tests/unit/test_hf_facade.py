@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.dist.pool import run_on
 from tests.dist.training import ds_config
+from tests.processes import run_on
 from zero import initialize
 from zero.config import load_config
 from zero.deepspeed import configuration, estimates, groups, timers

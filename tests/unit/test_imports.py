@@ -12,11 +12,9 @@ PACKAGE = Path(zero.__file__).parent
 
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
-    "zero.deepspeed",
     "zero.errors",
     "zero.config",
     "zero.layout",
-    "zero.deepspeed.leaf",
     "zero.schedule",
     "zero.clock",
     "zero.watchdog",
@@ -33,32 +31,18 @@ LAYERS = [
     "zero.reduction",
     "zero.reads",
     "zero.hooks",
-    "zero.deepspeed.lr_schedules",
-    "zero.deepspeed.torch_optimizers",
     "zero.optim",
-    "zero.deepspeed.fragments",
-    "zero.deepspeed.attributes",
+    "zero.parameter_state",
     "zero.gathered",
     "zero.init",
-    "zero.deepspeed.tiling",
     "zero.checkpoint",
     "zero.preemption",
     "zero.export",
-    "zero.deepspeed.engine_settings",
     "zero.accumulation",
     "zero.engine",
     "zero.streaming",
+    "zero.deepspeed",
     "zero",
-    "zero.deepspeed.names",
-    "zero.deepspeed.accelerator",
-    "zero.deepspeed.configuration",
-    "zero.deepspeed.definitions",
-    "zero.deepspeed.estimates",
-    "zero.deepspeed.groups",
-    "zero.deepspeed.timers",
-    "zero.deepspeed.recovery",
-    "zero.deepspeed.tuning",
-    "zero.deepspeed.finder",
     "zero.hf",
     "zero.__main__",
 ]
@@ -85,12 +69,33 @@ INSIDE = {
         "loss_scaler",
         "cpu_adam",
         "tiles",
+        "elementwise",
         "updates",
         "arithmetic",
         "placement",
         "step",
         "relocation",
     ],
+    "zero.deepspeed": [
+        "__init__",
+        "leaf",
+        "tiling",
+        "fragments",
+        "lr_schedules",
+        "optimizers",
+        "optimizer",
+        "engine",
+        "names",
+        "accelerator",
+        "configuration",
+        "definitions",
+        "estimates",
+        "groups",
+        "timers",
+        "recovery",
+        "tuning",
+        "finder",
+    ],  # fmt: skip
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 # torchrun's error files are no communication.
@@ -105,9 +110,7 @@ def dotted(path: Path) -> str:
 
 def rank(module: str) -> tuple[int, int]:
     """Position in `LAYERS`, then in the layer."""
-    layer = module
-    if module not in LAYERS:
-        layer = next((name for name in INSIDE if module.startswith(name + ".")), module)
+    layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
     inside = INSIDE.get(layer)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPOSITORY, run
-from tests.warm import warm_ranks
+from tests.processes import REPOSITORY, fork_ranks, run
 from zero.__main__ import main
 from zero.hf import STARTUP
 
@@ -107,7 +106,7 @@ def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
             "assert not {'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT'} & {*os.environ}\n",
             encoding="utf-8",
         )
-        done = warm_ranks(script, nproc=0, timeout=60, imported="zero")
+        done = fork_ranks(script, nproc=0, timeout=60, imported="zero")
         assert done.returncode == 0, done.stderr
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from zero.config import load_config
 from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_defaults
-from zero.deepspeed.torch_optimizers import (
+from zero.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,

@@ -151,7 +151,7 @@ def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, 
 
 def group_of(engine: ZeroEngine) -> dict[str, int]:
     """The index of the param group of each parameter that is in one, by name."""
-    groups = {param: index for index, group in enumerate(engine.optimizer.fp16_groups) for param in group}
+    groups = {param: index for index, group in enumerate(engine.optimizer.model_params) for param in group}
     return {
         name: groups[param]
         for unit in engine.optimizer.units

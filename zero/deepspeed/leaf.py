@@ -1,8 +1,10 @@
-"""Leaf modules: modules that are gathered as a whole, by DeepSpeed's names.
+"""DeepSpeed's functions for leaf modules: modules that are gathered as a whole.
 
 A module whose forward chooses among its children (a mixture of experts) must be a leaf wherever ranks may choose
-differently: what a unit needs is gathered by all ranks or by none. Transformer blocks are whole units anyway; this is
-for what lies outside of them, and for models that do not name their blocks. Set it before `zero.initialize`.
+differently: what a unit needs is gathered by all ranks or by none. Transformer blocks are whole units anyway.
+Leaves are for modules outside of them, and for models that do not name their blocks. Call these before `initialize`.
+
+A leaf is a module with the attribute `zero.layout.LEAF_FLAG`; nothing else is known here of how units are made.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
+from zero.config import LeafModuleConfig
 from zero.errors import UsageError
 from zero.layout import LEAF_FLAG
 
@@ -30,21 +33,30 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     setattr(model, LEAF_FLAG, flag)
 
 
-def _flag(model: nn.Module, flag: bool, chosen: Callable[[str, nn.Module], bool]) -> list[nn.Module]:
-    found = [module for name, module in model.named_modules() if chosen(name, module)]
+def _mark(
+    model: nn.Module,
+    wanted: Iterable,
+    flag: bool,
+    matches: Callable[[str, nn.Module, object], bool],
+) -> tuple[list[nn.Module], list]:
+    """Mark the modules that match one of `wanted`; return them, and those of `wanted` that match none."""
+    named, wanted = list(model.named_modules()), list(wanted)
+    found = [module for name, module in named if any(matches(name, module, each) for each in wanted)]
     for module in found:
         set_z3_leaf_module(module, flag)
-    return found
+    return found, [each for each in wanted if not any(matches(name, module, each) for name, module in named)]
 
 
-def _check(missing: Sequence[object], what: str, raise_if_not_found: bool) -> None:
+def _refuse(missing: Sequence[object], what: str, raise_if_not_found: bool) -> None:
     if missing and raise_if_not_found:
         raise UsageError(f"leaf modules: the model has no module {what} {', '.join(map(str, missing))}")
 
 
-def _names_of_class(module: nn.Module) -> set[str]:
-    kind = type(module)
-    return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+def _is_of_class(name: str, module: nn.Module, kind: type | str) -> bool:
+    own = type(module)
+    if isinstance(kind, str):
+        return kind in (own.__name__, f"{own.__module__}.{own.__qualname__}")
+    return isinstance(module, kind)
 
 
 def set_z3_leaf_modules(
@@ -57,10 +69,8 @@ def set_z3_leaf_modules(
 
     Raises ValueError if there are none.
     """
-    kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
-    names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
-    found = _flag(model, flag, lambda _, module: isinstance(module, kinds) or bool(names & _names_of_class(module)))
-    _check([] if found else leaf_module_classes, "of class", raise_if_not_found)
+    found, _ = _mark(model, leaf_module_classes, flag, _is_of_class)
+    _refuse([] if found else leaf_module_classes, "of class", raise_if_not_found)
     return found
 
 
@@ -75,10 +85,8 @@ def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules with these names in `model.named_modules()` leaves; return them and the names not found."""
-    wanted = list(module_names)
-    found = _flag(model, flag, lambda name, _: name in wanted)
-    missing = sorted(set(wanted) - dict(model.named_modules()).keys())
-    _check(missing, "named", raise_if_not_found)
+    found, missing = _mark(model, module_names, flag, lambda name, _, wanted: name == wanted)
+    _refuse(missing, "named", raise_if_not_found)
     return found, missing
 
 
@@ -86,9 +94,14 @@ def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules whose names end in one of these leaves; return them and the suffixes not found."""
-    wanted = tuple(module_name_suffixes)
-    found = _flag(model, flag, lambda name, _: name.endswith(wanted))
-    names = dict(model.named_modules())
-    missing = [suffix for suffix in wanted if not any(name.endswith(suffix) for name in names)]
-    _check(missing, "whose name ends in", raise_if_not_found)
+    found, missing = _mark(model, module_name_suffixes, flag, lambda name, _, wanted: name.endswith(wanted))
+    _refuse(missing, "whose name ends in", raise_if_not_found)
     return found, missing
+
+
+def mark_configured(model: nn.Module, leaves: LeafModuleConfig | None) -> None:
+    """Mark the modules that `zero_optimization.leaf_module` names. Raises ValueError for one that is not there."""
+    if leaves is not None:
+        set_z3_leaf_modules(model, leaves.classes)
+        set_z3_leaf_modules_by_name(model, leaves.names)
+        set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes)

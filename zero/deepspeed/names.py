@@ -52,7 +52,7 @@ NAMES: dict[str, dict[str, str]] = {
         "__git_branch__": "zero.deepspeed.names:GIT_BRANCH",
         "initialize": "zero:initialize",
         "init_distributed": "zero.deepspeed.definitions:init_distributed",
-        "DeepSpeedEngine": "zero.engine:ZeroEngine",
+        "DeepSpeedEngine": "zero.deepspeed.engine:DeepSpeedEngine",
         "DeepSpeedConfigError": "zero.errors:UsageError",
         "add_config_arguments": "zero.deepspeed.definitions:add_config_arguments",
     },
@@ -94,9 +94,9 @@ NAMES: dict[str, dict[str, str]] = {
         "DEEPSPEED_ENVIRONMENT_NAME": "zero.deepspeed.definitions:DEEPSPEED_ENVIRONMENT_NAME"
     },
     "deepspeed.ops": {"__compatible_ops__": "zero.deepspeed.definitions:COMPATIBLE_OPS"},
-    "deepspeed.ops.adagrad": _names("zero.deepspeed.torch_optimizers", "DeepSpeedCPUAdagrad"),
-    "deepspeed.ops.adam": _names("zero.deepspeed.torch_optimizers", "DeepSpeedCPUAdam", "FusedAdam"),
-    "deepspeed.ops.lion": _names("zero.deepspeed.torch_optimizers", "DeepSpeedCPULion", "FusedLion"),
+    "deepspeed.ops.adagrad": _names("zero.deepspeed.optimizers", "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _names("zero.deepspeed.optimizers", "DeepSpeedCPUAdam", "FusedAdam"),
+    "deepspeed.ops.lion": _names("zero.deepspeed.optimizers", "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": {
         **_names(
             "zero.deepspeed.definitions",
@@ -113,10 +113,10 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.ops.aio": _names(_DEFINITIONS, "AsyncIOBuilder"),
     "deepspeed.runtime": {},
     "deepspeed.runtime.base_optimizer": {
-        "DeepSpeedOptimizer": "zero.optim.step:ZeroOptimizer",
-        "ZeROOptimizer": "zero.optim.step:ZeroOptimizer",
+        "DeepSpeedOptimizer": "zero.deepspeed.optimizer:DeepSpeedOptimizer",
+        "ZeROOptimizer": "zero.deepspeed.optimizer:DeepSpeedOptimizer",
     },
-    "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.engine:ZeroEngine"},
+    "deepspeed.runtime.engine": {"DeepSpeedEngine": "zero.deepspeed.engine:DeepSpeedEngine"},
     "deepspeed.runtime.config": _names(
         "zero.deepspeed.configuration",
         "ADAGRAD_OPTIMIZER",
@@ -168,13 +168,13 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedZeroOffloadParamConfig": "zero.config:OffloadParamConfig",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "DeepSpeedZeroOptimizer": "zero.optim.step:ZeroOptimizer",
+        "DeepSpeedZeroOptimizer": "zero.deepspeed.optimizer:DeepSpeedOptimizer",
         **_names("zero.deepspeed.estimates", "estimate_zero2_model_states_mem_needs"),
         **_names("zero.deepspeed.estimates", "estimate_zero2_model_states_mem_needs_all_cold"),
         **_names("zero.deepspeed.estimates", "estimate_zero2_model_states_mem_needs_all_live"),
     },
     "deepspeed.runtime.zero.stage3": {
-        "DeepSpeedZeroOptimizer_Stage3": "zero.optim.step:ZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3": "zero.deepspeed.optimizer:DeepSpeedOptimizer",
         **_names("zero.deepspeed.estimates", "estimate_zero3_model_states_mem_needs"),
         **_names("zero.deepspeed.estimates", "estimate_zero3_model_states_mem_needs_all_cold"),
         **_names("zero.deepspeed.estimates", "estimate_zero3_model_states_mem_needs_all_live"),

@@ -43,8 +43,6 @@ import torch
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.deepspeed.torch_optimizers import DeepSpeedCPUAdam, FusedAdam
-
 logger = logging.getLogger("zero")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -160,6 +158,15 @@ def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tupl
                 other.result()
 
 
+_served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
+
+
+def computes_as_torch_adam(kind: type) -> type:
+    """Class decorator for a subclass of torch's Adam that changes nothing in `step`: `adam` may act for it."""
+    _served.add(kind)
+    return kind
+
+
 def serves(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `adam` can stand for `optimizer.step()`: plain Adam or AdamW, and nobody listens to its steps.
 
@@ -167,7 +174,7 @@ def serves(optimizer: torch.optim.Optimizer) -> bool:
     counted by a learning-rate scheduler. Whoever calls `adam` in its place sets `optimizer._opt_called = True` for that
     scheduler, which otherwise warns.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam):
+    if type(optimizer) not in _served:
         return False
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):

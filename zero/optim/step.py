@@ -100,7 +100,7 @@ class ZeroOptimizer:
         self.grad_norm: float | None = None
         self.read_by_saves = threading.Event()  # not set while a save in the background still copies the state
         self.read_by_saves.set()
-        self.fp16_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.model_params = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
@@ -147,29 +147,14 @@ class ZeroOptimizer:
         return self.optimizer.state
 
     @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's part of the masters, tile by tile, each 1-D; DeepSpeed's name for it."""
-        self.wait()
-        return [tile.master for tile in self.tiles]
-
-    @property
     def loss_scale(self) -> float:
         """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
-    def cur_scale(self) -> float:
-        """As `loss_scale`."""
-        return self.loss_scale
-
-    @property
     def gradient_factor(self) -> float:
         """What a stored gradient must be multiplied by to be the gradient: the mean (or sum) over ranks, unscaled."""
         return self._reduce_factor / self.loss_scale
-
-    def needs_scaler(self) -> bool:
-        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
-        return self.scaler is not None
 
     # -- step
 

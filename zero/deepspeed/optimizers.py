@@ -1,13 +1,11 @@
-"""The optimizer that the configuration names, or the user's own, checked; and DeepSpeed's classes.
+"""DeepSpeed's optimizer classes, with torch's numerics, and the choice of a class by the section `optimizer`.
 
-These have their call signatures, with the numerics of torch, and Lion, which torch lacks. accelerate puts them in the
-place of a user's optimizer when it is offloaded to the CPU, and scripts written for DeepSpeed make them themselves. The
-engine drives them over 1-D pieces of the fp32 masters, as any other optimizer.
+accelerate puts these classes in the place of a user's optimizer that is offloaded to the CPU. Scripts that were written
+for DeepSpeed make them too. The engine treats them as any other torch optimizer; this file knows nothing of the engine.
 
-Arguments that are common to all: `params` (`model_params`), parameters or param groups, where what a group says for
-itself goes before the other arguments; `lr`, `eps`, `weight_decay`, `betas` as in torch; `fp32_optimizer_states`, True
-alone (ValueError); `set_grad_none`, without effect, as gradients are always freed; `**settings`, further ones of the
-torch class.
+Arguments common to all: `params` (`model_params`), parameters or param groups; `lr`, `eps`, `weight_decay`, `betas` as
+in torch; `set_grad_none`, without effect, as gradients are always freed; `**settings`, more arguments of the torch
+class. `fp32_optimizer_states` and `bias_correction` must be True (ValueError).
 """
 
 from __future__ import annotations
@@ -18,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.config.optim import OptimizerConfig, why_not_sharded
+from zero.config.optim import OptimizerConfig
 from zero.errors import UsageError
+from zero.optim import cpu_adam
+from zero.optim.elementwise import Lion, make_state_late, require_elementwise
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -30,11 +30,9 @@ def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
             raise ValueError(f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True")
 
 
+@cpu_adam.computes_as_torch_adam
 class FusedAdam(torch.optim.Adam):
-    """Adam (arXiv 1412.6980) with an L2 term in the gradient, or with `adam_w_mode` AdamW (arXiv 1711.05101).
-
-    Raises ValueError for `bias_correction=False`.
-    """
+    """Adam (arXiv 1412.6980) with an L2 term in the gradient, or with `adam_w_mode` AdamW (arXiv 1711.05101)."""
 
     def __init__(
         self,
@@ -54,8 +52,9 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode, **settings)
 
 
+@cpu_adam.computes_as_torch_adam
 class DeepSpeedCPUAdam(FusedAdam):
-    """As `FusedAdam`; the argument is called `adamw_mode` here."""
+    """`FusedAdam`, whose `adam_w_mode` is called `adamw_mode` here."""
 
     def __init__(
         self,
@@ -93,15 +92,8 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **settings)
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight decay.
-
-        update = sign(betas[0] * exp_avg + (1 - betas[0]) * grad)
-        param -= lr * (update + weight_decay * param)
-        exp_avg = betas[1] * exp_avg + (1 - betas[1]) * grad
-
-    The sign of 0 is 0. State: `exp_avg`, of the parameter's shape and dtype. Defaults are DeepSpeed's.
-    """
+class FusedLion(Lion):
+    """`Lion` with DeepSpeed's arguments."""
 
     def __init__(
         self,
@@ -113,35 +105,11 @@ class Lion(torch.optim.Optimizer):
         fp32_optimizer_states: bool = True,
     ):
         _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            fast, slow = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-                update = state["exp_avg"].lerp(param.grad, 1 - fast).sign_()
-                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
-                state["exp_avg"].lerp_(param.grad, 1 - slow)
-        return loss
+        super().__init__(params, lr, betas, weight_decay)
 
 
-class FusedLion(Lion):
-    """Lion."""
-
-
-class DeepSpeedCPULion(Lion):
-    """Lion."""
+class DeepSpeedCPULion(FusedLion):
+    """`Lion` with DeepSpeed's arguments."""
 
 
 def build_optimizer(
@@ -155,11 +123,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer if there is one, else the configured one over `model_parameters`, else None.
 
-    `given` may be a function of the parameters; `offloaded` tells whether the optimizer's state is in host memory,
-    `untested` whether a class may be given that is neither torch's nor DeepSpeed's, `force_cpu_optimizer` whether one
-    that is offloaded must be DeepSpeed's. Raises ValueError for such a one, and for an optimizer that is not
-    element-wise: shards cut across rows and matrices, so the update of an element must depend on nothing but its own
-    history.
+    Args:
+        given: an optimizer, or a function of the parameters that makes one.
+        offloaded: whether the optimizer's state is in host memory.
+        untested: whether `given` may be of a class that is neither torch's nor DeepSpeed's.
+        force_cpu_optimizer: whether an optimizer that is offloaded must be of DeepSpeed's classes.
+
+    Raises ValueError for an optimizer that these rule out, and for one that is not element-wise.
     """
     if given is None and config is None:
         return None
@@ -168,10 +138,8 @@ def build_optimizer(
         optimizer = _configured(config, params, offloaded)
     else:
         optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
-    for kind in type(optimizer).__mro__:
-        if refusal := why_not_sharded(kind.__name__):
-            raise ValueError(f"optimizer {refusal}")
-    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.deepspeed.")):
+    require_elementwise(optimizer)
+    if not untested and not type(optimizer).__module__.startswith(("torch.optim.", "zero.")):
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
             "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"
@@ -182,9 +150,7 @@ def build_optimizer(
             f"optimizer {type(optimizer).__name__} is offloaded, and zero_force_ds_cpu_optimizer is true: take "
             "deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
         )
-    if isinstance(optimizer, torch.optim.Adagrad):
-        optimizer.state.clear()
-        optimizer.register_step_pre_hook(_make_adagrad_state)
+    make_state_late(optimizer)
     return optimizer
 
 
@@ -204,14 +170,3 @@ def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch
     classes = {"Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad), "Lion": (FusedLion, DeepSpeedCPULion)}
     make = classes[kind][offloaded] if kind in classes else getattr(torch.optim, kind)
     return make(params, **settings)
-
-
-def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
-    """Before a step, the state of parameters that have none: torch makes it on construction, of the parameters then."""
-    for group in optimizer.param_groups:
-        # As in torch, the sum begins at the optimizer's value, whatever the group says.
-        begin = optimizer.defaults["initial_accumulator_value"]
-        settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
-        for param in group["params"]:
-            if not optimizer.state[param]:
-                optimizer.state[param] = torch.optim.Adagrad([param], **settings).state[param]

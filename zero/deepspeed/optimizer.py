@@ -1,4 +1,4 @@
-"""What scripts written for DeepSpeed read off its optimizer, under its names."""
+"""The engine's optimizer with the attributes that scripts written for DeepSpeed read. No step is made here."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class LossScalerView:
 
 
 class ParameterOffload:
-    """A model's hooks, by DeepSpeed's names: scripts take them off for generation while all parameters are gathered.
+    """The engine's hooks, as scripts know them that take them off while a model generates.
 
-    They remove each handle in `forward_hooks` and `backward_hooks`, empty both lists, and call
-    `_register_deepspeed_module(module)` afterwards.
+    Such a script gathers all parameters, removes the handles in `forward_hooks` and `backward_hooks`, sets both to
+    empty lists, and calls `_register_deepspeed_module(module)` afterwards. It also reads the model's
+    `ds_external_parameters` and clears the parameters' `ds_active_sub_modules`. These two stay empty: the engine
+    notices every read.
     """
 
     def __init__(self, hooks: ModuleHooks):
         self._hooks, self.module = hooks, hooks.module
-        # Such scripts read and clear these too. They stay empty: any read is noticed, and units count their users.
         self.module.ds_external_parameters = partial(iter, ())
         for param in self.module.parameters():
             param.ds_active_sub_modules = set()
@@ -59,34 +60,53 @@ class ParameterOffload:
         return self._hooks.forward_hooks
 
     @forward_hooks.setter
-    def forward_hooks(self, hooks: list) -> None:
-        self._hooks.forward_hooks[:] = hooks
+    def forward_hooks(self, handles: list) -> None:
+        self._hooks.forward_hooks[:] = handles
 
     @property
     def backward_hooks(self) -> list:
         return self._hooks.backward_hooks
 
     @backward_hooks.setter
-    def backward_hooks(self, hooks: list) -> None:
-        self._hooks.backward_hooks[:] = hooks
+    def backward_hooks(self, handles: list) -> None:
+        self._hooks.backward_hooks[:] = handles
 
     def remove(self) -> None:
+        """Take all hooks off."""
         self._hooks.remove()
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Put the hooks on again."""
         self._hooks.install()
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
     """`ZeroOptimizer` with DeepSpeed's names.
 
-    Attributes: parameter_offload: what gathers the parameters; None until the engine sets it.
+    Attributes: parameter_offload: a `ParameterOffload`, set by the engine.
     """
 
-    parameter_offload: ParameterOffload | None = None
+    parameter_offload: ParameterOffload
 
-    def set_parameter_offload(self, hooks: ModuleHooks) -> None:
-        self.parameter_offload = ParameterOffload(hooks)
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters, by param group."""
+        return self.model_params
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's part of the masters, tile by tile, each 1-D."""
+        self.wait()
+        return [tile.master for tile in self.tiles]
+
+    @property
+    def cur_scale(self) -> float:
+        """As `loss_scale`."""
+        return self.loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
+        return self.scaler is not None
 
     @property
     def loss_scaler(self) -> LossScalerView:
@@ -115,15 +135,15 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
-        """The parameters of each module that is gathered as a whole; see `zero.deepspeed.leaf`."""
+        """The parameters of each leaf module; see `zero.deepspeed.leaf`."""
         leaves = get_z3_leaf_modules(self.parameter_offload.module)
         return {leaf: list(leaf.parameters()) for leaf in leaves}
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the accumulated mean gradients, fp32, by param group; copies. Every rank must ask.
+        """This rank's parts of the accumulated mean gradients, fp32 copies, by param group. Every rank must ask.
 
-        Each is 1-D, in the layout of the parameter's `ds_tensor`. Empty without a gradient.
+        Each is 1-D, in the layout of the parameter's `ds_tensor`. A parameter without a gradient is left out.
         """
         groups = [[safe_get_local_grad(param) for param in params] for params in self.fp16_groups]
         found = {index: [grad for grad in grads if grad is not None] for index, grads in enumerate(groups)}

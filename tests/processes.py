@@ -1,0 +1,321 @@
+"""Processes for tests: each has a time limit, and none outlives it.
+
+    run(["python", "x.py"], timeout=60)               any command
+    torchrun("x.py", nproc=2, timeout=60)             a script under torch's launcher
+    fork_ranks("x.py", nproc=2, timeout=60)           the same without the launch
+    run_on(2, function, argument)                     a function on each rank of a gloo group
+
+The last two fork their ranks from a server: a process that has imported torch and transformers, which takes ten seconds
+of a core. A server answers one request at a time. It ends when its input ends, so also when the tests are killed.
+No port is chosen in advance: any number of tests may run at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pickle
+import random
+import runpy
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Of each process of a test; `tests/every_cpu.py` asks for other numbers.
+THREADS = os.environ.get("ZERO_TEST_THREADS", "1")
+
+STARTING = 200.0  # seconds for a server's imports
+
+# What a server imports, by its name. `fork_ranks` names one of the first three; the last one serves `run_on`.
+SERVERS = {
+    "transformers on zero": ["zero.hf", "transformers", "peft", "trl", "distill.pipeline", "translation.trainer"],
+    "transformers": ["transformers", "peft", "trl"],
+    "zero": ["zero"],
+    "tests": ["pytest", "torch._dynamo", "tests.dist.training", "tests.parity.models"],
+}
+# These are imported only when somebody asks for them.
+_LAZY = {
+    "transformers": "AutoModelForSeq2SeqLM GPT2LMHeadModel LlamaForCausalLM Seq2SeqTrainer T5ForConditionalGeneration",
+    "trl": "GRPOTrainer SFTTrainer",
+}
+
+# A launcher's variables in the shell that runs the tests must not reach what the tests start.
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED",
+)  # fmt: skip
+
+Done = subprocess.CompletedProcess[str]
+
+
+def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """A child's environment: this repository importable, `THREADS` threads, no network, no launcher's variables."""
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
+    return env | {"OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} | (extra or {})
+
+
+# -- commands
+
+
+def run(
+    cmd: Sequence[str | os.PathLike], *, timeout: float, env: dict[str, str] | None = None, cwd: Any = None
+) -> Done:
+    """Run a command and return it with its exit code, stdout and stderr; the exit code is not checked.
+
+    `timeout` is in seconds; `env` is laid over `child_environment()`. Raises `TimeoutError` with the output so far
+    when the time is up, after the command and all its descendants have been killed.
+    """
+    command = [os.fspath(part) for part in cmd]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(command, text=True, env=child_environment(env), cwd=cwd, **pipes)
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        raise _timed_out(timeout, command, *process.communicate()) from None
+    except BaseException:
+        kill_tree(process.pid)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def torchrun(script: str | os.PathLike, *args: str | os.PathLike, nproc: int, **others: Any) -> Done:
+    """Run `torchrun --nproc_per_node nproc script args...`. `others` go to `run`.
+
+    For a module, `script` is "-m" and the module's name comes first in `args`.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    return run([*launcher, script, *args], **others)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants, those in sessions of their own (torchrun's workers) included."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the listing and now
+                process.kill()
+
+
+def _timed_out(timeout: float, what: object, stdout: str, stderr: str) -> TimeoutError:
+    return TimeoutError(f"not finished after {timeout:g} s: {what}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+
+
+# -- ranks forked from a server
+
+
+def fork_ranks(
+    script: str | os.PathLike,
+    *args: str | os.PathLike,
+    nproc: int,
+    timeout: float,
+    imported: str = "transformers on zero",
+    env: dict[str, str] | None = None,
+    cwd: str | os.PathLike | None = None,
+) -> Done:
+    """As `torchrun`; the first rank that fails ends the others. `nproc=0`: one process without a launcher.
+
+    `imported` is a name in `SERVERS`. The process reads `env` after these imports, so later than a new process would.
+    """
+    command = [os.fspath(part) for part in (script, *args)]
+    request = {"command": command, "ranks": nproc, "env": env or {}, "cwd": os.fspath(cwd or os.getcwd())}
+    with tempfile.TemporaryDirectory() as folder:
+        code, stdout, stderr = _ask(imported, request, Path(folder), timeout)
+    if code is None:
+        raise _timed_out(timeout, command, stdout, stderr)
+    return subprocess.CompletedProcess(command, code, stdout, stderr)
+
+
+def run_on(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` on each rank of a gloo group; the results in order of rank.
+
+    `fn` is a function at the top level of a module. Raises `RuntimeError` with the first failing rank's traceback, or
+    `TimeoutError` naming the ranks not done after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
+        request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd()}
+        code, stdout, stderr = _ask("tests", request, Path(folder), timeout)
+        results = [Path(folder, f"result{rank}") for rank in range(world_size)]
+        missing = [rank for rank, path in enumerate(results) if not path.exists()]
+        if code is None:
+            raise _timed_out(timeout, f"ranks {missing}", stdout, stderr)
+        if code:
+            raise RuntimeError(f"of {world_size} ranks, {missing} failed or were ended, code {code}:\n{stdout}{stderr}")
+        return [pickle.loads(path.read_bytes()) for path in results]
+
+
+_servers: dict[str, subprocess.Popen[str]] = {}
+
+
+def _ask(imported: str, request: dict[str, Any], folder: Path, timeout: float) -> tuple[int | None, str, str]:
+    """Exit code, stdout, stderr. The code is None after the time limit; the server is gone then, with its ranks."""
+    # The store lives here, so there is no moment when another job could take its port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    request |= {"folder": str(folder), "timeout": timeout, "port": store.port}
+    outputs = [folder / "stdout", folder / "stderr"]
+    for path in outputs:
+        path.touch()
+    server, code = _server(imported), None
+    try:
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        if _answers(server, timeout):
+            code = int(server.stdout.readline())
+    finally:
+        if code is None:
+            kill_tree(server.pid)
+            _end(_servers.pop(imported))
+    return code, *(path.read_text(encoding="utf-8", errors="replace") for path in outputs)
+
+
+def _server(imported: str) -> subprocess.Popen[str]:
+    if imported not in _servers:
+        command = [sys.executable, "-m", "tests.processes", imported]
+        environment = child_environment({"TQDM_DISABLE": "1", "HF_HOME": tempfile.mkdtemp(prefix="zero-tests-")})
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+        atexit.register(shutil.rmtree, environment["HF_HOME"], ignore_errors=True)
+        atexit.register(_end, server)
+        if not _answers(server, STARTING) or server.stdout.readline() != "ready\n":
+            kill_tree(server.pid)
+            raise RuntimeError(f"the server of {imported!r} did not start")
+        _servers[imported] = server
+    return _servers[imported]
+
+
+def _answers(server: subprocess.Popen[str], timeout: float) -> bool:
+    return bool(select.select([server.stdout], [], [], timeout)[0])
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    for pipe in (server.stdin, server.stdout):
+        with contextlib.suppress(OSError):
+            pipe.close()
+    server.wait()
+
+
+# -- in the server and its forks
+
+
+def _serve(imported: str) -> None:
+    for name in SERVERS[imported]:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            if name == "zero.hf":
+                module.enable()
+            for lazy in _LAZY.get(name, "").split():
+                getattr(module, lazy)
+    gc.freeze()  # so that a fork's collector does not copy the pages of all that
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    os.write(answers, b"ready\n")
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        ranks = []
+        for rank in range(max(1, request["ranks"])):
+            pid = os.fork()
+            if pid == 0:
+                os.close(answers)
+                _become_rank(rank, request)
+                return
+            ranks.append(pid)
+        os.write(answers, f"{_wait_for(ranks)}\n".encode())
+
+
+def _wait_for(ranks: list[int]) -> int:
+    """0, or the exit code of the first that failed, after which the others are killed."""
+    code = 0
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    return code
+
+
+def _become_rank(rank: int, request: dict[str, Any]) -> None:
+    """Do what is asked for; leaving this function ends the process."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(Path(request["folder"], name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Just before the tests give up, show where this rank is stuck.
+    faulthandler.dump_traceback_later(max(1.0, request["timeout"] - 2.0))
+    signal.alarm(int(request["timeout"]) + 10)  # nobody may be left to end this process
+    random.seed()
+    os.chdir(request["cwd"])
+    os.environ.update(request["env"])
+    try:
+        if request["command"] is None:
+            _call(rank, request)
+        else:
+            _run_script(rank, request)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)  # threads, and a process group with work in flight, may never come to an end
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _run_script(rank: int, request: dict[str, Any]) -> None:
+    """Run the command as `python` would run it."""
+    if request["ranks"]:
+        variables = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_WORLD_SIZE": request["ranks"],
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "TORCHELASTIC_USE_AGENT_STORE": True,
+        }  # fmt: skip
+        os.environ.update({name: str(value) for name, value in variables.items()})
+    script, *arguments = request["command"]
+    if script == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [script, *arguments]
+        sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+def _call(rank: int, request: dict[str, Any]) -> None:
+    """Call the function of `run_on`, and write down its result."""
+    folder, world_size = Path(request["folder"]), request["ranks"]
+    store = dist.TCPStore("127.0.0.1", request["port"], is_master=False)
+    limit = timedelta(seconds=request["timeout"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    fn, args = pickle.loads((folder / "task").read_bytes())
+    torch.manual_seed(0)
+    result = pickle.dumps(fn(rank, world_size, *args))
+    dist.barrier()  # a rank that leaves early would break the connections of those still at work
+    (folder / f"result{rank}").write_bytes(result)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,0 +1,228 @@
+"""`initialize`, and the engine that it returns: `ZeroEngine` with the methods that DeepSpeed's users know.
+
+Here the configuration becomes objects: an optimizer, a schedule, leaf modules. How an engine trains is not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zero import comm
+from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
+from zero.config import Config, load_config
+from zero.deepspeed.leaf import mark_configured
+from zero.deepspeed.lr_schedules import build_scheduler
+from zero.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
+from zero.deepspeed.optimizers import build_optimizer
+from zero.engine import ZeroEngine
+from zero.errors import FOLLOWED_RELEASE, UsageError
+from zero.export import Weights, consolidated_state_dict
+
+logger = logging.getLogger("zero")
+
+
+class DeepSpeedEngine(ZeroEngine):
+    """`ZeroEngine` with DeepSpeed's names for its settings and its place. Made by `initialize`."""
+
+    optimizer_class = DeepSpeedOptimizer
+
+    def __init__(self, model: nn.Module, settings: Config, *args: object, **kwargs: object):
+        super().__init__(model, settings, *args, **kwargs)
+        offload = ParameterOffload(self.hooks)
+        if self.optimizer is not None:
+            self.optimizer.parameter_offload = offload
+
+    @property
+    def _config(self) -> Config:
+        return self.settings
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine computes, and expects its inputs."""
+        return self.comm.device
+
+    @property
+    def local_rank(self) -> int:
+        return self.comm.device.index or 0
+
+    @property
+    def global_rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    dp_world_size = world_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size by changing the number of accumulation steps."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.world_size
+        if train_batch_size % per_step:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro batch x ranks = {per_step}"
+            )
+        self.settings.train_batch_size = train_batch_size
+        self.settings.gradient_accumulation_steps = train_batch_size // per_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the number of accumulation steps stays."""
+        self.settings.train_micro_batch_size_per_gpu = micro_batch_size
+        self.settings.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.scaler is not None and self.scaler.dynamic
+
+    def loss_scale(self) -> float:
+        """The present factor on the loss; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """As `loss_scale()`."""
+        return self.loss_scale()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[str | None]:
+        """The `type` entry of each parameter group, where the script gave one."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[float | tuple[float, float]]:
+        """The momentum, or Adam's betas, of each parameter group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
+        if not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to true to save a model"
+            )
+        weights = Weights(self.module, self.units, self.comm, exclude_frozen=exclude_frozen_parameters)
+        return consolidated_state_dict(self.module, weights)
+
+    _change_recovery_script_permissions = staticmethod(make_executable)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
+        """The file that stands for a rank's optimizer state in a checkpoint; the state itself is in slices."""
+        return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
+
+
+def _setting(key: str) -> Callable[[DeepSpeedEngine], object]:
+    def read(self: DeepSpeedEngine) -> object:
+        value = self.settings
+        for part in key.split("."):
+            value = getattr(value, part)
+        return value
+
+    read.__doc__ = f"The configuration's `{key}`, completed where it was left out."
+    return read
+
+
+# Methods without arguments, each of which tells a key of the configuration.
+for _name, _key in {
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}.items():
+    setattr(DeepSpeedEngine, _name, _setting(_key))
+
+
+def initialize(
+    args: object | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: object | None = None,
+    distributed_port: int | None = None,
+    mpu: object | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: object | None = None,
+    mesh_param: object | None = None,
+    config_params: object | None = None,
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | DeepSpeedOptimizer | None, DataLoader | None, object | None]:
+    """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
+
+    Args:
+        model: the model, ordinary or built under `Init`; its parameters are sharded in place.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes one; it takes
+            precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all that require grad.
+        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
+        training_data: a dataset; the dataloader returned for it has micro-batches of this rank's part, put together
+            by `collate_fn`.
+        config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
+
+    Raises:
+        ValueError: for a bad configuration or an argument that is not supported, by name.
+    """
+    if model is None:
+        raise UsageError("initialize: model is missing")
+    if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
+        raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
+    given = [config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)]
+    sources = [source for source in given if source is not None]
+    if not sources:
+        raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
+    settings = load_config(sources[0])
+    comm.init_distributed()
+    settings.resolve_batch(comm.get_world_size())
+    if comm.get_rank() == 0:
+        logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
+    mark_configured(model, settings.zero_optimization.leaf_module)
+    optimizer = _optimizer(settings, optimizer, model_parameters, model)
+    if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
+        lr_scheduler = partial(build_scheduler, settings.scheduler)
+    engine = DeepSpeedEngine(model, settings, optimizer, lr_scheduler)
+    loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
+    shown = engine.optimizer
+    if shown is not None and settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32:
+        # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
+        shown = engine.optimizer.optimizer
+    return engine, shown, loader, engine.lr_scheduler
+
+
+def _optimizer(
+    settings: Config, given: torch.optim.Optimizer | Callable | None, params: Iterable | None, model: nn.Module
+) -> torch.optim.Optimizer | None:
+    zero = settings.zero_optimization
+    untested = settings.zero_allow_untested_optimizer or zero.stage == 0
+    forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
+    return build_optimizer(settings.optimizer, given, params, model, zero.offloads_optimizer, untested, forced)
+
+
+def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
+    """Micro-batches of this rank's part of `dataset`, shuffled anew by `loader.sampler.set_epoch`."""
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
+    return DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)

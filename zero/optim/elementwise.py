@@ -1,0 +1,79 @@
+"""Which optimizers can update shards: those that are element-wise, and what torch's Adagrad needs for it; Lion.
+
+Shards cut across rows and matrices. So the update of an element may depend on nothing but the history of that element.
+This file knows nothing of units, ranks or the configuration's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from zero.config.optim import why_not_sharded
+
+
+def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError, with the reason, for an optimizer that is known not to be element-wise."""
+    for kind in type(optimizer).__mro__:
+        if refusal := why_not_sharded(kind.__name__):
+            raise ValueError(f"optimizer {refusal}")
+
+
+def make_state_late(optimizer: torch.optim.Optimizer) -> None:
+    """Have Adagrad make its state at the first step, as other optimizers do; torch makes it for the parameters given
+    on construction, which tiles replace."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+        optimizer.register_step_pre_hook(_make_adagrad_state)
+
+
+def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
+    for group in optimizer.param_groups:
+        # As in torch, the sum begins at the optimizer's value, whatever the group says.
+        begin = optimizer.defaults["initial_accumulator_value"]
+        settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.state[param] = torch.optim.Adagrad([param], **settings).state[param]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight decay.
+
+        update = sign(betas[0] * exp_avg + (1 - betas[0]) * grad)
+        param -= lr * (update + weight_decay * param)
+        exp_avg = betas[1] * exp_avg + (1 - betas[1]) * grad
+
+    The sign of 0 is 0. State: `exp_avg`, of the parameter's shape and dtype.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                update = state["exp_avg"].lerp(param.grad, 1 - fast).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update.mul_(group["lr"]))
+                state["exp_avg"].lerp_(param.grad, 1 - slow)
+        return loss

@@ -1,0 +1,122 @@
+"""Reads and writes one sharded parameter's fp32 value, gradient or optimizer state, outside of forward and backward.
+
+A gradient is the one that the optimizer will see, before clipping: the mean over ranks without the loss scale. Nothing
+exists for a parameter that no engine's optimizer trains. A gradient does not exist before the first backward of a step,
+nor after the step. This file knows no configuration and no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zero.errors import UsageError
+from zero.layout import Piece
+from zero.optim.step import optimizer_of
+from zero.optimizer_shard import OptimizerShard
+from zero.unit import Unit, unit_of
+
+FP32, GRADIENT = "fp32 value", "gradient"
+
+
+class ParameterState:
+    """This rank's pieces of one parameter, of one kind of tensor: masters, gradients or an optimizer state."""
+
+    def __init__(self, param: nn.Parameter, kind: str):
+        unit = unit_of(param)
+        self.param, self.kind, self.unit = param, kind, unit
+        self.optimizer = None if unit is None else optimizer_of(unit)
+        if unit is not None:
+            unit.wait_for_update()
+        self.exists = self.optimizer is not None and self._has_values(unit)
+        if self.exists:
+            slot = next(i for i, held in enumerate(unit.params) if held is param)
+            # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
+            self.piece = unit.layout.part(slot, unit.comm.rank)
+
+    def _has_values(self, unit: Unit) -> bool:
+        if self.kind == GRADIENT:
+            reducer = self.optimizer.reducer
+            return reducer.is_fresh(unit) or reducer.carried(unit) is not None
+        return self.kind == FP32 or any(self.kind in state for state in self.optimizer.state.values())
+
+    @property
+    def _shard(self) -> OptimizerShard:
+        return self.optimizer.shards[self.unit]
+
+    @property
+    def _factor(self) -> float:
+        """What a stored gradient must be multiplied by to be the mean gradient."""
+        return self.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
+
+    def _reduced(self) -> torch.Tensor:
+        """The unit's gradient; a copy, reduced for the moment, of one that still waits for its last micro-batch."""
+        unit = self.unit
+        waiting = self.optimizer.reducer.carried(unit)
+        if waiting is None:
+            return self._shard.grad
+        out = torch.empty(unit.layout.shard_numel, device=waiting.device)
+        exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
+        exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
+        return out
+
+    def _places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
+        """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""
+        start, end = piece.start, piece.start + piece.numel
+        if self.kind in (FP32, GRADIENT):
+            yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
+            return
+        yield 0, self.unit.shard.new_empty(0, dtype=torch.float32)
+        for tile in self.optimizer.tiles:
+            first, last = max(start, tile.start), min(end, tile.end)
+            if tile.unit is self.unit and first < last:
+                state = self.optimizer.state[tile.master][self.kind]
+                yield first - start, state[first - tile.start : last - tile.start]
+
+    @torch.no_grad()
+    def read_local(self) -> torch.Tensor | None:
+        """This rank's part, 1-D and possibly empty, as an fp32 copy; None where nothing exists."""
+        if not self.exists:
+            return None
+        device = self.unit.comm.device
+        parts = [part for _, part in self._places(self.piece)]
+        return torch.cat(parts).to(device, torch.float32).mul_(self._factor)
+
+    @torch.no_grad()
+    def read_full(self) -> torch.Tensor | None:
+        """All of it, in the parameter's shape, as an fp32 copy; None where nothing exists. Every rank must call."""
+        if not self.exists:
+            return None
+        comm, full = self.unit.comm, torch.zeros(self.param.numel(), device=self.unit.comm.device)
+        part = full[self.piece.inside : self.piece.inside + self.piece.numel]
+        part.copy_(self.read_local()[: part.numel()])
+        if not self.unit.layout.replicated:
+            comm.all_reduce(full)
+        return full.view(self.param.shape)
+
+    @torch.no_grad()
+    def write_local(self, value: torch.Tensor) -> None:
+        """Store this rank's part. A parameter follows its fp32 value: every rank must call to write that."""
+        if not self.exists:
+            return
+        if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
+            raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
+        if value.numel() != self.piece.numel:
+            raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
+        if self.kind == GRADIENT:
+            self._shard.forget_norm(self.piece.start)
+        for start, place in self._places(self.piece):
+            place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
+        if self.kind == FP32:
+            self._shard.master_was_replaced()
+
+    def write_full(self, value: torch.Tensor) -> None:
+        """Store all of it, given in the parameter's shape. Every rank must call, with the same `value`."""
+        if not self.exists:
+            return
+        if value.shape != self.param.shape:
+            raise ValueError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
+        part = value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel]
+        self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))
