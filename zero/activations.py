@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zero.device import is_accelerator
 from zero.unit import Unit
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
@@ -41,7 +42,7 @@ class HostActivations:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
         if tensor.device != self.device or tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
             return tensor
-        pinned = tensor.device.type == "cuda"
+        pinned = is_accelerator(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
         self.moved_bytes += tensor.nbytes
         return tensor.device, host.copy_(tensor)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zero.clock import Clock
+from zero.device import CPU, accelerator, compute_stream, is_accelerator, new_stream, use
 from zero.watchdog import Watchdog, end_with_launcher
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -74,9 +75,9 @@ class Communicator:
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._native = device.type == "cuda"
-        self._copies: torch.cuda.Stream | None = None
+        backend = dist.get_default_backend_for_device(device)
+        self._native = is_accelerator(device)
+        self._copies: torch.Stream | None = None
         # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
         # operations by their order, and where graphs differ ranks start a reduction between different gathers.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
@@ -136,14 +137,14 @@ class Communicator:
         self, full: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, unit: object
     ) -> Pending:
         """As `all_gather`, beside the device's computation: on a stream of its own, which NCCL's waits for."""
-        compute = torch.cuda.current_stream(self.device)
-        self._copies = self._copies or torch.cuda.Stream(self.device)
-        self._copies.wait_stream(compute)  # the memory of `full` may still be in use there for what it held before
-        with torch.cuda.stream(self._copies):
+        self._copies = self._copies or new_stream(self.device)
+        # The memory of `full` may still be in use there for what it held before.
+        self._copies.wait_stream(compute_stream(self.device))
+        with self._copies:
             own.copy_(shard, non_blocking=True)
             if self.world_size == 1:
                 arrived = self._copies.record_event()
-                return Pending((), lambda: torch.cuda.current_stream(self.device).wait_event(arrived), (own, shard))
+                return Pending((), lambda: compute_stream(self.device).wait_event(arrived), (own, shard))
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = gather(full, own, group=self._group, async_op=True)
         return Pending([work], None, (full, own, shard), self.watchdog, unit)
@@ -304,9 +305,10 @@ def communicator() -> Communicator:
 
 def compute_device() -> torch.device:
     """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
-    if torch.cuda.is_available() and (not is_initialized() or "nccl" in dist.get_backend()):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")
+    device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
+    if device is None or (is_initialized() and dist.get_default_backend_for_device(device) not in dist.get_backend()):
+        return CPU
+    return device
 
 
 def default_timeout() -> timedelta:
@@ -334,11 +336,11 @@ def init_distributed(
     The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU and gloo on a CPU.
     """
     device = compute_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use(device)
     if dist.is_initialized():
         return
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    native = dist.get_default_backend_for_device(device)
+    backend = dist_backend or (f"cpu:gloo,{device.type}:{native}" if is_accelerator(device) else native)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
     dist.init_process_group(

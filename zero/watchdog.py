@@ -59,6 +59,9 @@ class Watchdog:
         """Where the main thread was last: anything with a useful `str()`. It is not kept alive by this."""
         return self._position() or "a module that is gone"
 
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
     def set_position(self, where: object) -> None:
         """The main thread is at `where` now."""
         self._position = weakref.ref(where)

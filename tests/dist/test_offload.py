@@ -14,9 +14,10 @@ from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
+from zero import device
 from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from zero.offload import tiers
-from zero.optim import cpu_adam, placement
+from zero.optim import cpu_adam
 
 STEPS = 8
 FILES = {"device": "nvme", "max_in_cpu": 0}
@@ -47,7 +48,7 @@ def plain(rank: int, world_size: int) -> Curve:
 def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tuple[Curve, list[int]]:
     engine = engine_on(folder, FILES, {**BEHIND, "ratio": "auto"})
     remaining, here, curve = list(rooms), [], Curve()
-    placement.headroom = lambda device: (remaining.pop(0), 10 << 30)
+    device.room = lambda _: (remaining.pop(0), 10 << 30)
     for batch in batches("t5", STEPS):
         one = train_zero(engine, [batch])
         curve.losses += one.losses

@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +26,9 @@ from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole, write
 from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
 from zero.checkpoint.model import model_config
 from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.state import Trained
 from zero.checkpoint.values import decode, dtype_name, encode
 from zero.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -43,7 +40,7 @@ _BYTES_PER_SLICE = 1024
 
 
 def save_checkpoint(
-    engine: ZeroEngine,
+    engine: Trained,
     save_dir: str | os.PathLike,
     tag: str | None = None,
     client_state: dict | None = None,
@@ -112,9 +109,7 @@ def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
     return tags[0]
 
 
-def _collect(
-    engine: ZeroEngine, ranks: Ranks, client_state: dict, exclude_frozen: bool
-) -> tuple[dict[str, Slices], dict]:
+def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: bool) -> tuple[dict[str, Slices], dict]:
     """This rank's slices, as views, and the description, the same on all ranks."""
 
     def collect() -> tuple[dict[str, Slices], dict, dict]:
@@ -139,7 +134,7 @@ def _collect(
     return slices, description
 
 
-def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict:
     """All of `checkpoint.json` that every rank knows."""
     optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
     description = {
@@ -177,7 +172,7 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
     return description
 
 
-def _parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+def _parameters(engine: Trained, exclude_frozen: bool = False) -> dict[str, dict]:
     """Shape and compute dtype of each sharded parameter, in the model's order."""
     found = {
         name: {"shape": list(slot.shape), "dtype": dtype_name(unit.dtype), "trainable": unit.trainable}
@@ -212,7 +207,7 @@ def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: 
 
 
 def load_checkpoint(
-    engine: ZeroEngine,
+    engine: Trained,
     load_dir: str | os.PathLike,
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -278,7 +273,7 @@ def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
     return manifest
 
 
-def _check_optimizer(engine: ZeroEngine, manifest: Manifest) -> None:
+def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
     stored, remedy = manifest.optimizer, "load with load_optimizer_states=False to start with a fresh state"
     if stored is None:
@@ -291,7 +286,7 @@ def _check_optimizer(engine: ZeroEngine, manifest: Manifest) -> None:
             raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
-def _names_to_load(engine: ZeroEngine, manifest: Manifest, strict: bool) -> set[str]:
+def _names_to_load(engine: Trained, manifest: Manifest, strict: bool) -> set[str]:
     """Names that the model and the checkpoint have in common.
 
     Raises ValueError if shapes differ, or, if `strict`, names.
@@ -320,7 +315,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool) -> None:
+def _read(engine: Trained, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool) -> None:
     """Read the weights `names`, and the optimizer's state if wanted."""
     if engine.optimizer is not None:
         engine.optimizer.end_updates()
@@ -351,12 +346,11 @@ def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str]
             unit.refresh()
 
 
-def _restore_progress(engine: ZeroEngine, manifest: Manifest, with_optimizer: bool) -> None:
-    engine.global_steps, engine.skipped_steps = manifest.global_steps, manifest.skipped_steps
-    engine.global_samples = manifest.global_samples
+def _restore_progress(engine: Trained, manifest: Manifest, with_optimizer: bool) -> None:
     accumulation = engine.settings.gradient_accumulation_steps
     same = accumulation == manifest.gradient_accumulation_steps
-    engine.micro_steps = manifest.micro_steps if same else engine.global_steps * accumulation
+    micro_steps = manifest.micro_steps if same else manifest.global_steps * accumulation
+    engine.set_progress(manifest.global_steps, micro_steps, manifest.skipped_steps, manifest.global_samples)
     if with_optimizer:
         state.restore_group_settings(engine, manifest)
         if engine.scaler is not None and manifest.loss_scaler is not None:

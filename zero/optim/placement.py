@@ -8,14 +8,12 @@ depend on it.
 
 from __future__ import annotations
 
-import os
-import resource
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
+from zero import device
 from zero.comm import Communicator
 from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
@@ -23,31 +21,6 @@ from zero.unit import Unit
 
 # Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
 STEPS_TO_WATCH = 2
-
-
-def headroom(device: torch.device) -> tuple[int, int]:
-    """(bytes that were still free when memory was fullest, bytes of it in all), for this rank's part of the host."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device), total
-    known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    limit, used = _of_container("memory.max"), _of_container("memory.current")
-    if limit is not None and used is not None:
-        cached = _of_container("memory.stat", "file") or 0
-        available, total = min(available, limit - used + cached), min(total, limit)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return available // ranks - max(0, peak - resident), total // ranks
-
-
-def _of_container(name: str, line: str = "") -> int | None:
-    """A number of this process's control group (version 2), in one of the file's lines; None if there is none."""
-    path = Path("/sys/fs/cgroup") / name
-    lines = path.read_text().splitlines() if path.exists() else []
-    text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
-    return int(text) if text.isdigit() else None
 
 
 class Placement:
@@ -78,7 +51,7 @@ class Placement:
         if not self._automatic or self._steps < STEPS_TO_WATCH:
             return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
-        room = torch.tensor(headroom(self.here.device), device=comm.device)
+        room = torch.tensor(device.room(self.here.device), device=comm.device)
         free, total = comm.all_reduce(room, op="min").tolist()
         reserve, found = max(1 << 30, total // 10), []
         kept = [shard for shard in self.shards if shard.tier == self.here]

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import torch
 
+from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim.step import ZeroOptimizer
@@ -44,7 +45,7 @@ class Relocation:
         wanted = set(STATES if names is None else names)
         if unknown := wanted - set(STATES):
             raise UsageError(f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}")
-        host = Tier(torch.device("cpu"), pinned and self.here.device.type == "cuda")
+        host = Tier(torch.device("cpu"), pinned and is_accelerator(self.here.device))
         self._move(wanted - self.away, host)
         self.away |= wanted
 
