@@ -26,6 +26,7 @@ from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, mode
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator, Pending
+from zero.gathered import gather_range
 from zero.layout import Slot
 from zero.optim.step import precise_values
 from zero.parameters import ShardedParameter
@@ -159,8 +160,8 @@ class Weights:
         unit.wait_for_update()
         source = unit.shard if part.dtype == unit.dtype else precise_values(unit)
         if into.numel() < layout.padded or layout.replicated:
-            return into, unit.gather_range(into, part.start, source)
-        own = into[slice(*layout.shard_range(self.comm.rank))]
+            return into, gather_range(unit, into, part.start, source)
+        own = into[slice(*unit.shard_range)]
         if source is unit.shard:
             unit.tier.load(own, source).wait()
         else:

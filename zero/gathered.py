@@ -1,7 +1,7 @@
 """`GatheredParameters` shows sharded values for a while.
 
 A unit is unsharded whole, in one all-gather, if most of it is asked for or if it is to be changed. If less is asked
-for, as by a loop over single parameters, only those are gathered.
+for, as by a loop over single parameters, only those are gathered. This file knows nothing of hooks or the optimizer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,40 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from zero.comm import Pending
 from zero.unit import State, Unit, unit_of, unsharded
 
 logger = logging.getLogger("zero")
+
+
+def gather_range(unit: Unit, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
+    """Start to fill `into` (1-D) with what `unit.full` would have from element `start` on, out of ranks' `source`.
+
+    `source` is the shard or the master; `into` may have another dtype, the same on all ranks.
+    """
+    unit.wait_for_update()
+    ranks, owned = unit.comm.shard_group, []
+    for rank in range(ranks.size):
+        first, end = unit.layout.shard_range(rank)
+        low, high = max(first, start), min(end, start + into.numel())
+        if low < high:
+            owned.append((rank, into[low - start : high - start]))
+            if rank == ranks.rank:
+                owned[-1][1].copy_(source[low - first : high - first])
+    return Pending() if unit.layout.replicated else unit.comm.start_broadcasts(owned)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _gather_single(unit: Unit, indices: Iterable[int]) -> Pending:
+    """Start to gather single parameters into memory of their own; the unit stays sharded."""
+    works = []
+    for i in indices:
+        slot = unit.layout.slots[i]
+        values = torch.empty(slot.numel, dtype=unit.dtype, device=unit.comm.device)
+        works.append(gather_range(unit, values, slot.offset, unit.shard))
+        unit.add_single(i, values)
+    return Pending(works)
 
 
 class GatheredParameters:
@@ -49,7 +80,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         self._single = {unit: self._one_by_one(unit, indices) for unit, indices in self.asked.items()}
-        pending = [unit.gather_single(indices) for unit, indices in self._single.items()]
+        pending = [_gather_single(unit, indices) for unit, indices in self._single.items()]
         writes = self.modifier_rank is not None
         whole = (unit for unit in self.asked if not self._single[unit])
         self._unsharded = unsharded([unit for unit in whole if writes or not unit.has_single(self.asked[unit])])

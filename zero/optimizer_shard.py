@@ -117,7 +117,7 @@ class OptimizerShard:
         if not self.is_offloaded:
             self.grad = values
             return Pending()
-        for piece in self.unit.layout.pieces(self.unit.comm.rank):
+        for piece in self.unit.pieces:
             part = values[piece.start : piece.start + piece.numel]
             self._norms[piece.start] = torch.linalg.vector_norm(part, dtype=torch.float32)
         if self.grad is None:

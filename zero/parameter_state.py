@@ -34,7 +34,7 @@ class ParameterState:
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
             # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
-            self.piece = unit.layout.part(slot, unit.comm.rank)
+            self.piece = unit.layout.part(slot, unit.comm.shard_group.rank)
 
     def _has_values(self, unit: Unit) -> bool:
         if self.kind == GRADIENT:

@@ -71,7 +71,8 @@ class Unit:
     """Parameters that are gathered, reduced and released together.
 
     Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), full (1-D, compute dtype, all values with
-    padding; its storage is empty while the unit is sharded), state, users (how many callers need the parameters
+    padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
+    (what of each parameter lies in the shard), state, users (how many callers need the parameters
     unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
     strict (a change of unsharded values that would be lost is an error).
     """
@@ -98,11 +99,13 @@ class Unit:
         self.comm, self.residency = comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
-        self.layout = UnitLayout([param.shape for param in self.params], comm.world_size, replicated)
+        ranks = comm.shard_group
+        self.layout = UnitLayout([param.shape for param in self.params], ranks.size, replicated)
+        self.shard_range, self.pieces = self.layout.shard_range(ranks.rank), self.layout.pieces(ranks.rank)
         self.tier = self.home = tier or Tier(comm.device)
         on_device = self.tier == Tier(comm.device)
         # One rank whose shard already lies on the compute device has nothing to gather.
-        self.persistent = persistent or (comm.world_size == 1 and on_device)
+        self.persistent = persistent or (ranks.size == 1 and on_device)
         self.state, self.users, self.version = State.SHARDED, 0, 0
         self.index = {param: i for i, param in enumerate(self.params)}
         self._writer: ShardWriter | None = None
@@ -117,7 +120,7 @@ class Unit:
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._views = ParameterViews(self.params, self.layout, self.full, owner=self)
-        self._views.label(self.shard, comm.rank, self.persistent)
+        self._views.label(self.shard, self.pieces, self.persistent)
         if self.persistent:
             residency.add_persistent(self.layout.numel)
             self._views.show_values()
@@ -181,7 +184,7 @@ class Unit:
         self.state, self.shard, self.full, self._writer = State.SHARDED, None, None, None
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
-        return full[slice(*self.layout.shard_range(self.comm.rank))]
+        return full[slice(*self.shard_range)]
 
     # -- the shard
 
@@ -243,7 +246,7 @@ class Unit:
             self._views.show_values()
         else:
             self.shard, self.tier = tier.keep(self.shard), tier
-        self._views.label(self.shard, self.comm.rank, self.persistent)
+        self._views.label(self.shard, self.pieces, self.persistent)
 
     # -- transitions
 
@@ -341,49 +344,25 @@ class Unit:
         """Whether somebody holds unsharded values of this unit."""
         return self.users > 0 or bool(self._views.single)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def gather_single(self, indices: Iterable[int]) -> Pending:
-        """Start to gather single parameters into memory of their own, for `show_single`; the unit stays sharded."""
-        works = []
-        for i in indices:
-            slot = self.layout.slots[i]
-            values = torch.empty(slot.numel, dtype=self.dtype, device=self.comm.device)
-            works.append(self.gather_range(values, slot.offset, self.shard))
-            self.residency.add(slot.numel)
-            self._views.single[i] = values.view(slot.shape)
-        return Pending(works)
+    def add_single(self, index: int, values: torch.Tensor) -> None:
+        """Take `values` (1-D), memory of its own, for what parameter number `index` shows after `show_single`."""
+        self.residency.add(values.numel())
+        self._views.single[index] = values.view(self.layout.slots[index].shape)
 
     def has_single(self, indices: Iterable[int]) -> bool:
         """Whether each of these parameters is unsharded by itself."""
         return all(i in self._views.single for i in indices)
 
     def show_single(self, indices: Iterable[int]) -> None:
-        """Have these parameters show what `gather_single` has gathered."""
+        """Have these parameters show what they were given by `add_single`."""
         self._views.show_single(indices)
 
     def free_single(self, indices: Iterable[int]) -> None:
-        """Undo `gather_single` and `show_single`."""
+        """Undo `add_single` and `show_single`."""
         for i in indices:
             self.residency.remove(self._views.single.pop(i).numel())
             if self.state is not State.UNSHARDED:
                 self._views.hide_single(i)
-
-    def gather_range(self, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
-        """Start to fill `into` (1-D) with what `full` would have from element `start` on, out of ranks' `source`.
-
-        `source` is the shard or the master; `into` may have another dtype, the same on all ranks.
-        """
-        self.wait_for_update()
-        owned: list[tuple[int, torch.Tensor]] = []
-        for rank in range(self.comm.world_size):
-            first, end = self.layout.shard_range(rank)
-            low, high = max(first, start), min(end, start + into.numel())
-            if low < high:
-                owned.append((rank, into[low - start : high - start]))
-                if rank == self.comm.rank:
-                    owned[-1][1].copy_(source[low - first : high - first])
-        return Pending() if self.layout.replicated else self.comm.start_broadcasts(owned)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from zero.layout import UnitLayout
+from zero.layout import Piece, UnitLayout
 from zero.parameters import ParameterOwner, hide, owner_of, placeholder, show
 
 
@@ -81,8 +81,8 @@ class ParameterViews:
             if owner_of(param) is self._owner:
                 param.ds_status = status
 
-    def label(self, shard: torch.Tensor, rank: int, persistent: bool) -> None:
-        """Set the attributes that do not change with the state; `shard` is that of rank `rank`.
+    def label(self, shard: torch.Tensor, pieces: Sequence[Piece], persistent: bool) -> None:
+        """Set the attributes that do not change with the state; `pieces` is what `shard` holds.
 
         `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. For
         the only parameter of a unit it is the whole shard, padding included: there a new `ds_tensor.data` replaces the
@@ -93,7 +93,7 @@ class ParameterViews:
                 param.ds_id = next(_ids)
             param.ds_numel, param.ds_shape, param.ds_persist = param.numel(), param.shape, persistent
             param.ds_tensor = shard[:0]
-        for piece in self._layout.pieces(rank):
+        for piece in pieces:
             self._params[piece.slot].ds_tensor = shard[piece.start : piece.start + piece.numel]
         if len(self._params) == 1:
             # A persistent shard is a part of the buffer, and must stay one.

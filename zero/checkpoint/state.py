@@ -69,7 +69,7 @@ def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
     for unit in engine.units:
         if exclude_frozen and not unit.trainable:
             continue
-        for piece in unit.layout.pieces(engine.comm.rank):
+        for piece in unit.pieces:
             values = precise_values(unit)[piece.start : piece.start + piece.numel]
             name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
@@ -95,13 +95,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 # -- optimizer state
 
 
-def _parts(tile: Tile, rank: int) -> Iterator[tuple[str, int, int, slice]]:
+def _parts(tile: Tile) -> Iterator[tuple[str, int, int, slice]]:
     """What a tile holds of parameters: (name, its elements, position in it, where that is in the tile's tensors)."""
-    layout = tile.unit.layout
-    for piece in layout.pieces(rank):
+    for piece in tile.unit.pieces:
         first, end = max(piece.start, tile.start), min(piece.start + piece.numel, tile.end)
         if first < end:
-            name, numel = tile.unit.param_names[piece.slot], layout.slots[piece.slot].numel
+            name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
             yield name, numel, piece.inside + first - piece.start, slice(first - tile.start, end - tile.start)
 
 
@@ -118,7 +117,7 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
             if value is None:
                 continue
             kind = kinds.setdefault(key, _kind(key, value, tile.master))
-            for name, numel, position, where in _parts(tile, engine.comm.rank):
+            for name, numel, position, where in _parts(tile):
                 if "dtype" in kind:
                     add(slices, f"optimizer/{key}/{name}", numel, position, value[where])
                 elif position == 0:
@@ -145,7 +144,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     optimizer.state.clear()  # what is read needs its room
     HostTrimmer(every=0).freed_elements(0)
     for tile in optimizer.tiles:
-        parts = list(_parts(tile, engine.comm.rank))
+        parts = list(_parts(tile))
         if not parts:
             continue  # a tile of padding gets its state from the optimizer, as it did when training began
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them

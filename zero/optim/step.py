@@ -124,7 +124,7 @@ class ZeroOptimizer:
         self._pieces = [
             (number_of[unit.params[piece.slot]], shard, piece.start, piece.start + piece.numel)
             for unit, shard in self.shards.items()
-            for piece in unit.layout.pieces(self.comm.rank)
+            for piece in unit.pieces
             if unit.params[piece.slot] in number_of
         ]
 

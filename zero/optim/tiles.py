@@ -46,8 +46,7 @@ def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) 
     A run of slots in one group is one tile, gaps included: gradients are zero there and stay so. Parameters that
     are in no group are in no tile, and stay as they are.
     """
-    layout = shard.unit.layout
-    low, high = layout.shard_range(shard.unit.comm.rank)
+    layout, (low, high) = shard.unit.layout, shard.unit.shard_range
     starts: list[tuple[int, int | None]] = []
     for param, slot in zip(shard.unit.params, layout.slots, strict=True):
         group = group_of.get(param)
