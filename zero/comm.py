@@ -1,11 +1,11 @@
 """The only caller of `torch.distributed` for parameters and gradients.
 
 [Note: collectives]
-Every operation is in place on flat 1-D tensors, so that nothing is copied before or after it, and returns a `Pending`
-whose `wait()` makes the result usable. On NCCL the collectives are torch's own. On gloo the same exchange is made of
-point-to-point messages: torch's gloo reduce-scatter takes 1.7-3 times as long for 1-100 MB, its all-gather 1.2 times,
-and 3.5 times for 100 MB (benchmarks/collectives.py), and summing received slices here, in rank order and in fp32, is
-deterministic and more precise. Broadcasts and sums of all are torch's: nothing else is faster but by tenths of a
+Every operation works in place on flat 1-D tensors: nothing is copied before or after it. It returns a `Pending`, whose
+`wait()` makes the result usable. On an accelerator the collectives are torch's own. On gloo the same exchange is made
+of point-to-point messages. torch's gloo reduce-scatter takes 1.7-3 times as long for 1-100 MB, its all-gather 1.2
+times, and 3.5 times for 100 MB (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32:
+that is deterministic and more precise. Broadcasts and all-reduces are torch's: others would save tenths of a
 millisecond.
 
 [Note: groups of ranks]
@@ -96,8 +96,9 @@ class Communicator:
         backend = dist.get_default_backend_for_device(device)
         self._native = is_accelerator(device)
         self._copies: torch.Stream | None = None
-        # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
-        # operations by their order, and where graphs differ ranks start a reduction between different gathers.
+        # Process groups of our own: messages of the engine and of user code can never be mistaken for one another. NCCL
+        # matches operations by their order. Where graphs differ, ranks start a reduction between different all-gathers:
+        # so reductions have a group to themselves.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
 
@@ -116,16 +117,16 @@ class Communicator:
         self.elements[name] += numel
 
     def _next_tag(self, kind: str, unit: object) -> int:
-        """Of the next message of `kind` about `unit`: 22 bits for its number, 1 bit, and 8 bits that count.
+        """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
 
-        Messages of ranks that have gone different ways never match, and the watchdog finds them waiting.
+        Messages of ranks that run different modules never match. Their ranks wait, and the watchdog finds them.
         """
         key = getattr(unit, "serial", 0)
         self._messages[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
     def _peers(self) -> list[int]:
-        """All other ranks of the shard group, nearest first, so that no rank is everybody's first receiver."""
+        """All other ranks of the shard group, beginning with the next one: each rank has another first receiver."""
         rank, size = self.shard_group
         return [(rank + step) % size for step in range(1, size)]
 
@@ -162,8 +163,8 @@ class Communicator:
         with self._copies:
             own.copy_(shard, non_blocking=True)
             if self.shard_group.size == 1:
-                arrived = self._copies.record_event()
-                return Pending((), lambda: compute_stream(self.device).wait_event(arrived), (own, shard))
+                copied = self._copies.record_event()
+                return Pending((), lambda: compute_stream(self.device).wait_event(copied), (own, shard))
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = gather(full, own, group=self._group, async_op=True)
         return Pending([work], None, (full, own, shard), self.watchdog, unit)
@@ -294,9 +295,9 @@ class Communicator:
 
     def exchange(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
-        texts: list[str | None] = [None] * self.world_size
+        texts = [text] * self.world_size
         self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
-        return [text] if self.world_size == 1 else texts
+        return texts
 
     def barrier(self) -> None:
         self._blocking("a barrier", lambda: dist.barrier(group=self._group))

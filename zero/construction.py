@@ -49,7 +49,7 @@ def make_units(
     doubles = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
     if doubles and dtype is None:
         raise UsageError(f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first")
-    # Below stage 3 nothing is gathered for use; units are what is reduced together.
+    # Below stage 3 nothing is gathered for use; a unit is what one reduction takes.
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold, group_of)
     for param in () if dtype is None else model.parameters():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import resource
 from pathlib import Path
 
 import torch
@@ -63,19 +62,25 @@ def compute_stream(device: torch.device) -> torch.Stream:
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """(bytes that were still free when memory was fullest, bytes in all); for the host this rank's part of it."""
+    """(bytes that were free when memory was fullest since the last call, bytes in all); of the host this rank's part.
+
+    The peak counters of torch's allocator, or of the process, begin anew.
+    """
     if is_accelerator(device):
         free, total = torch.accelerator.get_memory_info(device)
-        reserved = torch.accelerator.memory_reserved(device)
-        return free + reserved - torch.accelerator.max_memory_allocated(device), total
+        free += torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return free, total
     known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
     limit, used = _of_container("memory.max"), _of_container("memory.current")
     if limit is not None and used is not None:
         cached = _of_container("memory.stat", "file") or 0
         available, total = min(available, limit - used + cached), min(total, limit)
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    own = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, resident = (int(own[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
+    with contextlib.suppress(OSError):  # where a container forbids it, the peak stays that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return available // ranks - max(0, peak - resident), total // ranks
 

@@ -1,6 +1,7 @@
 """The engine: forward, backward and step over sharded state.
 
-It has no arithmetic of its own. It knows neither DeepSpeed nor how the configuration names an optimizer.
+It has no arithmetic of its own: `zero/construction.py` makes its parts, and each method calls them. It knows neither
+DeepSpeed nor how the configuration names an optimizer.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class ZeroEngine(Accumulation, nn.Module):
         """The loss times the present loss scale, for a script that calls `backward()` on it by itself.
 
         Accumulation needs no factor: gradients of a backward that the script runs are divided by
-        `gradient_accumulation_steps` as they arrive. `retain_graph` is there for compatibility.
+        `gradient_accumulation_steps` when they are collected. `retain_graph` is there for compatibility.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}")
@@ -200,7 +201,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.tput_timer.stop(boundary)
         self.relocation.refuse_absent("step")
         if boundary:
-            self._refuse_shown("the step")
+            self._refuse_use("the step")
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
@@ -218,9 +219,9 @@ class ZeroEngine(Accumulation, nn.Module):
             self.skipped_steps += 1
             self._log_skip()
 
-    def _refuse_shown(self, before: str) -> None:
-        """Values that are shown cannot be renewed or moved under whoever looks at them."""
-        self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
+    def _refuse_use(self, before: str) -> None:
+        """Raise UsageError while somebody uses unsharded values: they can neither be renewed nor moved."""
+        self.hooks.forget_broken_pass()  # units of a forward without a backward are still unsharded
         for unit in self.units:
             if unit.is_in_use and not unit.persistent:
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
@@ -252,7 +253,7 @@ class ZeroEngine(Accumulation, nn.Module):
         return None if self.optimizer is None else self.optimizer.grad_norm
 
     def allreduce_gradients(self) -> None:
-        """Gradients are reduced while backward runs: nothing but a wait is left to do here."""
+        """Wait for the reductions that backward has started."""
         self.reducer.drain()
 
     def empty_partition_cache(self) -> None:
@@ -282,13 +283,13 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.optimizer is not None:
             self.optimizer.wait()
         self.reducer.drain()
-        self._refuse_shown("offload_states")
+        self._refuse_use("offload_states")
         self.empty_partition_cache()
         self.relocation.send(include, pin_memory)
         empty_cache(self.comm.device)  # what was freed is for others
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` moved away."""
+        """Move back what `offload_states` has moved."""
         self.relocation.bring_back()
 
     # -- weights out

@@ -1,4 +1,7 @@
-"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict."""
+"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict.
+
+This file knows nothing of training: neither hooks nor gradients.
+"""
 
 from __future__ import annotations
 
@@ -103,31 +106,31 @@ class Weights:
         """
         ranks, stream = Ranks.of(self.comm, what), self.stream()
 
-        def run() -> T | None:
+        def on_rank() -> T | None:
             try:
                 return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
             finally:
-                for _ in stream:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
+                for _ in stream:  # every rank takes part in every gather: the other ranks, and rank 0 after an error
                     pass
 
-        return ranks.together(run)
+        return ranks.run(on_rank)
 
     @torch.no_grad()
     def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
         """Every rank gets each (name, weight) on the compute device; a weight is valid until the next one is asked for.
 
-        Two buffers take turns: while one is handed out, the other is filled. Together they take `max_bytes` (more if a
+        Two buffers take turns: while one is handed out, the other is filled. Both take `max_bytes` in all (more if a
         single weight is larger than half of that).
         """
         parts = [part for unit in self.units for part in self._parts(unit, max_bytes // 2)]
         largest = max((part.nbytes for part in parts if not self._is_here(part.unit)), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)]
-        arriving: tuple[torch.Tensor, Pending] | None = None
+        next_one: tuple[torch.Tensor, Pending] | None = None
         for number, part in enumerate([*parts, None]):
-            arrived, arriving = arriving, None if part is None else self._gather(part, buffers[number % 2])
-            if arrived is None:
+            this_one, next_one = next_one, None if part is None else self._gather(part, buffers[number % 2])
+            if this_one is None:
                 continue
-            values, pending = arrived
+            values, pending = this_one
             pending.wait()
             last = parts[number - 1]
             for name, slot in last.named_slots():

@@ -1,7 +1,7 @@
 """What to unshard when: the schedule's decisions carried out on the units of one engine.
 
-This file knows nothing of modules, hooks, gradients or the optimizer. It never decides by whether a transfer happens to
-be finished: all ranks must start the same all-gathers in the same order.
+This file knows nothing of modules, hooks, gradients or the optimizer. No decision depends on whether a transfer happens
+to be finished: all ranks must start the same all-gathers in the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zero.unit import State, Unit
 class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
-    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Persistent units
-    are left alone.
+    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Nothing is done to
+    persistent units.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, comm: Communicator, residency: Residency):
@@ -31,7 +31,7 @@ class Gathering:
         self._schedule.begin(kind, wraps)
 
     def end_pass(self) -> None:
-        """The pass is over: whatever was prefetched in vain is resharded."""
+        """The pass is over: reshard what was prefetched and not used."""
         self._schedule.end()
         for unit in self._units:
             if unit.state is State.GATHERING:
@@ -72,7 +72,7 @@ class Gathering:
             if unit.state is State.SHARDED:
                 if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
                     return
-                # With several ranks the update is waited for instead: all must decide alike.
+                # Several ranks wait for the update instead: all must decide alike.
                 if not unit.is_ready and self._comm.shard_group.size == 1:
                     return
                 unit.all_gather()

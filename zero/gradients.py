@@ -89,7 +89,7 @@ class GradientReducer:
         self.backwards += 1
 
     def collect(self, unit: Unit, index: int) -> None:
-        """Take over the gradient that autograd left on the unit's parameter number `index`."""
+        """Take the gradient that autograd put on the unit's parameter number `index`."""
         param = unit.params[index]
         grad, param.grad = param.grad, None
         if grad.is_sparse:
@@ -106,15 +106,15 @@ class GradientReducer:
         target.add_(grad) if index in entry.parts else target.copy_(grad)
         entry.parts[index] = None
 
-    def collect_left(self, unit: Unit) -> None:
-        """Before a step: take over gradients that the script put on parameters by itself, the same ones on all ranks.
+    def collect_from_script(self, unit: Unit) -> None:
+        """Before a step: take gradients that the script itself has put on parameters, the same ones on all ranks.
 
-        They are added to those of backwards; scaled, as those are, if there is a loss scale.
+        They are added to those of backwards. With a loss scale they must be scaled as those are.
         """
-        left = [index for index, param in enumerate(unit.params) if param.grad is not None]
-        for index in left:
+        found = [index for index, param in enumerate(unit.params) if param.grad is not None]
+        for index in found:
             self.collect(unit, index)
-        if left:
+        if found:
             self._factor = 1.0
             self.reduce(unit)
 
@@ -143,7 +143,7 @@ class GradientReducer:
         self._start(unit, flat)
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
-        unit.wait_for_update()  # which reads the gradient of the step before
+        unit.wait_for_update()  # the update of the step before reads the buffer that is about to be written
         shard, accumulate = self._shards[unit], unit in self._fresh
         self._fresh.add(unit)
         in_place = not (shard.is_offloaded and accumulate)
@@ -155,7 +155,7 @@ class GradientReducer:
         while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
         if shard.is_offloaded and accumulate:
-            self.drain()  # the sum so far may be on its way out
+            self.drain()  # the sum so far may still be on its way to its tier
         out = shard.reduction_target(self.sum_dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
         pending = exchange(out, flat, accumulate, self.bucket_size, unit)
@@ -228,7 +228,7 @@ class GradientReducer:
             self._offloading.popleft().wait()
 
     def clear(self) -> None:
-        """Forget all gradients; their buffers are written anew in the next cycle."""
+        """Forget all gradients; the next ones are written over them."""
         self.drain()
         for unit, shard in self._shards.items():
             shard.end_cycle()
@@ -240,7 +240,7 @@ class GradientReducer:
         self.buffered = self.backwards = 0
 
     def free(self) -> None:
-        """Let go of all gradients and their memory."""
+        """Forget all gradients, and free their memory."""
         self.clear()
         for shard in self._shards.values():
             shard.free_gradient()

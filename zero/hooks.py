@@ -1,4 +1,4 @@
-"""Module and autograd hooks: they find out where a training step is, and tell the three policies.
+"""Module and autograd hooks: they follow a training step and call the three policies.
 
     zero/gathering.py   what to unshard, and when to reshard
     zero/reduction.py   which reduction may start
@@ -9,17 +9,17 @@ This file knows nothing of transfers, of memory or of the optimizer.
 [Note: life of a unit in a training step]
     forward of a module    unshard its units -> the module runs -> release them
     backward of its output unshard them again (autograd is about to run the module backwards)
-    last gradient arrived  release; the reduction may start
+    its last gradient      release; the reduction may start
 
-All uses of a trainable parameter lie before the moment its gradient is complete, so a unit whose gradients have all
-arrived is not needed any more. That does not serve units whose gradients come late or never: tied ones
-(complete only after the last owner) and frozen ones. These are released when the gradients of the inputs of the call
-are complete. What is still unsharded at the end of backward is released then.
+Every use of a trainable parameter lies before the moment its gradient is complete. So a unit that has all of its
+gradients is not needed any more. Tied units get theirs only after the last owner, and frozen ones never. Both are
+released when the gradients of the call's inputs are complete. Units still unsharded at the end of backward are released
+then.
 
-Activation checkpointing runs forward code again inside of backward. Where it runs a hooked module again, the unit
-unsharded there stays so for the backward that follows. Where it runs inside of the hooked module (as in transformers),
-the unit was unsharded before. Autograd's graph does not tell which gradients will come (reentrant checkpointing makes
-graphs on the way), so a unit with a parameter that got none stays unsharded to the end of backward.
+Activation checkpointing runs forward code again inside of backward. If it runs a hooked module again, the unit
+unsharded there stays so for the backward that follows. If it runs inside of the hooked module (as in transformers), the
+unit was unsharded before. Autograd's graph does not tell which gradients will come, since reentrant checkpointing makes
+graphs on the way. So a unit with a parameter that got no gradient stays unsharded to the end of backward.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # In the first training pass all reads must get a gradient. Later an expert may well rest for a step.
+        # In the first training pass every read must get a gradient. Later an expert may go without for a step.
         self._is_first = True
-        self._thawed: set[Unit] = set()
+        self._unfrozen: set[Unit] = set()
         self._backward_is_open = self._has_gradients = False
         self.forward_hooks: list = []
         self.backward_hooks: list = []
@@ -144,14 +144,14 @@ class ModuleHooks:
     def _begin_pass(self, name: str) -> None:
         self._in_pass, self._training = True, torch.is_grad_enabled()
         if self._training:
-            self._warn_of_thawed()
+            self._warn_of_unfrozen()
         kind = (name, self.module.training)
         self._gathering.begin_pass(kind, wraps=not self._training or not self._last_micro_step())
 
-    def _warn_of_thawed(self) -> None:
+    def _warn_of_unfrozen(self) -> None:
         for unit in self.units:
-            if not unit.trainable and unit not in self._thawed and any(param.requires_grad for param in unit.params):
-                self._thawed.add(unit)
+            if not unit.trainable and unit not in self._unfrozen and any(param.requires_grad for param in unit.params):
+                self._unfrozen.add(unit)
                 logger.warning(
                     "%s was frozen when the engine was made, and stays as it is: set requires_grad before initialize()",
                     unit,
@@ -173,7 +173,7 @@ class ModuleHooks:
             self._end_pass()
 
     def forget_broken_pass(self) -> None:
-        """Release whatever a forward without a backward, or one that ended in an exception, left unsharded."""
+        """Release what a forward without a backward, or one that raised an exception, has unsharded."""
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -234,8 +234,8 @@ class ModuleHooks:
         passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
         for tensor in tensors_with_grad(output):
             if tensor.grad_fn is not None and id(tensor) not in passed_through:
-                # On the node, not on the tensor: hooks of the tensor, which is the next module's input, come first,
-                # so that the next module's units are released before these are unsharded.
+                # On the node, not on the tensor. The tensor is the next module's input, and its hooks come first: the
+                # next module's units are released before these are unsharded.
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, units))
 
     # -- backward

@@ -1,4 +1,7 @@
-"""`Init` shards a model while it is being built."""
+"""`Init` shards a model while it is being built.
+
+This file knows nothing of engines, hooks or optimizers.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,10 @@ class _InPlaceOnSharded(TorchFunctionMode):
 class Init:
     """Context in which every parameter is sharded as soon as the module that owns it is complete.
 
-    A module is complete when it is assigned to its parent, so that no rank holds more than its shards and the module
-    under construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize`
-    groups them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) gathers
-    the parameter for the moment, so that all ranks must run it alike.
+    A module is complete when it is assigned to its parent. So no rank holds more than its shards and the module under
+    construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize` groups
+    them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) unshards the
+    parameter for the moment: all ranks must run it alike.
 
     Args:
         module: an already built model to shard at once (then the object need not be used as a context).

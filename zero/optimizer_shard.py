@@ -39,7 +39,7 @@ class OptimizerShard:
         self.unit, self.tier = unit, tier
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        # 2-norms of the pieces of a gradient that has left the compute device, by the piece's start in the shard.
+        # 2-norms of the pieces of an offloaded gradient, by the piece's start; taken on the compute device before.
         self._norms: dict[int, torch.Tensor] = {}
         self._updates: LateUpdates | None = None
         self._writes: list[Pending] = []
@@ -58,7 +58,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def make_master(self, updates: LateUpdates) -> None:
-        """Make the fp32 master. From now on `updates` change it, and whoever needs the unit's weights waits for them.
+        """Make the fp32 master. From now on `updates` change it, and the unit's next all-gather waits for them.
 
         An fp32 shard in the same place is its own master. So is one in host memory where the tier is a file: the
         weights are in memory anyway.
@@ -73,7 +73,7 @@ class OptimizerShard:
         self.unit.attach(self)
 
     def free(self) -> None:
-        """Let go of master and gradient: the optimizer has ended."""
+        """Free master and gradient: the optimizer has ended."""
         self.unit.detach()
         self.master = self.grad = None
         self._writes.clear()
@@ -130,7 +130,7 @@ class OptimizerShard:
         return torch.linalg.vector_norm(self.grad[start:end], dtype=torch.float32) if known is None else known
 
     def forget_norm(self, start: int) -> None:
-        """The piece that begins at `start` is not what it was when it left the compute device."""
+        """The piece that begins at `start` has been changed since its norm was taken."""
         self._norms.pop(start, None)
 
     def end_cycle(self) -> None:
@@ -155,18 +155,18 @@ class OptimizerShard:
             each.wait()
 
     def add_write(self, write: Pending) -> None:
-        """`write` makes the last update complete."""
+        """The last update is complete when `write` is."""
         self._writes.append(write)
 
     def forget_writes(self) -> None:
-        """Wait for none of the writes under way: they failed, or their result is not wanted any more."""
+        """Do not wait for the writes under way: they failed, or nobody needs their result."""
         self._writes.clear()
 
-    # -- other places
+    # -- moves
 
     @torch.no_grad()
     def move(self, tier: Tier) -> None:
-        """Bring gradient and master to `tier`; the weights too if that is the compute device, else back home."""
+        """Bring gradient and master to `tier`. The weights go there too if it is the compute device, else back home."""
         shared, master = self.shares_weights, self.master
         self.move_gradient(tier)
         if not self.unit.persistent:

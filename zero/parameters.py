@@ -1,8 +1,8 @@
 """What a parameter shows while its unit is sharded, and how a read of it is noticed.
 
-A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is `ShardedParameter` until its
-unit is unsharded. The object never changes, so autograd's leaf is always the parameter itself, whoever holds it:
-a module, `torch.autograd.Function.apply`, an activation checkpoint or a list.
+A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is `ShardedParameter` until it is
+unsharded. The object never changes. So autograd's leaf is always the parameter itself, whether a module, a list, an
+activation checkpoint or `torch.autograd.Function.apply` holds it.
 
 This file knows nothing of units, modules or process groups. Who holds a parameter's values is a `ParameterOwner`.
 """
@@ -45,7 +45,7 @@ _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
+    """A tensor of NaN that has `shape` and occupies one element; an in-place write to it raises."""
     key = (dtype, device)
     if key not in _nan_scalars:
         _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -88,7 +88,7 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter with the values, for which the unit is unsharded: all ranks must copy alike."""
+        """An ordinary parameter with the values. Its unit is unsharded for that: all ranks must copy alike."""
         with owner_of(self).unsharded():
             copied = nn.Parameter(self.data.clone(memory_format=torch.contiguous_format), self.requires_grad)
         memo[id(self)] = copied

@@ -32,21 +32,21 @@ class ReductionOrder:
         last = [unit for unit in units if unit.persistent or unit.shared]
         first = [unit for unit in units if unit not in last]
         self._order = [unit for unit in [*reversed(first), *reversed(last)] if unit.trainable]
-        self._arrived: dict[Unit, set[int]] = {unit: set() for unit in units}
+        self._collected: dict[Unit, set[int]] = {unit: set() for unit in units}
         self._complete: dict[Unit, None] = {}
         self._started = self._backwards = 0
 
     def collect(self, unit: Unit, index: int) -> bool:
         """Take the gradient of the unit's parameter number `index`; whether the unit has all of its gradients now."""
         self._reducer.collect(unit, index)
-        self._arrived[unit].add(index)
+        self._collected[unit].add(index)
         return self.is_complete(unit)
 
     def is_complete(self, unit: Unit) -> bool:
-        return len(self._arrived[unit]) == len(unit.params)
+        return len(self._collected[unit]) == len(unit.params)
 
     def complete(self, unit: Unit) -> None:
-        """The unit has all of its gradients: start its reduction, or leave it to the unit that it waits for."""
+        """The unit has all of its gradients: its reduction starts as soon as those before it have started."""
         self._complete[unit] = None
         while self._started < len(self._order) and self._order[self._started] in self._complete:
             self._reducer.reduce(self._order[self._started])
@@ -56,11 +56,11 @@ class ReductionOrder:
         """Names of the trainable parameters without a gradient in this backward."""
         for unit in self._order:
             for i, name in enumerate(unit.param_names):
-                if unit.params[i].requires_grad and i not in self._arrived[unit]:
+                if unit.params[i].requires_grad and i not in self._collected[unit]:
                     yield name
 
     def finish(self) -> None:
-        """The backward is over: reduce what is left, the same units in the same order on every rank, and wait."""
+        """The backward is over: reduce the rest, the same units in the same order on every rank, and wait."""
         again = [unit for unit in self._order[: self._started] if self._reducer.has_pending(unit)]
         for unit in self._order[self._started :] + again:
             self._reducer.reduce(unit)
@@ -81,5 +81,5 @@ class ReductionOrder:
         """Forget the gradients of a backward that is over, or that ended in an exception."""
         self._complete.clear()
         self._started = 0
-        for arrived in self._arrived.values():
-            arrived.clear()
+        for collected in self._collected.values():
+            collected.clear()

@@ -1,12 +1,12 @@
-"""One unit: parameters that are sharded and unsharded together, and the legal transitions between their states.
+"""One unit: parameters that are unsharded and resharded as one, and the legal transitions between their states.
 
 This file knows nothing of modules, schedules or gradients. Of the optimizer it knows a handle to wait for.
 
 [Note: states]
     SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
-    GATHERING  --wait_for_all_gather--> GATHERED    the values have arrived
+    GATHERING  --wait_for_all_gather--> GATHERED    `full` has the values; the parameters still show NaN
     GATHERED   --unshard-->             UNSHARDED   the parameters become views of `full`; each call adds a user
-    UNSHARDED  --release-->             GATHERED    the last user has left; the parameters show NaN again
+    UNSHARDED  --release-->             GATHERED    the last use is over; the parameters show NaN again
     any        --reshard-->             SHARDED     the memory of `full` is freed
 
 `unshard` takes all steps that are missing. A persistent unit is UNSHARDED all its life.
@@ -68,7 +68,7 @@ def unit_of(param: torch.Tensor) -> Unit | None:
 
 
 class Unit:
-    """Parameters that are gathered, reduced and released together.
+    """Parameters that are unsharded, reduced and resharded as one.
 
     Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), full (1-D, compute dtype, all values with
     padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
@@ -213,7 +213,7 @@ class Unit:
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
     def refresh(self) -> None:
-        """The shard has new values: free what was gathered of the old ones, or gather again if persistent."""
+        """The shard has new values: free what was gathered from the old ones, or gather again if persistent."""
         self.version += 1
         if self.persistent:
             if self.layout.shard_numel < self.layout.padded or self.shard.device != self.full.device:
@@ -264,7 +264,7 @@ class Unit:
     def _start_all_gather(self) -> Pending:
         """Start to fill `full`: from the shard's tier, then from other ranks.
 
-        A read from a file is waited for before other ranks are told: no rank knows when another one has read.
+        With a file the all-gather starts when the read has ended: only this rank knows when that is.
         """
         if not self.tier.holds_in_file(self.shard):
             return self.comm.all_gather(self.full, self.shard, self)

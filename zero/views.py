@@ -49,7 +49,7 @@ class ParameterViews:
         self._views = [full.narrow(0, slot.offset, slot.numel).view(slot.shape) for slot in self._layout.slots]
 
     def forget_buffer(self) -> None:
-        """Keep no memory of the buffer alive: nothing will be shown any more."""
+        """Drop the views, which keep the buffer's memory alive: nothing will be shown any more."""
         self._views = []
 
     def show_values(self) -> None:

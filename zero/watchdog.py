@@ -1,9 +1,9 @@
 """Ends a job whose ranks wait for one another in vain, and says where each of them is.
 
-Ranks that take different paths through a model wait for messages which never come, until the timeout of the process
-group (30 minutes) ends them with a message about sockets. A thread in each rank notices much sooner. The first one
-raises an alarm through the job's key-value store; every rank's thread answers with what its main thread is doing; the
-first one prints all answers; all processes end with exit code 1.
+Ranks that take different paths through a model wait for messages that never come. The timeout of the process group (30
+minutes) would end them with a message about sockets. A thread in each rank notices much sooner. The first one raises an
+alarm through the job's key-value store. Every rank's thread answers with what its main thread is doing. The first one
+prints all answers, and all processes end with exit code 1. This file knows nothing of units or collectives.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Watchdog:
                 f"zero: the ranks have gone different ways: nothing moved for {self.timeout:g} s "
                 "(`watchdog_timeout` in the configuration).\n"
                 + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
-                + "\nIf ranks choose between modules, have these gathered together: call "
+                + "\nIf ranks choose between modules, have their parent gathered as a whole: call "
                 "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize.",
                 file=sys.stderr,
                 flush=True,

@@ -58,7 +58,7 @@ def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, n
         with pytest.raises(UsageError, match="reload_states"):
             engine(batch)
         engine.reload_states()
-        assert engine.relocation.away == set()
+        assert engine.relocation.offloaded == set()
     return losses
 
 
@@ -85,7 +85,7 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="'nvme'"):
         engine.offload_states(device="nvme")
     engine.offload_states(device=OffloadDeviceEnum.none)
-    assert engine.relocation.away == set()
+    assert engine.relocation.offloaded == set()
     with zero.GatheredParameters(list(engine.parameters())), pytest.raises(UsageError, match="is shown"):
         engine.offload_states()
 

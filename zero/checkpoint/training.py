@@ -65,7 +65,7 @@ def save_checkpoint(
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
     ranks = Ranks.of(engine.comm, what)
-    tag = ranks.together(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
+    tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # A copy in host memory of what is in files because it does not fit there would be no help.
     tiers = [unit.tier for unit in engine.units]
@@ -93,7 +93,7 @@ def save_checkpoint(
         def act(copies: dict[str, Slices]) -> None:
             _finish(in_thread, folder, copies, description, save_latest)
 
-        copies = ranks.together(lambda: background.copy(slices))
+        copies = ranks.run(lambda: background.copy(slices))
         background.start(copies, act)
     return True
 
@@ -124,7 +124,7 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
                 slices[f"plain/{name}"] = whole(value.contiguous())
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
-    slices, kinds, description = ranks.together(collect)
+    slices, kinds, description = ranks.run(collect)
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
     for kinds, _ in gathered:  # a rank whose shards are all padding knows none
@@ -245,19 +245,19 @@ def load_checkpoint(
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
     folder = Path(found)
-    manifest = ranks.together(lambda: _open(source, folder, ranks))
+    manifest = ranks.run(lambda: _open(source, folder, ranks))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    names = ranks.together(lambda: _names_to_load(engine, manifest, load_module_strict))
+    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict))
     if with_optimizer:
-        ranks.together(lambda: _check_optimizer(engine, manifest))
+        ranks.run(lambda: _check_optimizer(engine, manifest))
     _read(engine, ranks, SliceReader(folder, manifest), names, with_optimizer)
     if not load_module_only:
         _restore_progress(engine, manifest, with_optimizer)
         if load_lr_scheduler_states and engine.lr_scheduler is not None and manifest.lr_scheduler is not None:
-            ranks.together(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
+            ranks.run(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
         if manifest.world_size == ranks.world_size and not of_trainer:
-            ranks.together(lambda: state.restore_random_states(manifest.random_states[ranks.rank], engine.comm.device))
-    return str(folder), ranks.together(lambda: decode(manifest.client_state))
+            ranks.run(lambda: state.restore_random_states(manifest.random_states[ranks.rank], engine.comm.device))
+    return str(folder), ranks.run(lambda: decode(manifest.client_state))
 
 
 def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
@@ -332,7 +332,7 @@ def _read(engine: Trained, ranks: Ranks, reader: SliceReader, names: set[str], w
             raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
     try:
-        ranks.together(read)
+        ranks.run(read)
     except Exception:
         if engine.optimizer is not None:
             engine.optimizer.spoil("a checkpoint was read in part; load another one before going on")

@@ -1,4 +1,7 @@
-"""Host buffers for direct I/O and for a GPU: page-aligned, pinned where that is possible, used again and again."""
+"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, used again and again.
+
+This file knows nothing of files.
+"""
 
 from __future__ import annotations
 

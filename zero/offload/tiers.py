@@ -1,4 +1,7 @@
-"""Where shards live: the compute device, host memory (pinned when there is a GPU to copy to), or a file."""
+"""Where shards live: the compute device, host memory (pinned if there is an accelerator to copy to), or a file.
+
+This file does not know what the tensors mean.
+"""
 
 from __future__ import annotations
 

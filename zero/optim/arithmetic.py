@@ -60,7 +60,7 @@ class TorchStep:
         self._twin.step()
         self._refuse_changed(before, group)
         values.state = self._twin.state[master]
-        # Nothing shall keep the tile's buffers from being used again.
+        # A reference would keep the tile's buffers from being used again.
         group["params"], self._twin.state = [], {}
 
     def _refuse_changed(self, before: dict, group: dict) -> None:

@@ -1,9 +1,9 @@
 """Which units' optimizer state is offloaded, and which stays on the compute device: `offload_optimizer.ratio`.
 
 This file decides and moves nothing. A number is the share that is offloaded. With "auto" everything is offloaded at
-first. When a few steps have shown how much memory training takes, as many units as fit are taken back, with gradient,
-master, moments and weights. A reserve stays free, and where it is touched, units are offloaded again. Results do not
-depend on it.
+first. When some steps have shown how much memory training takes, as many units as fit are taken back, with gradient,
+master, moments and weights. A reserve stays free. When half of it is used, units are offloaded again, and later steps
+show whether they fit after all. Results do not depend on it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from zero.unit import Unit
 
 # Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
 STEPS_TO_WATCH = 2
+# Steps after a change before units are taken back again: batches differ in size.
+STEPS_TO_RETURN = 50
 
 
 class Placement:
@@ -30,12 +32,15 @@ class Placement:
     cannot overlap with anything; here: the compute device; away: where state is offloaded to; ratio: a number from 0
     to 1, or "auto".
 
-    Attributes: shards: one for each unit, in the same order.
+    Attributes: shards: one for each unit, in the same order. offloads: whether anything may be offloaded.
     """
 
     def __init__(self, units: Sequence[Unit], here: Tier, away: Tier, ratio: float | str):
-        self.here, self.away = here, away
-        self._automatic, self._steps = ratio == "auto" and here != away, 0
+        self._here, self._away, self.offloads = here, away, here != away
+        self._automatic = ratio == "auto" and self.offloads
+        # Bytes that were free in each step since the last change, and how many steps to wait for the next one.
+        self._free: list[int] = []
+        self._patience = STEPS_TO_WATCH
         self.shards: list[OptimizerShard] = []
         stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
         for unit in units:
@@ -47,35 +52,36 @@ class Placement:
         self, comm: Communicator, bytes_of: Callable[[OptimizerShard], int]
     ) -> list[tuple[OptimizerShard, Tier]]:
         """At the beginning of a step: what to move, and where to. `bytes_of` is what a shard takes in all."""
-        self._steps += 1
-        if not self._automatic or self._steps < STEPS_TO_WATCH:
+        if not self._automatic:
             return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
-        room = torch.tensor(device.room(self.here.device), device=comm.device)
+        room = torch.tensor(device.room(self._here.device), device=comm.device)
         free, total = comm.all_reduce(room, op="min").tolist()
+        self._free.append(free)
         reserve, found = max(1 << 30, total // 10), []
-        kept = [shard for shard in self.shards if shard.tier == self.here]
-        if self._steps == STEPS_TO_WATCH:
-            for shard in self.shards:
-                if free - bytes_of(shard) >= reserve:
-                    free -= bytes_of(shard)
-                    found.append((shard, self.here))
-                    kept.append(shard)
-        elif free < reserve // 2 and kept:
+        kept = [shard for shard in self.shards if shard.tier == self._here]
+        if kept and free < reserve // 2:
             while kept and free < reserve:
                 free += bytes_of(kept[-1])
-                found.append((kept.pop(), self.away))
-        else:
-            return []
-        if comm.rank == 0:
-            self._tell(kept, free, reserve)
+                found.append((kept.pop(), self._away))
+        elif len(self._free) >= self._patience:
+            free, self._patience = min(self._free), STEPS_TO_RETURN
+            self._free.clear()
+            for shard in self.shards:
+                if shard.tier != self._here and free - bytes_of(shard) >= reserve:
+                    free -= bytes_of(shard)
+                    found.append((shard, self._here))
+        if found:
+            self._free.clear()
+            if comm.rank == 0:
+                self._tell([*kept, *(shard for shard, tier in found if tier == self._here)], free, reserve)
         return found
 
     def _tell(self, kept: Sequence[OptimizerShard], free: int, reserve: int) -> None:
         numel, total = (sum(shard.unit.layout.shard_numel for shard in shards) for shards in (kept, self.shards))
         print(
             f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(kept)} of "
-            f"{len(self.shards)} units stay in the memory of {self.here.device}, of which {free / 2**30:.1f} GiB "
+            f"{len(self.shards)} units stay in the memory of {self._here.device}, of which {free / 2**30:.1f} GiB "
             f"are left, {reserve / 2**30:.1f} GiB in reserve",
             file=sys.stderr,
         )

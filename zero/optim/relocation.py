@@ -16,8 +16,8 @@ from zero.offload.tiers import Tier
 from zero.optim.step import ZeroOptimizer
 from zero.unit import Unit
 
-# By DeepSpeed's names. Weights: of a unit that is gathered for use, its shard; else all of it. In fp32 training masters
-# are the weights, and go with them. Of the last one there is nothing here between two backwards.
+# By DeepSpeed's names. The weights of a unit that is gathered for use are its shard, else all of it. In fp32 training
+# the masters are the weights, and move with them. The last one does not exist here between two backwards.
 MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET = (
     *("optim_states", "hp_params", "lp_params", "lp_grads"),
     "contiguous_grad_buffer",
@@ -28,31 +28,34 @@ STATES = (MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET)
 class Relocation:
     """Moves the states of `units`, which no forward, backward or step uses meanwhile.
 
-    Attributes: away: the names of the states that are on the host. What the configuration keeps there anyway stays.
+    Attributes: offloaded: the names of the states that are on the host now. State that the configuration offloads stays
+    where it is.
     """
 
     def __init__(self, units: Collection[Unit], optimizer: ZeroOptimizer | None, device: torch.device):
-        self.units, self.optimizer, self.here = units, optimizer, Tier(device)
-        self.away: set[str] = set()
+        self.units, self.optimizer, self._device = units, optimizer, Tier(device)
+        self.offloaded: set[str] = set()
 
     def refuse_absent(self, what: str) -> None:
         """UsageError if `what` cannot be done now."""
-        if self.away:
-            raise UsageError(f"{what}: {', '.join(sorted(self.away))} are offloaded; call engine.reload_states() first")
+        if self.offloaded:
+            raise UsageError(
+                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call engine.reload_states() first"
+            )
 
     def send(self, names: Collection[str] | None, pinned: bool) -> None:
         """Move these states to host memory, page-locked if `pinned` and there is a device to copy from; None: all."""
         wanted = set(STATES if names is None else names)
         if unknown := wanted - set(STATES):
             raise UsageError(f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}")
-        host = Tier(torch.device("cpu"), pinned and is_accelerator(self.here.device))
-        self._move(wanted - self.away, host)
-        self.away |= wanted
+        host = Tier(torch.device("cpu"), pinned and is_accelerator(self._device.device))
+        self._move(wanted - self.offloaded, host)
+        self.offloaded |= wanted
 
     def bring_back(self) -> None:
-        """Move everything that is away to the compute device."""
-        self._move(self.away, self.here)
-        self.away = set()
+        """Move everything back to the compute device."""
+        self._move(self.offloaded, self._device)
+        self.offloaded = set()
 
     def _move(self, names: set[str], tier: Tier) -> None:
         if WEIGHTS in names:

@@ -4,7 +4,7 @@ This file does not know how gradients are reduced, nor what an update computes (
 
 gradients (sum over ranks, times the loss scale)
   -> global norm, overflow known on every rank alike
-  -> per tile, now or behind the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
+  -> per tile, now or during the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
      the shard
 """
 
@@ -66,7 +66,7 @@ class ZeroOptimizer:
     1-D fp32 views of the masters, of at most `sub_group_size` elements. Adam on host memory is `zero.optim.cpu_adam`'s.
 
     Args: placement: has made the shards and decided where they live; checks_overflow: False takes a step with gradients
-    that are not finite, too; overlap: what can wait is updated behind the next forward; read_ahead, write_behind: as
+    that are not finite, too; overlap: what can wait is updated during the next forward; read_ahead, write_behind: as
     for `Updates`; forward_order: gives the units in the order in which a forward needs them, as far as is known.
 
     Attributes: shards: what it keeps of each trainable unit. tiles: the pieces of their masters. grad_norm, overflow:
@@ -105,7 +105,7 @@ class ZeroOptimizer:
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
-        offloaded = placement.here != placement.away
+        offloaded = placement.offloads
         self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
@@ -165,7 +165,7 @@ class ZeroOptimizer:
             self.wait()
         self.reducer.drain()
         for unit in self.shards:
-            self.reducer.collect_left(unit)
+            self.reducer.collect_from_script(unit)
             self.reducer.complete(unit)
         self.reducer.drain()
         self._place()
@@ -186,15 +186,15 @@ class ZeroOptimizer:
         return not self.overflow
 
     def wait(self) -> None:
-        """Until the last step's update of everything is made; raises what went wrong behind it.
+        """Block until the last step's update is complete. Raises the error of a late update that failed.
 
-        The state may be changed after it: so it is read first by a save that is still to do so.
+        The caller may change the state after it. So this also waits for a save that still has to read it.
         """
         self.read_by_saves.wait()
         self._updates.wait()
 
     def end_updates(self) -> None:
-        """Finish what is still to be updated; if that has failed, forget it: other values, or none, will come."""
+        """Finish late updates, or forget them if they have failed: other values, or none, take their place."""
         try:
             self.wait()
         except Exception as error:
@@ -204,13 +204,13 @@ class ZeroOptimizer:
             shard.forget_writes()
 
     def free(self) -> None:
-        """Let go of masters and gradients: its units have no optimizer any more."""
+        """Free masters and gradients: the units have no optimizer any more."""
         for unit, shard in self.shards.items():
             shard.free()
             _optimizer_of.pop(unit, None)
 
     def spoil(self, why: str) -> None:
-        """From now on whoever needs values gets this error, until `end_updates`."""
+        """Raise this error wherever values are needed, until `end_updates`."""
         self._updates.fail(RuntimeError(why))
 
     def _update(self, factor: float) -> None:
@@ -260,7 +260,7 @@ class ZeroOptimizer:
         in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
         return shard if in_memory else torch.empty_like(shard, device="cpu")
 
-    # -- places
+    # -- moves
 
     def _place(self) -> None:
         """Move what the placement wants elsewhere."""
@@ -291,7 +291,7 @@ class ZeroOptimizer:
         self._state.follow_masters()
 
     def state_dict(self) -> dict:
-        """This rank's part of the state, as torch gives it; `engine.save_checkpoint` puts the parts together."""
+        """This rank's part of the state, as torch gives it. `engine.save_checkpoint` saves all ranks' parts."""
         self.wait()
         return self.optimizer.state_dict()
 
@@ -305,7 +305,7 @@ class ZeroOptimizer:
         """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         # Beside the norms, in the same reduction: whether all ranks are about to take the same step.
-        # Not how many tiles: of a unit with few elements a rank may have none.
+        # Without the number of tiles: a rank may have no part of a small unit.
         facts = {key: each for key, each in hyper_parameters(self.param_groups).items() if not key.endswith(", params")}
         facts["backwards since the last step"] = self.reducer.backwards
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64, device=squares.device)

@@ -2,8 +2,8 @@
 
 This file does not know when or how tiles are updated.
 
-A torch optimizer keys its state by the parameter object. `TiledState` is the one place that knows this: whoever moves a
-master or a state tensor goes through it.
+A torch optimizer keys its state by the parameter object. `TiledState` is the one place that knows this: masters and
+state tensors are moved through it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ _all: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 @atexit.register
 def _drop_all() -> None:
-    """At exit nobody wants the rest of the updates, and a thread must not be at work when the interpreter goes."""
+    """At exit nobody needs the rest of the updates, and no thread may still run when the interpreter ends."""
     for updates in list(_all):
         updates.drop()
 
@@ -106,7 +106,7 @@ class Updates:
         self._shows, self._memory = shows, HostMemory()
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._todo: deque[Tile] = deque()
-        self._open: Counter[OptimizerShard] = Counter()
+        self._left: Counter[OptimizerShard] = Counter()
         self._busy = False
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -122,9 +122,9 @@ class Updates:
             raise
 
     def start(self, tiles: Iterable[Tile], state: TiledState, update: Update) -> None:
-        """Update `tiles` in a thread. The earlier ones must have been waited for."""
+        """Update `tiles` in a thread. The caller has waited for the earlier ones."""
         self._plan(tiles)
-        if self._open:
+        if self._left:
             self._busy = True
             work = threading.Thread(
                 target=self._work_in_thread, args=(state, update), name="zero optimizer", daemon=True
@@ -132,10 +132,10 @@ class Updates:
             work.start()
 
     def wait(self, shard: OptimizerShard | None = None) -> None:
-        """Until `shard` is updated, or everything is, and written; raises what went wrong in the thread."""
+        """Block until `shard` is updated, or everything is; raises the thread's error."""
 
         def is_over() -> bool:
-            return self._failure is not None or not (self._busy if shard is None else self._open[shard])
+            return self._failure is not None or not (self._busy if shard is None else self._left[shard])
 
         if not is_over():
             with self._changed:
@@ -147,27 +147,27 @@ class Updates:
 
     def is_late(self, shard: OptimizerShard) -> bool:
         """Whether tiles of `shard` are still to be updated."""
-        return self._open[shard] > 0
+        return self._left[shard] > 0
 
     def drop(self) -> None:
-        """Leave out what is not updated yet, and forget a failure: the values are not wanted any more."""
+        """Skip what is not updated yet, and forget a failure: nobody needs the values any more."""
         with self._changed:
             self._todo.clear()
             self._changed.wait_for(lambda: not self._busy)
-        self._open.clear()
+        self._left.clear()
         self._failure = None
 
     def fail(self, error: BaseException) -> None:
-        """Some tiles were updated and others not: all that follows is wrong until a checkpoint is loaded."""
+        """Some tiles were updated and others not. Every `wait` raises `error` until a checkpoint is loaded."""
         if not isinstance(error, Exception):
             error = RuntimeError("an optimizer step was interrupted; load a checkpoint before going on")
         self._failure = error
         self._todo.clear()
-        self._open.clear()
+        self._left.clear()
 
     def _plan(self, tiles: Iterable[Tile]) -> None:
         self._todo = deque(tiles)
-        self._open = Counter(tile.shard for tile in self._todo)
+        self._left = Counter(tile.shard for tile in self._todo)
 
     def _work_in_thread(self, state: TiledState, update: Update) -> None:
         try:
@@ -181,7 +181,7 @@ class Updates:
 
     def _work(self, state: TiledState, update: Update) -> None:
         ahead: dict[Tile, TileInMemory] = {}
-        behind = Pending()
+        writing = Pending()
         progress, total = Progress(self._shows, "optimizer"), len(self._todo)
         tile, following = self._next()
         while tile is not None:
@@ -190,15 +190,15 @@ class Updates:
             if self._read_ahead and following is not None and not ahead:
                 ahead[following] = TileInMemory(following, state, self._memory)
             rounded = update(values)
-            behind.wait()
-            behind = values.write(rounded)
-            del values, rounded  # and with them what keeps the buffers from being used again
+            writing.wait()
+            writing = values.write(rounded)
+            del values, rounded  # they would keep the buffers from being used again
             if not self._write_behind:
-                behind.wait()
+                writing.wait()
             self._done(tile)
             progress.advance(total)
             tile, following = self._next()
-        behind.wait()
+        writing.wait()
 
     def _next(self) -> tuple[Tile | None, Tile | None]:
         """The next tile and the one that will probably follow."""
@@ -208,7 +208,7 @@ class Updates:
 
     def _done(self, tile: Tile) -> None:
         with self._changed:
-            self._open[tile.shard] -= 1
-            if not self._open[tile.shard]:
-                del self._open[tile.shard]
+            self._left[tile.shard] -= 1
+            if not self._left[tile.shard]:
+                del self._left[tile.shard]
                 self._changed.notify_all()
