@@ -93,8 +93,7 @@ class Communicator:
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend = dist.get_default_backend_for_device(device)
-        self._native = is_accelerator(device)
+        backend, self._native = dist.get_default_backend_for_device(device), is_accelerator(device)
         self._copies: torch.Stream | None = None
         # Process groups of our own: messages of the engine and of user code can never be mistaken for one another. NCCL
         # matches operations by their order. Where graphs differ, ranks start a reduction between different all-gathers:
@@ -215,7 +214,7 @@ class Communicator:
         self._count("reduce_scatter", width * self.shard_group.size)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
         if self._native:
-            return self._reduce_columns_nccl(out, rows, accumulate, unit)
+            return self._reduce_columns_natively(out, rows, accumulate, unit)
         tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
@@ -233,7 +232,7 @@ class Communicator:
 
         return Pending(works, finish, (full,), self.watchdog, unit)
 
-    def _reduce_columns_nccl(
+    def _reduce_columns_natively(
         self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, unit: object
     ) -> Pending:
         whole, first = rows[0].numel() * len(rows), rows[0]

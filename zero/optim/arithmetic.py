@@ -59,7 +59,7 @@ class TorchStep:
         before = group.copy()
         self._twin.step()
         self._refuse_changed(before, group)
-        values.state = self._twin.state[master]
+        values.put_state(self._twin.state[master])
         # A reference would keep the tile's buffers from being used again.
         group["params"], self._twin.state = [], {}
 

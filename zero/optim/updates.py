@@ -57,6 +57,10 @@ class TileInMemory:
         for read in self._reads:
             read.wait()
 
+    def put_state(self, state: dict) -> None:
+        """Replace the state by what the optimizer has made of it."""
+        self.state = state
+
     def write(self, rounded: Pending) -> Pending:
         """Start to store what the update has changed; `rounded` is the write to the weights.
 
