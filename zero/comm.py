@@ -395,6 +395,11 @@ def get_backend() -> str:
     return dist.get_backend()
 
 
+def default_backend(device: torch.device) -> str:
+    """The backend of `torch.distributed` for this kind of device: "nccl" for CUDA, "gloo" for the CPU."""
+    return dist.get_default_backend_for_device(device)
+
+
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """The number of ranks in `group`; 1 before there is one."""
     return dist.get_world_size(group) if is_initialized() else 1

@@ -19,7 +19,7 @@ from tests.processes import run, run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate
-from zero.deepspeed.recovery import get_model_state_file, get_optim_files
+from zero.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.step import precise_values
 
 

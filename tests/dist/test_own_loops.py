@@ -15,8 +15,8 @@ from tests.processes import run_on, torchrun
 from tests.tolerance import assert_close
 from zero.activations import MIN_BYTES, HostActivations
 from zero.deepspeed import fragments
-from zero.deepspeed.definitions import unwrap_model_for_generation
 from zero.deepspeed.leaf import set_z3_leaf_modules
+from zero.deepspeed.utilities import unwrap_model_for_generation
 from zero.views import ZeroParamStatus
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
@@ -305,6 +305,15 @@ def generation(rank: int, world_size: int) -> None:
         assert hooks.forward_hooks == hooks.backward_hooks == []
         assert torch.equal(model(*tokens(0, rank)), before) and torch.equal(model(*tokens(0, rank)), before)
         assert engine.comm.calls["all_gather"] == gathered
+    with zero.GatheredParameters(engine.parameters()), torch.no_grad():  # as TRL does it
+        for param in [*hooks.module.parameters(), *hooks.module.ds_external_parameters()]:
+            param.ds_active_sub_modules.clear()
+        for handle in [*hooks.forward_hooks, *hooks.backward_hooks]:
+            handle.remove()
+        hooks.forward_hooks, hooks.backward_hooks = [], []
+        assert torch.equal(engine.module(*tokens(0, rank)), before)
+        hooks._register_deepspeed_module(hooks.module)
+        assert hooks.forward_hooks and hooks.backward_hooks
     assert engine.module.embed.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and engine.residency.live == 0
     reference = build(Tied)
     engine.backward(engine(*tokens(0, rank)))

@@ -9,8 +9,8 @@ from torch import nn
 
 from zero.config import OffloadOptimizerConfig
 from zero.deepspeed import configuration as facade
-from zero.deepspeed.definitions import RepeatingLoader, register_grad_hook
 from zero.deepspeed.optimizers import build_optimizer
+from zero.deepspeed.utilities import RepeatingLoader, register_grad_hook
 
 
 def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import fork_ranks, run
+from tests.processes import fork_ranks, run, torchrun
 from zero.__main__ import main
 from zero.errors import refuse
 
@@ -277,6 +277,18 @@ def test_ranks_with_the_same_fault_leave_it_to_the_first_to_say_so(capsys, monke
             refuse("wrong")
         assert (ended.value.code, capsys.readouterr().err) == (2, said + "\n")
     assert len(waited) == 1
+
+
+def test_an_exception_of_all_ranks_is_printed_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from zero.errors import end_process_on_exception\n\n"
+        'end_process_on_exception()\nraise RuntimeError("the batch was cursed")\n',
+        encoding="utf-8",
+    )
+    done = torchrun(script, nproc=2, timeout=120)
+    assert done.returncode == 1 and done.stderr.count('raise RuntimeError("the batch was cursed")') == 1
+    assert "[rank 0] RuntimeError: the batch was cursed" in done.stderr
 
 
 def assert_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

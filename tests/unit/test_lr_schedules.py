@@ -9,7 +9,7 @@ import torch
 
 from zero.config import load_config
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
-from zero.deepspeed import lr_schedules, tuning
+from zero.deepspeed import lr_schedules
 from zero.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -270,20 +270,22 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
 
 
-@pytest.mark.parametrize("name", tuning.OPTIONS)
+@pytest.mark.parametrize("name", lr_schedules.OPTIONS)
 def test_a_schedule_can_be_given_on_the_command_line(name):
-    parser = tuning.add_tuning_arguments(ArgumentParser())
-    assert set(tuning.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
+    parser = lr_schedules.add_tuning_arguments(ArgumentParser())
+    assert set(lr_schedules.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
     arguments = ["--lr_schedule", name, "--cycle_momentum", "--lr_range_test_staircase", "--warmup_num_steps", "7"]
-    section, problem = tuning.get_config_from_args(parser.parse_args(arguments))
+    section, problem = lr_schedules.get_config_from_args(parser.parse_args(arguments))
     assert problem is None and section["type"] == name
     given = {"cycle_momentum": True, "lr_range_test_staircase": True, "warmup_num_steps": 7}
-    expected = {key: given.get(key, value) for key, value in tuning.OPTIONS[name].items()}
+    expected = {key: given.get(key, value) for key, value in lr_schedules.OPTIONS[name].items()}
     assert section["params"] == {key: value for key, value in expected.items() if value is not None}
-    rate, problem = tuning.get_lr_from_config(section)
+    rate, problem = lr_schedules.get_lr_from_config(section)
     assert (rate is None) == (name == "WarmupCosineLR") == bool(problem)
 
 
 def test_no_schedule_on_the_command_line_is_said_so():
-    section, problem = tuning.get_config_from_args(tuning.add_tuning_arguments(ArgumentParser()).parse_args([]))
+    section, problem = lr_schedules.get_config_from_args(
+        lr_schedules.add_tuning_arguments(ArgumentParser()).parse_args([])
+    )
     assert section is None and "--lr_schedule" in problem

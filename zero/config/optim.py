@@ -207,7 +207,7 @@ SCHEDULE_KEYS = {
     "OneCycle": _keys_like("cycle_", "decay_"),
     "LRRangeTest": _keys_like("lr_range_test_"),
 }
-_REQUIRED = {
+REQUIRED = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
     "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
@@ -240,7 +240,7 @@ class SchedulerConfig(Section):
     def contradictions(self, auto: Iterable[str]) -> Iterator[tuple[str, str]]:
         """(dotted key, message) of settings that the schedule needs or does not have; ``auto`` ones will be given."""
         coming = {key.removeprefix("scheduler.params.") for key in auto if key.startswith("scheduler.params.")}
-        for key in _REQUIRED.get(self.type, ()):
+        for key in REQUIRED.get(self.type, ()):
             if getattr(self.params, key) is None and key not in coming:
                 yield f"scheduler.params.{key}", f"is required by {self.type}"
         for low, high in _ORDERED:

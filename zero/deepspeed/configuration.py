@@ -1,4 +1,4 @@
-"""The names of the facade that are about the configuration."""
+"""DeepSpeed's classes and functions around a configuration. What a key means, and its default, is in `zero.config`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,31 @@ from zero.config.keys import Names
 from zero.config.reading import rename_deprecated
 from zero.errors import UsageError
 from zero.optim.relocation import STATES
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
+GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
+
+# The values of `device` in the offload sections, and what `engine.offload_states` takes, as enumerations.
+OffloadDeviceEnum = Enum("OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str)
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
+
+# Mixtures of experts, whose ranks may choose differently. Their blocks are gathered as a whole anyway.
+DEFAULT_LEAF_MODULE_CLASSES = [
+    f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
+    for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+def get_gradient_clipping(config: dict[str, Any]) -> float:
+    """`gradient_clipping` of a configuration."""
+    return load_config(config).gradient_clipping
+
+
+def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:
+    """The section `bf16` of a configuration."""
+    return load_config(config).bf16
 
 
 class DeepSpeedConfig:
@@ -36,7 +61,7 @@ class DeepSpeedConfigModel(BaseModel):
     """The base of configurations that scripts define: unknown keys are errors, "auto" stands for the default.
 
     A field with `json_schema_extra={"deprecated": True, "new_param": NEW, "new_param_fn": CONVERT}` is an old name of
-    the field NEW, which gets CONVERT(value); both at once are an error.
+    the field NEW, which gets CONVERT(value). Both at once are an error.
     """
 
     model_config = ConfigDict(
@@ -59,26 +84,6 @@ class DeepSpeedConfigModel(BaseModel):
                 raise UsageError(f"{old}: old name of {extra['new_param']}, which is given too; delete {old}")
             data[extra["new_param"]] = extra.get("new_param_fn", lambda value: value)(data.pop(old))
         super().__init__(**data)
-
-
-class OffloadDeviceEnum(str, Enum):
-    """The values of `device` in the offload sections."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-# What `engine.offload_states` takes, as members of an enumeration.
-OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
-
-# Mixtures of experts, whose ranks may choose differently. Their blocks are gathered as a whole anyway.
-DEFAULT_LEAF_MODULE_CLASSES = [
-    f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
-    for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
-]
-DEFAULT_LEAF_MODULE_NAMES: list[str] = []
-DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class DeepSpeedZeroLeafModuleConfig(LeafModuleConfig):
@@ -115,18 +120,3 @@ class DeepSpeedZeroConfig(ZeroConfig):
         if f"stage3_{name}" in type(self).model_fields:
             return getattr(self, f"stage3_{name}")
         return super().__getattr__(name)
-
-
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
-
-GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
-
-
-def get_gradient_clipping(config: dict[str, Any]) -> float:
-    """`gradient_clipping` of a configuration."""
-    return load_config(config).gradient_clipping
-
-
-def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:
-    """The section `bf16` of a configuration."""
-    return load_config(config).bf16

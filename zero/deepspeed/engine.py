@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -39,28 +40,14 @@ class DeepSpeedEngine(ZeroEngine):
         if self.optimizer is not None:
             self.optimizer.parameter_offload = offload
 
-    @property
-    def _config(self) -> Config:
-        return self.settings
-
-    @property
-    def device(self) -> torch.device:
-        """Where the engine computes, and expects its inputs."""
-        return self.comm.device
+    _config = property(attrgetter("settings"), doc="The configuration.")
+    device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
+    global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
+    world_size = dp_world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
 
     @property
     def local_rank(self) -> int:
         return self.comm.device.index or 0
-
-    @property
-    def global_rank(self) -> int:
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.comm.world_size
-
-    dp_world_size = world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
@@ -98,10 +85,7 @@ class DeepSpeedEngine(ZeroEngine):
         """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    @property
-    def cur_scale(self) -> float:
-        """As `loss_scale()`."""
-        return self.loss_scale()
+    cur_scale = property(loss_scale)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -132,10 +116,7 @@ class DeepSpeedEngine(ZeroEngine):
 
 def _setting(key: str) -> Callable[[DeepSpeedEngine], object]:
     def read(self: DeepSpeedEngine) -> object:
-        value = self.settings
-        for part in key.split("."):
-            value = getattr(value, part)
-        return value
+        return attrgetter(key)(self.settings)
 
     read.__doc__ = f"The configuration's `{key}`, completed where it was left out."
     return read

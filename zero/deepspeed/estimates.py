@@ -1,18 +1,19 @@
 """How much memory a model's states take: `estimate_zero{2,3}_model_states_mem_needs`, with the numbers of this engine.
 
-Training in 16 bits by Adam; bytes of a parameter:
+The model trains in 16 bits by Adam. A parameter takes, in bytes:
 
-    2 weights + 4 gradient + 4 master + 8 moments
+    2 weight + 4 gradient + 4 master + 8 moments
 
-All of it is sharded over the ranks, but for the weights at stage 2, which every device holds whole. At stage 3 a device
-holds the weights and the gradient of the unit in use besides. The host of a node builds the model in fp32 once for each
-of its ranks, unless under `Init`. Activations, and what torch itself takes, come on top. All results are bytes; those
-of the host are for a node and are multiplied by `additional_buffer_factor`.
+All of it is sharded over the ranks; at stage 2 each device holds all weights. At stage 3 a device also holds the
+weights and the gradient of the unit in use. Without `Init`, the host of a node builds the fp32 model once for each of
+its ranks. Activations, and what torch itself takes, come on top. Results are bytes. Those of a host are for a node, and
+are multiplied by `additional_buffer_factor`. Nothing is measured here.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -61,10 +62,10 @@ def estimate_zero2_model_states_mem_needs(
     return int(host * additional_buffer_factor), device
 
 
-def _print(head: str, num_gpus_per_node: int, num_nodes: int, rows: list[tuple[int, int, str]]) -> None:
+def _table(head: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[tuple, str]]) -> None:
     print(f"Memory for parameters, gradients and optimizer states: {num_nodes} nodes of {num_gpus_per_node} devices,")
     print(f"model with {head}.\n  per CPU  |  per GPU |   Options")
-    for host, device, options in rows:
+    for (host, device, *_), options in rows:
         print(f" {host / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {options}")
 
 
@@ -79,21 +80,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     rows = []
     for (optimizer, params), init in itertools.product([(True, True), (True, False), (False, False)], [True, False]):
         needs = (num_gpus_per_node, num_nodes, optimizer, params, init, additional_buffer_factor)
-        host, device, _ = estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *needs)
-        places = ["cpu " if offloaded else "none" for offloaded in (params, optimizer)]
-        options = f"offload_param={places[0]}, offload_optimizer={places[1]}, zero_init={init:d}"
-        rows.append((host, device, options))
+        options = f"{_place('param', params)}, {_place('optimizer', optimizer)}, zero_init={init:d}"
+        rows.append((estimate_zero3_model_states_mem_needs(total_params, largest_layer_params, *needs), options))
     head = f"{total_params / 1e6:.1f}M parameters, {largest_layer_params / 1e6:.1f}M in the largest unit"
-    _print(head, num_gpus_per_node, num_nodes, rows)
-
-
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """The same for a model that is there."""
-    estimate_zero3_model_states_mem_needs_all_cold(
-        *_sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    _table(head, num_gpus_per_node, num_nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -103,15 +93,19 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     rows = []
     for offload in (True, False):
         needs = (num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
-        options = f"offload_optimizer={'cpu ' if offload else 'none'}"
-        rows.append((*estimate_zero2_model_states_mem_needs(total_params, *needs), options))
-    _print(f"{total_params / 1e6:.1f}M parameters", num_gpus_per_node, num_nodes, rows)
+        rows.append((estimate_zero2_model_states_mem_needs(total_params, *needs), _place("optimizer", offload)))
+    _table(f"{total_params / 1e6:.1f}M parameters", num_gpus_per_node, num_nodes, rows)
 
 
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """The same for a model that is there."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        _sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+def _place(what: str, offloaded: bool) -> str:
+    return f"offload_{what}={'cpu ' if offloaded else 'none'}"
+
+
+def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: int, **kwargs: float) -> None:
+    """`estimate_zero3_model_states_mem_needs_all_cold` of the sizes of `model`."""
+    estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), *args, **kwargs)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, *args: int, **kwargs: float) -> None:
+    """`estimate_zero2_model_states_mem_needs_all_cold` of the size of `model`."""
+    estimate_zero2_model_states_mem_needs_all_cold(_sizes(model)[0], *args, **kwargs)

@@ -1,7 +1,8 @@
 """The import hook: one object on `sys.meta_path` that answers to the name `deepspeed`.
 
 It follows two documented protocols of the import system: `find_spec` (for `import deepspeed` and
-`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched.
+`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched. `names` alone knows
+what a name means.
 """
 
 from __future__ import annotations
@@ -31,19 +32,17 @@ def _absent(full_name: str) -> type:
 
 
 class FacadeModule(ModuleType):
-    """A module of the facade; looks its names up in the table when they are first used."""
+    """A module of the facade. It looks a name up in the table when the name is first used."""
 
     def __getattr__(self, name: str) -> Any:
         full_name = f"{self.__name__}.{name}"
         if full_name in NAMES:
             return importlib.import_module(full_name)
+        names = NAMES[self.__name__]
+        module, _, attribute = names.get(name, f"{names.get('*', '')}:{name}").partition(":")
+        value = getattr(importlib.import_module(module), attribute, _MISSING) if module else _MISSING
         if name in ABSENT.get(self.__name__, ()):
             value = _absent(full_name)
-            setattr(self, name, value)
-            return value
-        names = NAMES[self.__name__]
-        module_name, _, attribute = names.get(name, f"{names.get('*', '')}:{name}").partition(":")
-        value = getattr(importlib.import_module(module_name), attribute, _MISSING) if module_name else _MISSING
         if value is _MISSING:
             raise AttributeError(f"'{full_name}' is not provided by zero", name=name, obj=self)
         setattr(self, name, value)
@@ -78,7 +77,7 @@ class FacadeFinder(importlib.metadata.DistributionFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname in NAMES:
             is_package = any(name.startswith(f"{fullname}.") for name in NAMES)
-            return importlib.machinery.ModuleSpec(fullname, self, origin="zero.hf", is_package=is_package)
+            return importlib.machinery.ModuleSpec(fullname, self, origin="zero.deepspeed", is_package=is_package)
         if fullname.startswith(f"{PACKAGE}."):
             raise ModuleNotFoundError(f"'{fullname}' is not provided by zero", name=fullname)
         return None

@@ -10,6 +10,7 @@ A leaf is a module with the attribute `zero.layout.LEAF_FLAG`; nothing else is k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -33,12 +34,10 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     setattr(model, LEAF_FLAG, flag)
 
 
-def _mark(
-    model: nn.Module,
-    wanted: Iterable,
-    flag: bool,
-    matches: Callable[[str, nn.Module, object], bool],
-) -> tuple[list[nn.Module], list]:
+_Matches = Callable[[str, nn.Module, Any], bool]
+
+
+def _mark(model: nn.Module, wanted: Iterable, flag: bool, matches: _Matches) -> tuple[list[nn.Module], list]:
     """Mark the modules that match one of `wanted`; return them, and those of `wanted` that match none."""
     named, wanted = list(model.named_modules()), list(wanted)
     found = [module for name, module in named if any(matches(name, module, each) for each in wanted)]
@@ -47,8 +46,8 @@ def _mark(
     return found, [each for each in wanted if not any(matches(name, module, each) for name, module in named)]
 
 
-def _refuse(missing: Sequence[object], what: str, raise_if_not_found: bool) -> None:
-    if missing and raise_if_not_found:
+def _refuse(missing: Sequence[object], what: str) -> None:
+    if missing:
         raise UsageError(f"leaf modules: the model has no module {what} {', '.join(map(str, missing))}")
 
 
@@ -60,17 +59,14 @@ def _is_of_class(name: str, module: nn.Module, kind: type | str) -> bool:
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
-    flag: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True, flag: bool = True
 ) -> list[nn.Module]:
     """Make all instances of these classes (or of classes with these names) leaves; return them.
 
     Raises ValueError if there are none.
     """
     found, _ = _mark(model, leaf_module_classes, flag, _is_of_class)
-    _refuse([] if found else leaf_module_classes, "of class", raise_if_not_found)
+    _refuse(leaf_module_classes if raise_if_not_found and not found else [], "of class")
     return found
 
 
@@ -86,7 +82,7 @@ def set_z3_leaf_modules_by_name(
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules with these names in `model.named_modules()` leaves; return them and the names not found."""
     found, missing = _mark(model, module_names, flag, lambda name, _, wanted: name == wanted)
-    _refuse(missing, "named", raise_if_not_found)
+    _refuse(missing if raise_if_not_found else [], "named")
     return found, missing
 
 
@@ -95,7 +91,7 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Make the modules whose names end in one of these leaves; return them and the suffixes not found."""
     found, missing = _mark(model, module_name_suffixes, flag, lambda name, _, wanted: name.endswith(wanted))
-    _refuse(missing, "whose name ends in", raise_if_not_found)
+    _refuse(missing if raise_if_not_found else [], "whose name ends in")
     return found, missing
 
 

@@ -1,53 +1,74 @@
-"""Learning-rate schedules named by the ``scheduler`` section.
+"""DeepSpeed's learning-rate schedules, by the section ``scheduler`` or by options of the command line.
 
 Formulas, parameter names and defaults are those of ``deepspeed.runtime.lr_schedules`` (0.19.8). All are functions of
 ``n``, the number of calls of ``step`` so far, minus one: -1 for a schedule just made. Optimizer step 1 uses the rate
 for -1, optimizer step 2 that for 0, and so on. Rates do not depend on batch size or number of ranks.
 
-Arguments that are common to all: ``optimizer``, anything with ``param_groups``, whose ``lr`` is set on construction and
-by every step (a tensor there is filled in place); ``last_batch_iteration``, the ``n`` to start from. Rates and momenta
-are one number or a list of one for each parameter group. Raises ValueError for a list of another length and for a
-number of steps that is too small.
+Arguments common to all: ``optimizer``, anything with ``param_groups``, whose ``lr`` is set on construction and by every
+step (a tensor there is filled in place); ``last_batch_iteration``, the ``n`` to start from. Rates and momenta are one
+number, or a list of one for each parameter group. Raises ValueError for a list of another length and for a number of
+steps that is too small. Defaults are those of ``zero.config.optim.SchedulerParams``. This file knows nothing of the
+engine.
 """
+
+from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from inspect import Parameter, Signature
 from typing import Any
 
-from zero.config.optim import SchedulerConfig
+from zero.config.optim import REQUIRED, SchedulerConfig, SchedulerParams
 
 logger = logging.getLogger("zero")
 
-Rates = float | list[float]
+_ORDINARY = Parameter.POSITIONAL_OR_KEYWORD
+_DEFAULTS = {name: field.default for name, field in SchedulerParams.model_fields.items()}
 
-# What DeepSpeed's module calls the schedules and their parameters.
-# fmt: off
+
+def __getattr__(name: str) -> str:
+    """DeepSpeed's module has a constant for each parameter: ``WARMUP_MIN_LR`` is "warmup_min_lr"."""
+    if name.isupper() and name.lower() in _DEFAULTS:
+        return name.lower()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
-WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
-WARMUP_TYPE, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "warmup_type", "log", "linear"
-TOTAL_NUM_STEPS, WARMUP_MIN_RATIO, COS_MIN_RATIO = "total_num_steps", "warmup_min_ratio", "cos_min_ratio"
-LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
-CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE = "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"
-CYCLE_MIN_MOM, CYCLE_MAX_MOM, DECAY_MOM_RATE = "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"
-CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT = "cycle_first_step_size", "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT = "cycle_second_step_size", "cycle_second_stair_count"
-CYCLE_MOMENTUM, DECAY_STEP_SIZE = "cycle_momentum", "decay_step_size"
-# fmt: on
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+
+# The schedules' parameters between `optimizer` and `last_batch_iteration`, in DeepSpeed's order.
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
+_DECAY = f"total_num_steps {_WARMUP}"
+_COSINE = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"
+_RANGE_TEST = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
+_CYCLE = """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count
+    cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate"""
 
 
 class Schedule:
-    """What all schedules share; they are dataclasses of their settings."""
+    """What all schedules share. A subclass names its parameters in order; they become attributes."""
 
-    optimizer: Any
-    last_batch_iteration: int
     min_lrs: list[float]
     max_lrs: list[float]
 
-    def __post_init__(self) -> None:
+    def __init_subclass__(cls, parameters: str = "", **defaults: object) -> None:
+        values = _DEFAULTS | defaults | dict.fromkeys(("optimizer", *REQUIRED.get(cls.__name__, ())), Parameter.empty)
+        names = ["optimizer", *parameters.split(), "last_batch_iteration"]
+        cls.__signature__ = Signature([Parameter(name, _ORDINARY, default=values[name]) for name in names])
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        given = self.__signature__.bind(*args, **kwargs)
+        given.apply_defaults()
+        vars(self).update(given.arguments)
+        self._prepare()
         self._move_to(self.last_batch_iteration)
+
+    def _prepare(self) -> None:
+        """Check the settings and derive what the formulas need."""
+        raise NotImplementedError
 
     def get_lr(self) -> list[float]:
         """The rate of each parameter group by the formula."""
@@ -102,11 +123,9 @@ class Schedule:
 class _Warmup(Schedule):
     """Up in ``warmup_num_steps`` steps, of which fewer than 2 act as 2; at the bottom with n = -1."""
 
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_min_ratio: float = 0.0
+    warmup_min_lr, warmup_max_lr, warmup_min_ratio = 0.0, None, 0.0
 
-    def __post_init__(self) -> None:
+    def _prepare(self) -> None:
         self._check_steps("warmup_num_steps", 0)
         self.warmup_num_steps = max(2, self.warmup_num_steps)
         if self.warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
@@ -115,7 +134,6 @@ class _Warmup(Schedule):
         if self.warmup_max_lr is None:
             self.warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs, self.max_lrs = self._per_group("warmup_min_lr"), self._per_group("warmup_max_lr")
-        super().__post_init__()
 
     def _height(self) -> float:
         n, steps = self.last_batch_iteration, self.warmup_num_steps
@@ -130,52 +148,26 @@ class _Warmup(Schedule):
         return 1.0
 
 
-@dataclass(eq=False, repr=False)
-class WarmupLR(_Warmup):
+class WarmupLR(_Warmup, parameters=_WARMUP):
     """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
 
     With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again. ``warmup_max_lr``: by default the ``lr`` that each
     group has. ``warmup_type``: "log", log(n + 1) / log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps.
     """
 
-    optimizer: Any
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates | None = None
-    warmup_num_steps: int = 1000
-    warmup_type: str = WARMUP_LOG_RATE
-    last_batch_iteration: int = -1
 
-
-@dataclass(eq=False, repr=False)
-class WarmupDecayLR(_Warmup):
+class WarmupDecayLR(_Warmup, parameters=_DECAY, warmup_max_lr=0.001):
     """As :class:`WarmupLR`, then down to ``warmup_min_lr`` in a straight line until step ``total_num_steps``."""
-
-    optimizer: Any
-    total_num_steps: int
-    warmup_min_lr: Rates = 0.0
-    warmup_max_lr: Rates = 0.001
-    warmup_num_steps: int = 1000
-    warmup_type: str = WARMUP_LOG_RATE
-    last_batch_iteration: int = -1
 
     def _after_warmup(self, n: int) -> float:
         return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-@dataclass(eq=False, repr=False)
-class WarmupCosineLR(_Warmup):
+class WarmupCosineLR(_Warmup, parameters=_COSINE):
     """Scale each group's own ``lr``: from ``warmup_min_ratio`` up to 1, then along a cosine to ``cos_min_ratio``.
 
     The cosine ends at step ``total_num_steps``; the ratio stays there. With n = -1 the rate is 0.
     """
-
-    optimizer: Any
-    total_num_steps: int
-    warmup_min_ratio: float = 0.0
-    warmup_num_steps: int = 1000
-    cos_min_ratio: float = 0.0001
-    warmup_type: str = WARMUP_LOG_RATE
-    last_batch_iteration: int = -1
 
     def get_lr_ratio(self) -> float:
         """The present factor on the groups' own rates."""
@@ -187,25 +179,16 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + cosine) / 2)
 
 
-@dataclass(eq=False, repr=False)
-class LRRangeTest(Schedule):
+class LRRangeTest(Schedule, parameters=_RANGE_TEST):
     """Rates that rise without end, to see where training diverges (arXiv 1803.09820).
 
     The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) / lr_range_test_step_size)``; with
     ``lr_range_test_staircase`` the quotient is rounded down.
     """
 
-    optimizer: Any
-    lr_range_test_min_lr: Rates = 1e-3
-    lr_range_test_step_size: int = 2000
-    lr_range_test_step_rate: float = 1.0
-    lr_range_test_staircase: bool = False
-    last_batch_iteration: int = -1
-
-    def __post_init__(self) -> None:
+    def _prepare(self) -> None:
         self._check_steps("lr_range_test_step_size", 1)
         self.min_lrs = self._per_group("lr_range_test_min_lr")
-        super().__post_init__()
 
     def get_lr(self) -> list[float]:
         intervals = (self.last_batch_iteration + 1) / self.lr_range_test_step_size
@@ -214,8 +197,7 @@ class LRRangeTest(Schedule):
         return [rate * (1 + self.lr_range_test_step_rate * intervals) for rate in self.min_lrs]
 
 
-@dataclass(eq=False, repr=False)
-class OneCycle(Schedule):
+class OneCycle(Schedule, parameters=_CYCLE):
     """One cycle of the rate, and of the momentum the other way round, then decay (arXiv 1803.09820).
 
     The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back, in ``cycle_first_step_size``
@@ -225,22 +207,7 @@ class OneCycle(Schedule):
     becomes 0.99. ``cycle_momentum=False``, or an optimizer without ``betas``: both are left alone.
     """
 
-    optimizer: Any
-    cycle_min_lr: Rates
-    cycle_max_lr: Rates
-    decay_lr_rate: float = 0.0
-    cycle_first_step_size: float = 2000
-    cycle_second_step_size: float | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: Rates = 0.8
-    cycle_max_mom: Rates = 0.9
-    decay_mom_rate: float = 0.0
-    last_batch_iteration: int = -1
-
-    def __post_init__(self) -> None:
+    def _prepare(self) -> None:
         if self.cycle_second_step_size is None:
             self.cycle_second_step_size = self.cycle_first_step_size
         if self.cycle_second_stair_count is None:
@@ -254,7 +221,6 @@ class OneCycle(Schedule):
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             logger.warning("cycle_momentum has no effect: %s has no betas", type(self.optimizer).__name__)
             self.cycle_momentum = False
-        super().__post_init__()
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < self.total_size:
@@ -303,3 +269,65 @@ def build_scheduler(scheduler: SchedulerConfig | None, optimizer: Any) -> Schedu
     if scheduler is None:
         return None
     return VALID_LR_SCHEDULES[scheduler.type](optimizer, **scheduler.params)
+
+
+# -- a schedule on the command line
+
+# Defaults of the options that differ from those of the schedules; None leaves the schedule's own.
+_OF_OPTIONS = {
+    **{"lr_range_test_step_size": 1000, "cycle_first_step_size": 1000, "decay_step_size": 1000},
+    **{"cycle_first_stair_count": None, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": False},
+    **{"warmup_max_lr": 0.001, "warmup_min_ratio": 0.01, "cos_min_ratio": 0.01},
+}
+# The options of each schedule, named as its parameters.
+OPTIONS: dict[str, dict[str, Any]] = {
+    name: {
+        key: (_DEFAULTS | _OF_OPTIONS)[key]
+        for key in kind.__signature__.parameters
+        if key not in ("optimizer", "total_num_steps", "last_batch_iteration")
+    }
+    for name, kind in VALID_LR_SCHEDULES.items()
+}
+# Which of them is the learning rate; WarmupCosineLR scales those of the param groups.
+_RATES = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
+_RATES |= dict.fromkeys(("WarmupLR", "WarmupDecayLR"), "warmup_max_lr")
+
+
+def add_tuning_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Give a script's parser `--lr_schedule` and an option for each parameter of the schedules."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", choices=sorted(OPTIONS), help="learning-rate schedule")
+    for name, default in {name: value for options in OPTIONS.values() for name, value in options.items()}.items():
+        if default is False:
+            group.add_argument(f"--{name}", action="store_true")
+        else:
+            group.add_argument(f"--{name}", type=int if default is None else type(default), default=default)
+    return parser
+
+
+def _override(schedule: str, args: Namespace, params: dict[str, Any]) -> None:
+    given = {name: getattr(args, name, None) for name in OPTIONS[schedule]}
+    params.update({name: value for name, value in given.items() if value is not None})
+
+
+# Each writes what `args` has of a schedule's options into `params`.
+override_lr_range_test_params = partial(_override, "LRRangeTest")
+override_1cycle_params = partial(_override, "OneCycle")
+override_warmupLR_params = partial(_override, "WarmupLR")
+
+
+def get_config_from_args(args: Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """(the section `scheduler` of a configuration, None) or (None, why there is none)."""
+    schedule = getattr(args, "lr_schedule", None)
+    if schedule not in OPTIONS:
+        return None, f"--lr_schedule: {schedule} is none of {', '.join(OPTIONS)}"
+    params: dict[str, Any] = {}
+    _override(schedule, args, params)
+    return {"type": schedule, "params": params}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """(the learning rate in a section `scheduler`, "") or (None, why there is none)."""
+    schedule = config.get("type")
+    rate = config.get("params", {}).get(_RATES.get(schedule, ""))
+    return rate, "" if rate is not None else f"scheduler.type {schedule}: no learning rate in scheduler.params"

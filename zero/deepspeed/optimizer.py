@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -51,33 +52,16 @@ class ParameterOffload:
 
     def __init__(self, hooks: ModuleHooks):
         self._hooks, self.module = hooks, hooks.module
+        self.forward_hooks, self.backward_hooks = hooks.forward_hooks, hooks.backward_hooks
         self.module.ds_external_parameters = partial(iter, ())
         for param in self.module.parameters():
             param.ds_active_sub_modules = set()
 
-    @property
-    def forward_hooks(self) -> list:
-        return self._hooks.forward_hooks
-
-    @forward_hooks.setter
-    def forward_hooks(self, handles: list) -> None:
-        self._hooks.forward_hooks[:] = handles
-
-    @property
-    def backward_hooks(self) -> list:
-        return self._hooks.backward_hooks
-
-    @backward_hooks.setter
-    def backward_hooks(self, handles: list) -> None:
-        self._hooks.backward_hooks[:] = handles
-
-    def remove(self) -> None:
-        """Take all hooks off."""
-        self._hooks.remove()
-
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Put the hooks on again."""
+        self._hooks.remove()  # the script has emptied lists of its own
         self._hooks.install()
+        self.forward_hooks, self.backward_hooks = self._hooks.forward_hooks, self._hooks.backward_hooks
 
 
 class DeepSpeedOptimizer(ZeroOptimizer):
@@ -88,21 +72,16 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     parameter_offload: ParameterOffload
 
-    @property
-    def fp16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters, by param group."""
-        return self.model_params
+    fp16_groups = property(attrgetter("model_params"), doc="The model's parameters, by param group.")
+    cur_scale = property(attrgetter("loss_scale"), doc="The present factor on the loss; 1 without fp16.")
+    dynamic_loss_scale = property(attrgetter("loss_scaler.dynamic"), doc="Whether the factor changes.")
+    _global_grad_norm = property(attrgetter("grad_norm"), doc="The norm of the last step's gradient, or None.")
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's part of the masters, tile by tile, each 1-D."""
         self.wait()
         return [tile.master for tile in self.tiles]
-
-    @property
-    def cur_scale(self) -> float:
-        """As `loss_scale`."""
-        return self.loss_scale
 
     def needs_scaler(self) -> bool:
         """Whether the loss must be scaled before `backward()`; see `ZeroEngine.scale`."""
@@ -114,14 +93,6 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return LossScalerView(self.scaler or LossScaler(loss_scale=1.0))
 
     loss_scale_config = loss_scaler
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler.dynamic
-
-    @property
-    def _global_grad_norm(self) -> float | None:
-        return self.grad_norm
 
     @property
     def micro_step_id(self) -> int:

@@ -1,4 +1,8 @@
-"""A linear layer cut into tiles that are gathered one after another, for layers too large to be gathered as a whole."""
+"""DeepSpeed's `TiledLinear`: a linear layer in tiles that are gathered one after another.
+
+It is for layers that are too large to be gathered as a whole. A tile is a module with the attribute
+`zero.layout.TILE_FLAG`; nothing else is known here of how units are made.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from zero.layout import TILE_FLAG
 
 
 class TiledLinear(nn.Module):
-    """`nn.Linear` as `out_splits` x `in_splits` tiles, each a unit of its own at stage 3, under DeepSpeed's name.
+    """`nn.Linear` as `out_splits` x `in_splits` tiles, each a unit of its own at stage 3.
 
     Args:
         in_features, out_features, bias: as for `nn.Linear`. in_splits, out_splits: tiles per input and output

@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: a stopwatch for each name, and samples per second."""
+"""`deepspeed.utils.timer`: stopwatches by name, and samples per second. What the engine measures is in `zero.clock`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zero.clock import Throughput
 from zero.deepspeed.accelerator import get_accelerator
-from zero.deepspeed.definitions import log_dist, logger
-
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer"]
+from zero.deepspeed.utilities import log_dist, logger
 
 
 class SynchronizedWallClockTimer:
     """Stopwatches by name: `timers("forward").start()`. Each waits for the device when it is started or stopped."""
 
     class Timer:
-        """One stopwatch; all durations in milliseconds."""
+        """One stopwatch; all durations in milliseconds. Arguments without a description are for compatibility."""
 
         def __init__(self, name: str):
             self.name_, self.started_, self.records, self._start = name, False, [], 0.0
@@ -28,7 +26,6 @@ class SynchronizedWallClockTimer:
             self._start, self.started_ = time.perf_counter(), True
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Both arguments are there for compatibility."""
             assert self.started_, "timer is not started"
             get_accelerator().synchronize()
             self.records.append(1000 * (time.perf_counter() - self._start))

@@ -1,4 +1,4 @@
-"""The connection to Hugging Face: zero under the name `deepspeed`, for an unpatched `transformers.Trainer`."""
+"""The entrance for users of Hugging Face: `zero.hf.enable()`, and what helps an unpatched `transformers.Trainer`."""
 
 from zero.hf.hook import STARTUP, enable
 

@@ -1,4 +1,7 @@
-"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed."""
+"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
+
+It sets up the process: variables, the import hook, what happens at an exception. It knows nothing of the engine.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,11 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
-
-import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zero import comm
 from zero.deepspeed import finder
+from zero.device import accelerator
+from zero.errors import end_process_on_exception
 from zero.hf.resume import guard_checkpoints
 
 # A folder for PYTHONPATH: `answer` is then called in every process that asks for DeepSpeed.
@@ -32,8 +33,8 @@ def enable() -> None:
       imports Lightning, which starts the other ranks by itself;
     - on a machine without a CUDA device, has accelerate use the CPU;
     - before transformers looks for the last checkpoint, sets aside what a killed run left incomplete;
-    - in a job of several ranks, ends a rank's process at once when an exception reaches the top of its main thread,
-      with `[rank R]` before the message, so that the launcher stops the others.
+    - in a job of several ranks, ends a rank's process when an exception reaches the top of its main thread, so that the
+      launcher stops the others; of ranks that fail alike one prints the exception.
 
     Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was imported, or after
     the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set on a machine with a GPU.
@@ -52,20 +53,20 @@ def enable() -> None:
 
 
 def answer() -> finder.FacadeFinder:
-    """What `enable` does, at the first question for DeepSpeed: `startup/sitecustomize.py` has waited for it."""
-    _settle_device()
+    """Do what `enable` promises. `startup/sitecustomize.py` calls this at the first question for DeepSpeed."""
+    _choose_device()
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
     _say_if_the_real_one_is_installed()
     installed = finder.install()
     guard_checkpoints()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _end_process_on_exception()
+        end_process_on_exception()
     return installed
 
 
 class _WorldOfOne:
-    """Takes the variables back when Lightning is imported: it would wait for ranks that it takes for started."""
+    """Takes the variables back when Lightning is imported, which starts ranks by itself unless it sees them."""
 
     def __init__(self, variables: list[str]):
         self.variables = variables
@@ -76,10 +77,10 @@ class _WorldOfOne:
                 os.environ.pop(name, None)
 
 
-def _settle_device() -> None:
-    """Have accelerate choose the device that the engine chooses: a CUDA device, or the CPU where there is none."""
+def _choose_device() -> None:
+    """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where there is none."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         # Set, this variable makes accelerate leave the DeepSpeed plugin aside and wrap the model in DDP instead.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
@@ -91,29 +92,7 @@ def _settle_device() -> None:
 
 
 def _say_if_the_real_one_is_installed() -> None:
-    # A search in named folders is answered by what lies in them alone.
+    # With named folders the search finds installed packages only, not this package under DeepSpeed's name.
     real = next(iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None)
     if real is not None and os.environ.get("RANK", "0") == "0":
         print(f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place", file=sys.stderr)
-
-
-def _end_process_on_exception() -> None:
-    """Let no rank outlive an exception of its own: the others wait for it in a collective."""
-    rank = os.environ.get("RANK", "0")
-    previous = sys.excepthook
-
-    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # torch.distributed calls this with stderr caught in a string, to print it when this returns; it never does.
-        sys.stderr = sys.__stderr__
-        previous(kind, error, trace)
-        print(f"[rank {rank}] {kind.__name__}: {error}", file=sys.stderr)
-        try:
-            raise error
-        except BaseException as raised:
-            get_error_handler().record_exception(raised)  # torchrun repeats it as the root cause
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: threads, and destructors of a process group with work in flight, may never come to an end.
-        os._exit(1)
-
-    sys.excepthook = end

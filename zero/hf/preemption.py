@@ -1,4 +1,4 @@
-"""A Trainer that is told to end saves a checkpoint first, so that the same command goes on where it stopped.
+"""A Trainer that gets SIGTERM saves a checkpoint before it ends, so that the same command goes on where it stopped.
 
 trainer.add_callback(SaveOnSigterm())
 trainer.train(resume_from_checkpoint=find_resumable(args.output_dir))

@@ -1,0 +1,64 @@
+"""`deepspeed.comm` and `deepspeed.utils.groups`, where `zero.comm` alone will not do. No collective is made here.
+
+Every rank is a data-parallel rank, and there is no other kind of parallelism: its groups have one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+from zero import comm
+
+
+def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
+    """`zero.comm.init_distributed`; accelerate calls it in the middle of making its state."""
+    comm.init_distributed(dist_backend, **kwargs)
+    _tell_accelerate_the_backend()
+
+
+def is_initialized() -> bool:
+    """`zero.comm.is_initialized`; if it is true, accelerate goes on without a call of `init_distributed`."""
+    initialized = comm.is_initialized()
+    if initialized:
+        _tell_accelerate_the_backend()
+    return initialized
+
+
+def _tell_accelerate_the_backend() -> None:
+    """Complete the state that accelerate is making, if it found no backend for its device.
+
+    It finds none on a machine without an accelerator. It would then take each rank for a world of one.
+    """
+    accelerate_state = sys.modules.get("accelerate.state")
+    if accelerate_state is None or not accelerate_state.PartialState._shared_state:
+        return
+    state = accelerate_state.PartialState()
+    if state.backend is None:
+        state.backend = comm.get_backend()
+
+
+def get_local_rank() -> int:
+    """This process's rank on its host, as the launcher numbers it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _get_data_parallel_group_ranks() -> range:
+    """The ranks of the data-parallel group: all."""
+    return range(comm.get_world_size())
+
+
+def _get_sequence_parallel_group() -> NoReturn:
+    """Refused as by DeepSpeed: KeyError."""
+    raise KeyError("there is no sequence-parallel group: every rank is a data-parallel rank")
+
+
+def one() -> int:
+    """The size of a group of another kind of parallelism."""
+    return 1
+
+
+def zero() -> int:
+    """The rank in such a group; also the rank whose values all get where they must be equal."""
+    return 0
