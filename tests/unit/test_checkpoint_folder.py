@@ -432,3 +432,21 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
         resumable.check_named(damaged)
     copied = damaged.rename(tmp_path / "best")  # nobody knows its step
     resumable.check_named(copied)
+
+
+def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(tmp_path, monkeypatch, capsys):
+    """A run was killed while the Trainer deleted `checkpoint-5`, which so became the last changed, and at save 20."""
+    monkeypatch.setattr(resumable, "_saved_here", set())
+    old, good, newer, later = (trainers(tmp_path, step) for step in (5, 10, 20, 25))
+    now = time.time()
+    for folder, age in ((good, 50), (newer, 40), (later, 30), (old, 20)):
+        os.utime(folder, (now - age, now - age))
+    (newer / "scheduler.pt").unlink()
+    (tmp_path / "checkpoint-15").mkdir()
+    resumable.seal_later(tmp_path / "checkpoint-15", 1)
+    by_time = sorted(tmp_path.glob("*checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    assert [path.name for path in by_time if path.name != "incomplete-checkpoint-20"] == [
+        "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
+    ]  # fmt: skip
+    assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
+    monkeypatch.setattr(resumable, "_to_seal", None)

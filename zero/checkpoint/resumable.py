@@ -179,6 +179,7 @@ def _check_archive(path: Path) -> None:
 
 
 _to_seal: tuple[Path, int] | None = None
+_saved_here: set[Path] = set()
 
 
 def seal_later(folder: Path, world_size: int) -> None:
@@ -186,8 +187,31 @@ def seal_later(folder: Path, world_size: int) -> None:
     global _to_seal
     seal()
     _to_seal = (folder, world_size) if job_folder(folder) != folder else None
-    for name in (SEAL, TRAINER_STATE) if _to_seal else ():  # of an earlier checkpoint of this step
+    if _to_seal is None:
+        return
+    for name in (SEAL, TRAINER_STATE):  # of an earlier checkpoint of this step
         disk.remove(folder / name)
+    if folder.parent not in _saved_here:
+        _saved_here.add(folder.parent)
+        _clean_up_after_kill(folder)
+
+
+def _clean_up_after_kill(folder: Path) -> None:
+    """Before the first save of a run: have the Trainer delete the right folders (`save_total_limit`).
+
+    It keeps those that were changed last. A killed run may have left incomplete folders of later steps, which would
+    count; and it may have begun to delete an old one, which so became the last changed.
+    """
+    others = [other for other in of_trainer(folder.parent) if other != folder]
+    for newer in (other for other in others if number_of(other) > number_of(folder)):
+        if (problem := _incomplete(newer)) is not None:
+            _set_aside(newer, problem)
+    bound = time.time()
+    for older in (other for other in others if number_of(other) < number_of(folder)):  # the newest first
+        changed = older.stat().st_mtime
+        if changed >= bound:
+            os.utime(older, (changed, bound - 1))
+        bound = min(changed, bound - 1)
 
 
 @atexit.register
@@ -241,25 +265,34 @@ def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
         except UsageError as error:
             logger.warning("%s", error)
             return
-        aside = folder.with_name(f"incomplete-{folder.name}")
-        while os.path.lexists(aside):
-            aside = aside.with_name(f"{aside.name}-again")
-        folder.rename(aside)
-        print(f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}", file=sys.stderr, flush=True)
+        _set_aside(folder, problem)
+
+
+def _set_aside(folder: Path, problem: str) -> None:
+    aside = folder.with_name(f"incomplete-{folder.name}")
+    while os.path.lexists(aside):
+        aside = aside.with_name(f"{aside.name}-again")
+    folder.rename(aside)
+    print(f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}", file=sys.stderr, flush=True)
 
 
 def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
-    """The newest of the Trainer's folders if it is incomplete, and why. One without any checkpoint of the engine is
-
-    complete if the Trainer ended it: `save_only_model` makes such folders, and so do other backends.
-    """
+    """The newest of the Trainer's folders if it is incomplete, and why."""
     newest = next(iter(of_trainer(output_dir)), None)
-    if newest is None:
-        return None
+    problem = None if newest is None else _incomplete(newest)
+    return None if problem is None else (newest, problem)
+
+
+def _incomplete(folder: Path) -> str | None:
+    """Why nobody can resume from one of the Trainer's folders; None if one can.
+
+    One without any checkpoint of the engine is complete if the Trainer ended it: `save_only_model` makes such folders,
+    and so do other backends.
+    """
     try:
-        _check_trainer_state(newest)
-        if (newest / RECOVERY_SCRIPT).exists():  # a save of the engine has begun here
-            check_resumable(newest, _world_size(), sums=False)
+        _check_trainer_state(folder)
+        if (folder / RECOVERY_SCRIPT).exists():  # a save of the engine has begun here
+            check_resumable(folder, _world_size(), sums=False)
     except (ValueError, OSError) as error:
-        return newest, str(error)
+        return str(error)
     return None
