@@ -27,9 +27,12 @@ def rounding(dtype: torch.dtype, terms: int, steps: int = 1) -> float:
     return 2 * math.sqrt(terms) * torch.finfo(dtype).eps * steps
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: int, steps: int = 1) -> None:
-    """Equal but for rounding in `found`'s dtype, relative to the largest element of `expected`, or to 1."""
+def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: int, steps: int = 1, what: str = "") -> None:
+    """Equal but for rounding in `found`'s dtype, relative to the largest element of `expected`, or to 1.
+
+    An error begins with `what`.
+    """
     assert found.shape == expected.shape
     allowed = rounding(found.dtype, terms, steps) * max(1.0, expected.abs().max().item())
     largest = (found.double() - expected.double()).abs().max().item()
-    assert largest <= allowed, f"{largest:g} apart, where rounding explains {allowed:g}"
+    assert largest <= allowed, f"{what} {largest:g} apart, where rounding explains {allowed:g}"

@@ -11,8 +11,9 @@ import torch
 
 import zero
 from tests.dist.toys import toy, toy_batches
-from tests.dist.training import ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import LR, ds_config, relative, start, train_plain, train_zero
 from tests.processes import run_on
+from tests.tolerance import rounding
 
 # The head is copied and trained as a whole.
 ADAPTERS = {"target_modules": ["up", "down"], "modules_to_save": ["head"], "r": 3, "lora_alpha": 5}
@@ -39,7 +40,7 @@ def attached_and_trained(rank: int, world_size: int, stage: int, folder: Path) -
     assert {name: (param.shape, param.numel(), param.dtype) for name, param in model.named_parameters()} == shapes
 
     engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=0))
-    assert relative(train_zero(engine, batches).norms, expected.norms) <= 1e-6
+    assert relative(train_zero(engine, batches).norms, expected.norms) <= rounding(torch.float32, 50, len(batches))
     assert {name: (param.shape, param.numel(), param.dtype) for name, param in model.named_parameters()} == shapes
 
     with zero.GatheredParameters(model.parameters()):
@@ -48,7 +49,7 @@ def attached_and_trained(rank: int, world_size: int, stage: int, folder: Path) -
     torch.distributed.barrier()
     reloaded = peft.PeftModel.from_pretrained(toy(), folder)
     for name, value in reloaded.state_dict().items():
-        assert torch.allclose(value, expected.weights[name], rtol=0, atol=1e-6), name
+        assert torch.allclose(value, expected.weights[name], rtol=0, atol=LR / 1000), name
         assert "lora_B" not in name or value.abs().max() > 1e-4, "it was not trained"
 
 
