@@ -73,13 +73,13 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
 
 def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
     """Bytes of model states that this rank holds now, from the engine's own tensors; no storage counts twice."""
-    units = engine.units
+    units, shards = engine.units, engine.optimizer.shards.values()
     moments = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     parts = {
         "parameters": bytes_of(tensor for unit in units for tensor in (unit.full, unit.shard)),
-        "gradients": bytes_of(unit.grad for unit in units),
+        "gradients": bytes_of(shard.grad for shard in shards),
         "accumulated": bytes_of(engine.reducer.carried(unit) for unit in units),
-        "optimizer": bytes_of([*(unit.master for unit in units), *moments]),
+        "optimizer": bytes_of([*(shard.master for shard in shards), *moments]),
     }
     return {name: sum(found.values()) for name, found in parts.items()}
 

@@ -1,4 +1,7 @@
-"""Micro-batches: which one is the last of its step, who decides that, and when their gradients go to other ranks."""
+"""Micro-batches: which one is the last of its step, who decides that, and when their gradients go to other ranks.
+
+This file knows nothing of units or of the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class Accumulation:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Context of a step's backwards whose gradients are reduced together, at its end (stages 1 to 3).
+        """Context of a step's backwards whose gradients are reduced once, at its end (stages 1 to 3).
 
         Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. The boundary that is set
         in it by hand ends with it.
@@ -85,11 +88,10 @@ class Accumulation:
         if self._inside_no_sync:
             raise UsageError("coalesce_grad_reduction cannot be nested inside another one or inside no_sync")
         boundary = self._is_gradient_accumulation_boundary
-        deferred, self.reducer.deferred = self.reducer.deferred, True
         self._inside_no_sync = True
         try:
-            yield
-            self.reducer.reduce_carried()
+            with self.reducer.deferring():
+                yield
         finally:
-            self.reducer.deferred, self._inside_no_sync = deferred, False
+            self._inside_no_sync = False
             self._is_gradient_accumulation_boundary = boundary

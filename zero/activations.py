@@ -1,10 +1,10 @@
 """Activations in host memory between forward and backward: the `activation_checkpointing` section.
 
-`cpu_checkpointing` acts by itself: whatever autograd saves during the engine's forward (with gradient checkpointing,
-the inputs of the checkpointed blocks and little else) is copied to host memory, pinned where there is a GPU, and back
-when backward needs it. Values, and so gradients, stay the same bits. What is a view of a gathered parameter is left
-alone: a unit's memory is the schedule's to give and take. The other keys of the section cut or pack activations over
-model-parallel ranks, of which there are none here.
+`cpu_checkpointing` needs no change of the model. Every tensor that autograd saves during the engine's forward is copied
+to host memory, pinned if there is a GPU, and back when backward needs it. (With gradient checkpointing those are the
+inputs of the checkpointed blocks and little else.) Values, and so gradients, stay the same bits. Views of unsharded
+parameters are not copied: the schedule decides about their memory. The other keys of the section cut or pack
+activations over model-parallel ranks, of which there are none here. This file knows nothing of hooks or gathering.
 
 Models that call `deepspeed.checkpointing.checkpoint(function, *args)` get torch's non-reentrant checkpoint.
 """
@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from zero.device import is_accelerator
 from zero.unit import Unit
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
@@ -27,7 +28,7 @@ MIN_BYTES = 1 << 14
 class HostActivations:
     """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
 
-    Args: units: whose gathered buffers are left alone.
+    Args: units: their unsharded buffers are not copied.
     """
 
     def __init__(self, device: torch.device, units: Sequence[Unit]):
@@ -41,7 +42,7 @@ class HostActivations:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
         if tensor.device != self.device or tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
             return tensor
-        pinned = tensor.device.type == "cuda"
+        pinned = is_accelerator(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
         self.moved_bytes += tensor.nbytes
         return tensor.device, host.copy_(tensor)

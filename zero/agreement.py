@@ -1,7 +1,8 @@
 """Ranks that were given different things are named at once, before they train on to different weights.
 
-What must be equal is written down as facts, {key: text}. A digest of them is compared in one small reduction; only
-where it differs are the facts themselves exchanged, to say which rank, which key and which values.
+What must be equal is a dict of facts, {key: text}. A digest of them is compared in one small reduction. Only if it
+differs, the facts themselves are exchanged, to say which rank, which key and which values. This file does not know what
+the facts are about.
 """
 
 from __future__ import annotations

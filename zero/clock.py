@@ -1,4 +1,7 @@
-"""Where the time of a step goes, and how far a slow one is: seconds in each phase, and in it those spent waiting."""
+"""Where the time of a step goes: seconds in each phase, and in it those spent waiting; how far a slow phase is.
+
+This file knows nothing of what is timed.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ class Clock:
     Attributes:
         phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the part of them in which
         nothing was computed here: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
-        parameters), "optimizer" (an update behind the step), "gradients out" (to host memory or a file).
+        parameters), "optimizer" (a late update), "gradients out" (to host memory or a file).
 
     On a GPU the host waits for little: what it enqueues waits on the device, and a profiler shows it.
     """

@@ -1,12 +1,20 @@
 """The only caller of `torch.distributed` for parameters and gradients.
 
 [Note: collectives]
-Every operation is in place on flat 1-D tensors, so that nothing is copied before or after it, and returns a `Pending`
-whose `wait()` makes the result usable. On NCCL the collectives are torch's own. On gloo the same exchange is made of
-point-to-point messages: torch's gloo reduce-scatter takes 1.7-3 times as long for 1-100 MB, its all-gather 1.2 times,
-and 3.5 times for 100 MB (benchmarks/collectives.py), and summing received slices here, in rank order and in fp32, is
-deterministic and more precise. Broadcasts and sums of all are torch's: nothing else is faster but by tenths of a
+Every operation works in place on flat 1-D tensors: nothing is copied before or after it. It returns a `Pending`, whose
+`wait()` makes the result usable. On an accelerator the collectives are torch's own. On gloo the same exchange is made
+of point-to-point messages. torch's gloo reduce-scatter takes 1.7-3 times as long for 1-100 MB, its all-gather 1.2
+times, and 3.5 times for 100 MB (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32:
+that is deterministic and more precise. Broadcasts and all-reduces are torch's: others would save tenths of a
 millisecond.
+
+[Note: groups of ranks]
+world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
+shard group      the ranks over which a unit is cut: an all-gather or a reduce-scatter is among these.
+replicate group  the ranks that hold the same shard.
+
+Today the shard group is the world, and each rank is alone in its replicate group.
+This file knows nothing of units but a number and a text for messages.
 """
 
 from __future__ import annotations
@@ -17,11 +25,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zero.clock import Clock
+from zero.device import CPU, accelerator, compute_stream, is_accelerator, new_stream, use
 from zero.watchdog import Watchdog, end_with_launcher
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -56,16 +66,25 @@ class Pending:
             work.wait()
 
 
-class Communicator:
-    """Collectives of one group of ranks on one kind of device.
+class Group(NamedTuple):
+    """Some ranks of the job: this process's place among them, and how many they are."""
 
-    `calls` and `elements` count operations and the elements of the full buffers they moved, by operation name; `clock`
-    has the time of all engines that use these ranks.
+    rank: int
+    size: int
+
+
+class Communicator:
+    """Collectives of one job on one kind of device.
+
+    Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
+    operations, and of elements of the full buffers they moved, by operation name. clock: the time of all engines that
+    use these ranks.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.shard_group, self.replicate_group = Group(self.rank, self.world_size), Group(0, 1)
         self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
@@ -74,11 +93,11 @@ class Communicator:
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self._native = device.type == "cuda"
-        self._copies: torch.cuda.Stream | None = None
-        # Groups of our own: messages of the engine and of user code can never be taken for one another. NCCL matches
-        # operations by their order, and where graphs differ ranks start a reduction between different gathers.
+        backend, self._native = dist.get_default_backend_for_device(device), is_accelerator(device)
+        self._copies: torch.Stream | None = None
+        # Process groups of our own: messages of the engine and of user code can never be mistaken for one another. NCCL
+        # matches operations by their order. Where graphs differ, ranks start a reduction between different all-gathers:
+        # so reductions have a group to themselves.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
 
@@ -89,7 +108,7 @@ class Communicator:
 
     @property
     def mean_factor(self) -> float:
-        """What `reduce_scatter`'s result must be multiplied by to be the mean over ranks."""
+        """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
     def _count(self, name: str, numel: int) -> None:
@@ -97,30 +116,31 @@ class Communicator:
         self.elements[name] += numel
 
     def _next_tag(self, kind: str, unit: object) -> int:
-        """Of the next message of `kind` about `unit`: 22 bits for its number, 1 bit, and 8 bits that count.
+        """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
 
-        Messages of ranks that have gone different ways never match, and the watchdog finds them waiting.
+        Messages of ranks that run different modules never match. Their ranks wait, and the watchdog finds them.
         """
         key = getattr(unit, "serial", 0)
         self._messages[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
     def _peers(self) -> list[int]:
-        """All other ranks, nearest first, so that no rank is everybody's first receiver."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        """All other ranks of the shard group, beginning with the next one: each rank has another first receiver."""
+        rank, size = self.shard_group
+        return [(rank + step) % size for step in range(1, size)]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
-        """Fill `full` (world_size * n elements) with all ranks' `shard` (n elements; host or device memory).
+        """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements; on host or device).
 
         `unit`, here and below: what this is about; its `serial` is in the messages' tags and its text in reports.
         """
         self._count("all_gather", full.numel())
-        own = full.narrow(0, self.rank * shard.numel(), shard.numel())
+        own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard, non_blocking=True)
-        if self.world_size == 1:
+        if self.shard_group.size == 1:
             return Pending()
         if self._native:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -136,14 +156,14 @@ class Communicator:
         self, full: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, unit: object
     ) -> Pending:
         """As `all_gather`, beside the device's computation: on a stream of its own, which NCCL's waits for."""
-        compute = torch.cuda.current_stream(self.device)
-        self._copies = self._copies or torch.cuda.Stream(self.device)
-        self._copies.wait_stream(compute)  # the memory of `full` may still be in use there for what it held before
-        with torch.cuda.stream(self._copies):
+        self._copies = self._copies or new_stream(self.device)
+        # The memory of `full` may still be in use there for what it held before.
+        self._copies.wait_stream(compute_stream(self.device))
+        with self._copies:
             own.copy_(shard, non_blocking=True)
-            if self.world_size == 1:
-                arrived = self._copies.record_event()
-                return Pending((), lambda: torch.cuda.current_stream(self.device).wait_event(arrived), (own, shard))
+            if self.shard_group.size == 1:
+                copied = self._copies.record_event()
+                return Pending((), lambda: compute_stream(self.device).wait_event(copied), (own, shard))
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = gather(full, own, group=self._group, async_op=True)
         return Pending([work], None, (full, own, shard), self.watchdog, unit)
@@ -151,12 +171,12 @@ class Communicator:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (world_size * n elements) over ranks into `out` (n elements, this rank's slice), in fp32.
+        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice), in fp32.
 
         The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
         (at least one a rank) go into one collective.
         """
-        n, step = out.numel(), max(1, max_numel // self.world_size)
+        n, step = out.numel(), max(1, max_numel // self.shard_group.size)
         if not self._native:
             step = min(step, SUMMED_MESSAGE // full.element_size())
         parts = [
@@ -169,7 +189,7 @@ class Communicator:
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
         """As `reduce_scatter`, but every rank gets the whole result: `out` has as many elements as `full`."""
-        own = torch.empty(out.numel() // self.world_size, dtype=out.dtype, device=out.device)
+        own = torch.empty(out.numel() // self.shard_group.size, dtype=out.dtype, device=out.device)
         scattered = self.reduce_scatter(own, full, False, max_numel, unit)
 
         def finish() -> None:
@@ -190,17 +210,17 @@ class Communicator:
         accumulate: bool,
         unit: object,
     ) -> Pending:
-        """Reduce columns `first : first + width` of `full` seen as a (world_size, n) matrix."""
-        self._count("reduce_scatter", width * self.world_size)
-        rows = [full.narrow(0, rank * n + first, width) for rank in range(self.world_size)]
+        """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
+        self._count("reduce_scatter", width * self.shard_group.size)
+        rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
         if self._native:
-            return self._reduce_columns_nccl(out, rows, accumulate, unit)
+            return self._reduce_columns_natively(out, rows, accumulate, unit)
         tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
             terms[peer] = torch.empty_like(rows[peer])
             works.append(dist.irecv(terms[peer], peer, group=self._group, tag=tag))
-        terms[self.rank] = rows[self.rank]
+        terms[self.shard_group.rank] = rows[self.shard_group.rank]
 
         def finish() -> None:
             total = out.float()  # `out` itself if that is fp32
@@ -212,16 +232,15 @@ class Communicator:
 
         return Pending(works, finish, (full,), self.watchdog, unit)
 
-    def _reduce_columns_nccl(
+    def _reduce_columns_natively(
         self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, unit: object
     ) -> Pending:
-        whole = rows[0].numel() * len(rows)
-        first = rows[0]
+        whole, first = rows[0].numel() * len(rows), rows[0]
         contiguous = all(row.data_ptr() == first.data_ptr() + i * first.nbytes for i, row in enumerate(rows))
         source = first.as_strided((whole,), (1,)) if contiguous else torch.cat(rows)
-        result = source if self.world_size == 1 else torch.empty_like(first)
+        result = source if self.shard_group.size == 1 else torch.empty_like(first)
         works = []
-        if self.world_size > 1:
+        if self.shard_group.size > 1:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
 
@@ -232,21 +251,21 @@ class Communicator:
         return Pending(works, finish, (source,), self.watchdog, unit)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
-        """Give every rank its slice of rank `src`'s `full`; others may pass None. Blocking."""
+        """Give every rank of the shard group its slice of rank `src`'s `full`; others may pass None. Blocking."""
         n = shard.numel()
-        self._count("scatter", n * self.world_size)
-        if self.rank == src:
-            slices = [full.narrow(0, rank * n, n) for rank in range(self.world_size)]
-            shard.copy_(slices[self.rank])
-        if self.world_size == 1:
+        self._count("scatter", n * self.shard_group.size)
+        if self.shard_group.rank == src:
+            slices = [full.narrow(0, rank * n, n) for rank in range(self.shard_group.size)]
+            shard.copy_(slices[self.shard_group.rank])
+        if self.shard_group.size == 1:
             return
         if self._native:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
+            dist.scatter(buffer, slices if self.shard_group.rank == src else None, src=src, group=self._group)
             shard.copy_(buffer)
             return
         tag = self._next_tag("gather", None)
-        if self.rank == src:
+        if self.shard_group.rank == src:
             works = [dist.isend(slices[peer], peer, group=self._group, tag=tag) for peer in self._peers()]
         else:
             works = [dist.irecv(shard, src, group=self._group, tag=tag)]
@@ -275,9 +294,9 @@ class Communicator:
 
     def exchange(self, text: str) -> list[str]:
         """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
-        texts: list[str | None] = [None] * self.world_size
+        texts = [text] * self.world_size
         self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
-        return [text] if self.world_size == 1 else texts
+        return texts
 
     def barrier(self) -> None:
         self._blocking("a barrier", lambda: dist.barrier(group=self._group))
@@ -304,9 +323,10 @@ def communicator() -> Communicator:
 
 def compute_device() -> torch.device:
     """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
-    if torch.cuda.is_available() and (not is_initialized() or "nccl" in dist.get_backend()):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")
+    device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
+    if device is None or (is_initialized() and dist.get_default_backend_for_device(device) not in dist.get_backend()):
+        return CPU
+    return device
 
 
 def default_timeout() -> timedelta:
@@ -334,11 +354,11 @@ def init_distributed(
     The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU and gloo on a CPU.
     """
     device = compute_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use(device)
     if dist.is_initialized():
         return
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    native = dist.get_default_backend_for_device(device)
+    backend = dist_backend or (f"cpu:gloo,{device.type}:{native}" if is_accelerator(device) else native)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
     dist.init_process_group(

@@ -1,6 +1,7 @@
 """The engine: forward, backward and step over sharded state.
 
-It has no arithmetic of its own. It knows neither DeepSpeed nor how the configuration names an optimizer.
+It has no arithmetic of its own: `zero/construction.py` makes its parts, and each method calls them. It knows neither
+DeepSpeed nor how the configuration names an optimizer.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from zero import checkpoint, comm
+from zero import checkpoint, construction
 from zero.accumulation import Accumulation
 from zero.activations import HostActivations
-from zero.agreement import flat, hyper_parameters, require_same, versions
+from zero.agreement import require_same
 from zero.clock import Throughput
-from zero.config import Config, OffloadOptimizerConfig
+from zero.comm import communicator
+from zero.config import Config
 from zero.config.report import announce
+from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
 from zero.export import Weights, save_16bit_model, show_copies_in_state_dicts
-from zero.gradients import GradientReducer
+from zero.gathering import Gathering
 from zero.hooks import ModuleHooks
-from zero.layout import UnitPlan, plan_units
-from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import Placement
 from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.parameters import placeholder
-from zero.schedule import Schedule
-from zero.unit import Residency, State, Unit
+from zero.reduction import ReductionOrder
+from zero.schedule import Residency
+from zero.unit import State
 
 logger = logging.getLogger("zero")
 
@@ -69,12 +70,12 @@ class ZeroEngine(Accumulation, nn.Module):
         lr_scheduler: object | None = None,
     ):
         super().__init__()
-        self.comm = comm.communicator()
-        self.settings, self.config = settings.resolve_batch(self.comm.world_size), settings.raw
-        zero = settings.zero_optimization
+        self.comm = communicator()
+        settings = settings.resolve_batch(self.comm.world_size)
+        self.settings, self.config = settings, settings.raw
         self._report_settings()
         if settings.watchdog_timeout is not None:
-            self.comm.watchdog.timeout = settings.watchdog_timeout
+            self.comm.watchdog.set_timeout(settings.watchdog_timeout)
         self.module = model
         self._take_over(model)
         self.global_steps = self.skipped_steps = 0
@@ -82,31 +83,32 @@ class ZeroEngine(Accumulation, nn.Module):
         self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
-        require_same(self.comm, self._facts(optimizer))
-        self.units = self._make_units(param_group_of(optimizer) if optimizer is not None else {})
-        for unit in self.units:
-            unit.strict = zero.enable_sanity_checks
-        self._place_buffers()
-        self.reducer = self._make_reducer()
-        self.schedule = self._make_schedule()
+        require_same(self.comm, construction.facts(settings, model, optimizer))
+        group_of = param_group_of(optimizer) if optimizer is not None else {}
+        self.units = construction.make_units(model, settings, self.comm, self.residency, group_of)
+        construction.place_buffers(model, self.comm)
+        self.schedule = construction.make_schedule(self.units, settings)
+        placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
+        self.reducer = construction.make_reducer(settings, self.comm, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
         self.hooks = ModuleHooks(
             model,
             self.units,
-            self.schedule,
-            self.reducer,
-            self.comm,
-            self.residency,
+            Gathering(self.units, self.schedule, self.comm, self.residency),
+            ReductionOrder(self.units, self.reducer, self.comm),
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
-            ignore_unused=zero.ignore_unused_parameters,
+            ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
-        offloaded = settings.activation_checkpointing.cpu_checkpointing and self.comm.device.type != "cpu"
+        offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(self.comm.device)
         self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
-        self.optimizer = None if optimizer is None else self._make_optimizer(optimizer)
+        self.optimizer: ZeroOptimizer | None = None
+        if optimizer is not None:
+            parts = self.reducer, placement, self.scaler, self.units, self.schedule
+            self.optimizer = construction.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
         self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
-        self.lr_scheduler = self._make_scheduler(lr_scheduler, optimizer)
+        self.lr_scheduler = construction.make_scheduler(lr_scheduler, optimizer)
 
     # -- construction
 
@@ -123,125 +125,11 @@ class ZeroEngine(Accumulation, nn.Module):
             earlier.destroy()
         _engine_of[model] = weakref.ref(self)
 
-    def _facts(self, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-        """What must be the same on all ranks. The folders of files may differ from machine to machine."""
-        facts = flat(self.settings.model_dump(), "configuration, ")
-        facts = {key: value for key, value in facts.items() if not key.endswith("nvme_path")} | versions()
-        facts["optimizer"] = type(optimizer).__name__
-        facts |= hyper_parameters(optimizer.param_groups) if optimizer is not None else {}
-        for name, param in self.module.named_parameters():
-            facts[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}" + " frozen" * (not param.requires_grad)
-        return facts
-
-    def _make_units(self, group_of: dict[nn.Parameter, int]) -> list[Unit]:
-        zero = self.settings.zero_optimization
-        offload = zero.offload_param if zero.offloads_params else None
-        tier = Tier.of(offload, self.settings.aio, self.comm.device)
-        sixteen_bit = self.settings.fp16.enabled or self.settings.bf16.enabled
-        doubles = [n for n, p in self.module.named_parameters() if p.requires_grad and p.dtype == torch.float64]
-        if doubles and not sixteen_bit:
-            raise UsageError(f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first")
-        # Below stage 3 nothing is gathered for use; units are what is reduced together.
-        threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
-        plans = plan_units(self.module, threshold, zero.stage3_model_persistence_threshold, group_of)
-        if sixteen_bit:
-            # In no unit, since there is nothing to shard; but a layer's inputs must still have its dtype.
-            for param in self.module.parameters():
-                if param.numel() == 0 and param.is_floating_point():
-                    param.data = param.data.to(self.settings.compute_dtype)
-        in_memory = zero.offload_param.max_in_cpu if tier.file is not None else 0
-
-        def tier_of(plan: UnitPlan) -> Tier:
-            """The first `max_in_cpu` elements stay in host memory."""
-            nonlocal in_memory
-            in_memory -= sum(param.numel() for param in plan.params) // self.comm.world_size
-            return tier.in_memory() if in_memory >= 0 or plan.persistent else tier
-
-        return [
-            Unit(
-                plan.name,
-                plan.params,
-                self.comm,
-                self.residency,
-                dtype=self.settings.compute_dtype if sixteen_bit else None,
-                tier=tier_of(plan),
-                param_names=plan.param_names,
-                modules=plan.modules,
-                persistent=plan.persistent or zero.stage < 3,
-                shared=plan.shared,
-                replicated=zero.stage == 0,
-            )
-            for plan in plans
-        ]
-
-    def _place_buffers(self) -> None:
-        """Move buffers to the compute device, with rank 0's values everywhere; they keep their dtype."""
-        for module in self.module.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                placed = buffer.to(self.comm.device)
-                if placed.numel():
-                    placed = placed.contiguous()
-                    self.comm.broadcast(placed, src=0)
-                module._buffers[name] = placed
-
-    def _make_reducer(self) -> GradientReducer:
-        zero = self.settings.zero_optimization
-        return GradientReducer(
-            self.comm,
-            bucket_size=zero.reduce_bucket_size,
-            overlap=zero.overlap_comm,
-            contiguous=zero.contiguous_gradients,
-            dtype=self.settings.communication_data_type,
-            sum_dtype=self.settings.data_types.grad_accum_dtype or torch.float32,
-            deferred=zero.stage < 2,
-            last_micro_step=lambda: self.is_gradient_accumulation_boundary() and not self._inside_no_sync,
-        )
-
-    def _make_schedule(self) -> Schedule:
-        zero, sizes = self.settings.zero_optimization, [unit.layout.numel for unit in self.units]
-        ahead = zero.stage3_prefetch_bucket_size
-        if zero.offloads_params and zero.offload_param.device == "nvme":
-            ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
-        return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-
-    def _make_optimizer(self, inner: torch.optim.Optimizer) -> ZeroOptimizer:
-        zero = self.settings.zero_optimization
-        offload = zero.offload_optimizer or OffloadOptimizerConfig()
-        here, away = Tier(self.comm.device), Tier.of(offload, self.settings.aio, self.comm.device)
-        trainable = [unit for unit in self.units if unit.trainable]
-        return self.optimizer_class(
-            inner,
-            self.units,
-            self.reducer,
-            self.comm,
-            Placement(trainable, here, away, offload.ratio),
-            sub_group_size=zero.sub_group_size,
-            clipping=self.settings.gradient_clipping,
-            scaler=self.scaler,
-            reduce_op=self.settings.gradient_allreduce_op,
-            checks_overflow=self.settings.bf16.check_grad_overflow or not self.settings.bf16.enabled,
-            overlap=self._overlaps_step(offload),
-            read_ahead=offload.pipeline_read,
-            write_behind=offload.pipeline_write,
-            forward_order=lambda: [self.units[i] for i in self.schedule.recorded(("train", True))],
-        )
-
-    def _overlaps_step(self, offload: OffloadOptimizerConfig) -> bool:
-        """Whether updates are made behind the step: by default where they do not take the computing cores' time."""
-        if offload.overlap_step is not None and offload.device != "none":
-            return offload.overlap_step
-        return offload.device == "nvme" or (offload.device == "cpu" and self.comm.device.type != "cpu")
-
-    def _make_scheduler(self, given: object | None, inner: torch.optim.Optimizer | None) -> object | None:
-        """The scheduler object that was given, or what the given function makes of the optimizer."""
-        if hasattr(given, "get_last_lr") and getattr(given, "optimizer", inner) is not inner:
-            raise UsageError(
-                "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a function "
-                "that makes the scheduler of the configured optimizer"
-            )
-        return given(inner) if callable(given) and not hasattr(given, "get_last_lr") else given
-
     # -- training
+
+    def _reduces_now(self) -> bool:
+        """Whether the gradients of the current micro-batch go to other ranks; at stages 0 and 1 only the last one's."""
+        return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     def forward(self, *args: object, **kwargs: object) -> object:
         self.relocation.refuse_absent("forward")
@@ -281,7 +169,7 @@ class ZeroEngine(Accumulation, nn.Module):
         """The loss times the present loss scale, for a script that calls `backward()` on it by itself.
 
         Accumulation needs no factor: gradients of a backward that the script runs are divided by
-        `gradient_accumulation_steps` as they arrive. `retain_graph` is there for compatibility.
+        `gradient_accumulation_steps` when they are collected. `retain_graph` is there for compatibility.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}")
@@ -299,11 +187,9 @@ class ZeroEngine(Accumulation, nn.Module):
                 "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        if _engine_backwards:
-            self.reducer.factor = 1.0
-        else:
-            self.reducer.factor = 1.0 / self.settings.gradient_accumulation_steps
-            self._loss_was_scaled = False
+        by_engine = _engine_backwards > 0
+        self.reducer.begin_backward(1.0 if by_engine else 1.0 / self.settings.gradient_accumulation_steps)
+        self._loss_was_scaled &= by_engine
 
     def step(self) -> None:
         """Finish a micro-batch; at the accumulation boundary update the parameters and the learning rate."""
@@ -315,7 +201,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.tput_timer.stop(boundary)
         self.relocation.refuse_absent("step")
         if boundary:
-            self._refuse_shown("the step")
+            self._refuse_use("the step")
         self.micro_steps += 1
         self._step_applied = False
         if not boundary:
@@ -333,11 +219,11 @@ class ZeroEngine(Accumulation, nn.Module):
             self.skipped_steps += 1
             self._log_skip()
 
-    def _refuse_shown(self, before: str) -> None:
-        """Values that are shown cannot be renewed or moved under whoever looks at them."""
-        self.hooks.forget_broken_pass()  # a forward without a backward may have left its own behind
+    def _refuse_use(self, before: str) -> None:
+        """Raise UsageError while somebody uses unsharded values: they can neither be renewed nor moved."""
+        self.hooks.forget_broken_pass()  # units of a forward without a backward are still unsharded
         for unit in self.units:
-            if unit.is_shown and not unit.persistent:
+            if unit.is_in_use and not unit.persistent:
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _report_times(self) -> None:
@@ -353,6 +239,11 @@ class ZeroEngine(Accumulation, nn.Module):
         """Forget the accumulated gradients."""
         self.reducer.clear()
 
+    def set_progress(self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int) -> None:
+        """Go on counting from here, as a checkpoint says."""
+        self.global_steps, self.micro_steps = global_steps, micro_steps
+        self.skipped_steps, self.global_samples = skipped_steps, global_samples
+
     def was_step_applied(self) -> bool:
         """Whether the last call of `step()` changed the parameters."""
         return self._step_applied
@@ -362,14 +253,14 @@ class ZeroEngine(Accumulation, nn.Module):
         return None if self.optimizer is None else self.optimizer.grad_norm
 
     def allreduce_gradients(self) -> None:
-        """Gradients are reduced while backward runs: nothing but a wait is left to do here."""
+        """Wait for the reductions that backward has started."""
         self.reducer.drain()
 
     def empty_partition_cache(self) -> None:
         """Free all gathered parameters that are not in use."""
         for unit in self.units:
-            if unit.state in (State.FETCHING, State.RESIDENT):
-                unit.free()
+            if unit.state in (State.GATHERING, State.GATHERED):
+                unit.reshard()
 
     def offload_states(
         self,
@@ -392,14 +283,13 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.optimizer is not None:
             self.optimizer.wait()
         self.reducer.drain()
-        self._refuse_shown("offload_states")
+        self._refuse_use("offload_states")
         self.empty_partition_cache()
         self.relocation.send(include, pin_memory)
-        if self.comm.device.type == "cuda":
-            torch.cuda.empty_cache()  # what was freed is for others
+        empty_cache(self.comm.device)  # what was freed is for others
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` moved away."""
+        """Move back what `offload_states` has moved."""
         self.relocation.bring_back()
 
     # -- weights out
@@ -425,6 +315,7 @@ class ZeroEngine(Accumulation, nn.Module):
     save_checkpoint = checkpoint.save_checkpoint
     load_checkpoint = checkpoint.load_checkpoint
     wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
+
     # -- module behaviour
 
     def __getattr__(self, name: str) -> object:
@@ -461,10 +352,10 @@ class ZeroEngine(Accumulation, nn.Module):
         self.hooks.remove()
         if self.optimizer is not None:
             self.optimizer.end_updates()
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)  # copies from host memory that is about to go
-        self.reducer.clear()
+        synchronize(self.comm.device)  # copies from host memory that is about to go
+        self.reducer.free()
+        if self.optimizer is not None:
+            self.optimizer.free()
         for unit in self.units:
-            unit.optimizer = unit.grad = unit.master = None
-            if not unit.persistent and unit.state.name != "SHARDED":
-                unit.free()
+            if not unit.persistent and unit.state is not State.SHARDED:
+                unit.reshard()

@@ -1,4 +1,7 @@
-"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict."""
+"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict.
+
+This file knows nothing of training: neither hooks nor gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -23,15 +27,21 @@ from torch import nn
 from zero.checkpoint.folder import megabytes
 from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, model_config, write_model
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.state import plain_tensors, tied_names, values_of
+from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator, Pending
+from zero.gathered import gather_range
 from zero.layout import Slot
+from zero.optim.step import precise_values
 from zero.parameters import ShardedParameter
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
 
 T = TypeVar("T")
+
+
+# Whole parameters that were handed out to be saved, as long as somebody keeps them, and the unit's version they are of.
+_copies: WeakKeyDictionary[Unit, tuple[int, list[Callable[[], torch.Tensor | None]]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -96,31 +106,31 @@ class Weights:
         """
         ranks, stream = Ranks.of(self.comm, what), self.stream()
 
-        def run() -> T | None:
+        def on_rank() -> T | None:
             try:
                 return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
             finally:
-                for _ in stream:  # the other ranks' part, and rank 0's after an error: the gathers are made by all
+                for _ in stream:  # every rank takes part in every gather: the other ranks, and rank 0 after an error
                     pass
 
-        return ranks.together(run)
+        return ranks.run(on_rank)
 
     @torch.no_grad()
     def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
         """Every rank gets each (name, weight) on the compute device; a weight is valid until the next one is asked for.
 
-        Two buffers take turns: while one is handed out, the other is filled. Together they take `max_bytes` (more if a
+        Two buffers take turns: while one is handed out, the other is filled. Both take `max_bytes` in all (more if a
         single weight is larger than half of that).
         """
         parts = [part for unit in self.units for part in self._parts(unit, max_bytes // 2)]
         largest = max((part.nbytes for part in parts if not self._is_here(part.unit)), default=0)
         buffers = [torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)]
-        arriving: tuple[torch.Tensor, Pending] | None = None
+        next_one: tuple[torch.Tensor, Pending] | None = None
         for number, part in enumerate([*parts, None]):
-            arrived, arriving = arriving, None if part is None else self._gather(part, buffers[number % 2])
-            if arrived is None:
+            this_one, next_one = next_one, None if part is None else self._gather(part, buffers[number % 2])
+            if this_one is None:
                 continue
-            values, pending = arrived
+            values, pending = this_one
             pending.wait()
             last = parts[number - 1]
             for name, slot in last.named_slots():
@@ -151,10 +161,10 @@ class Weights:
             return unit.full[part.start : part.end], Pending()
         into = buffer[: part.nbytes].view(part.dtype)
         unit.wait_for_update()
-        source = unit.shard if part.dtype == unit.dtype else values_of(unit)
+        source = unit.shard if part.dtype == unit.dtype else precise_values(unit)
         if into.numel() < layout.padded or layout.replicated:
-            return into, unit.gather_range(into, part.start, source)
-        own = into[slice(*layout.shard_range(self.comm.rank))]
+            return into, gather_range(unit, into, part.start, source)
+        own = into[slice(*unit.shard_range)]
         if source is unit.shard:
             unit.tier.load(own, source).wait()
         else:
@@ -193,11 +203,15 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         "gathering the model's weights", lambda values: on_disk(zip(names, values, strict=True), nbytes)
     )
     for unit in weights.units:
-        for param, name, slot in zip(unit.params, unit.param_names, unit.layout.slots, strict=True):
-            if found is None:
-                unit.copies[param] = functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
-            else:
-                unit.copies[param] = weakref.ref(found[name])
+        _copies[unit] = (
+            unit.version,
+            [
+                functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+                if found is None
+                else weakref.ref(found[name])
+                for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+            ],
+        )
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
@@ -227,7 +241,8 @@ def _show_copies(module: nn.Module, state: dict[str, object], prefix: str, metad
         shows = unit is None or not isinstance(param, ShardedParameter)
         if shows or key not in state or isinstance(state[key], nn.Parameter):
             continue
-        copy = unit.copies[param]() if param in unit.copies else None
+        version, copies = _copies.get(unit, (None, []))
+        copy = copies[unit.index[param]]() if version == unit.version else None
         if copy is not None:
             state[key] = copy
         else:

@@ -1,7 +1,7 @@
 """`GatheredParameters` shows sharded values for a while.
 
 A unit is unsharded whole, in one all-gather, if most of it is asked for or if it is to be changed. If less is asked
-for, as by a loop over single parameters, only those are gathered.
+for, as by a loop over single parameters, only those are gathered. This file knows nothing of hooks or the optimizer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,40 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zero.unit import State, Unit, _Exposed, unit_of
+from zero.comm import Pending
+from zero.unit import State, Unit, unit_of, unsharded
 
 logger = logging.getLogger("zero")
+
+
+def gather_range(unit: Unit, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
+    """Start to fill `into` (1-D) with what `unit.full` would have from element `start` on, out of ranks' `source`.
+
+    `source` is the shard or the master; `into` may have another dtype, the same on all ranks.
+    """
+    unit.wait_for_update()
+    ranks, owned = unit.comm.shard_group, []
+    for rank in range(ranks.size):
+        first, end = unit.layout.shard_range(rank)
+        low, high = max(first, start), min(end, start + into.numel())
+        if low < high:
+            owned.append((rank, into[low - start : high - start]))
+            if rank == ranks.rank:
+                owned[-1][1].copy_(source[low - first : high - first])
+    return Pending() if unit.layout.replicated else unit.comm.start_broadcasts(owned)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _gather_single(unit: Unit, indices: Iterable[int]) -> Pending:
+    """Start to gather single parameters into memory of their own; the unit stays sharded."""
+    works = []
+    for i in indices:
+        slot = unit.layout.slots[i]
+        values = torch.empty(slot.numel, dtype=unit.dtype, device=unit.comm.device)
+        works.append(gather_range(unit, values, slot.offset, unit.shard))
+        unit.add_single(i, values)
+    return Pending(works)
 
 
 class GatheredParameters:
@@ -48,33 +79,33 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
 
     def __enter__(self) -> None:
-        self._parts = {unit: self._apart(unit, indices) for unit, indices in self.asked.items()}
-        pending = [unit.fetch_parts(indices) for unit, indices in self._parts.items()]
+        self._single = {unit: self._one_by_one(unit, indices) for unit, indices in self.asked.items()}
+        pending = [_gather_single(unit, indices) for unit, indices in self._single.items()]
         writes = self.modifier_rank is not None
-        whole = (unit for unit in self.asked if not self._parts[unit])
-        self._exposed = _Exposed([unit for unit in whole if writes or not unit.shows(self.asked[unit])])
-        self._exposed.__enter__()
-        for each, (unit, indices) in zip(pending, self._parts.items(), strict=True):
+        whole = (unit for unit in self.asked if not self._single[unit])
+        self._unsharded = unsharded([unit for unit in whole if writes or not unit.has_single(self.asked[unit])])
+        self._unsharded.__enter__()
+        for each, (unit, indices) in zip(pending, self._single.items(), strict=True):
             each.wait()
-            unit.show_parts(indices)
+            unit.show_single(indices)
         sharded = [unit.params[i] for unit in self.asked if not unit.persistent for i in self.asked[unit]]
         self._versions = {param: param._version for param in sharded}
 
-    def _apart(self, unit: Unit, indices: Sequence[int]) -> list[int]:
+    def _one_by_one(self, unit: Unit, indices: Sequence[int]) -> list[int]:
         """Those to be gathered by themselves: a small part of a sharded unit, to be read only."""
         if self.modifier_rank is not None or unit.state is not State.SHARDED or unit.persistent:
             return []
         numel = sum(unit.layout.slots[i].numel for i in indices)
-        return [i for i in indices if not unit.shows([i])] if 2 * numel <= unit.layout.numel else []
+        return [i for i in indices if not unit.has_single([i])] if 2 * numel <= unit.layout.numel else []
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
         if self.modifier_rank is not None and exc_type is None:
             for unit in self.asked:
-                unit.write_back(self.modifier_rank)
+                unit.broadcast_values(self.modifier_rank)
         changed = [param for param, version in self._versions.items() if param._version != version]
-        self._exposed.__exit__(exc_type, *exc_info)
-        for unit, indices in self._parts.items():
-            unit.hide_parts(indices)
+        self._unsharded.__exit__(None, None, None)
+        for unit, indices in self._single.items():
+            unit.free_single(indices)
         if changed and self.modifier_rank is None and exc_type is None:
             message = (
                 f"GatheredParameters: in-place modification of {len(changed)} sharded parameter(s), which is lost with "

@@ -1,27 +1,32 @@
-"""From `param.grad` of one backward to the reduced gradient of this rank's shard."""
+"""From `param.grad` of one backward to the reduced gradient of this rank's shard.
+
+This file does not know when a unit's gradients are complete, nor in which order reductions start (`zero/reduction.py`),
+nor where the result lives (`zero/optimizer_shard.py`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from zero.comm import Communicator, Pending
 from zero.offload.tiers import Tier
+from zero.optimizer_shard import OptimizerShard
 from zero.unit import Unit
 
 
 @dataclass
 class _Reduction:
-    """A reduction of `numel` elements into `out`, which becomes `unit.grad` if the gradient `stays` on the device."""
+    """A reduction of a buffer of `numel` elements into `out`, which then goes to `shard`."""
 
-    unit: Unit
+    shard: OptimizerShard
     numel: int
     out: torch.Tensor
     pending: Pending
-    stays: bool
 
 
 class _Collected:
@@ -34,23 +39,23 @@ class _Collected:
 
 
 class GradientReducer:
-    """Collects each unit's gradients in one flat buffer, reduces it over ranks and adds it to `unit.grad`.
+    """Collects each unit's gradients in one flat buffer, reduces it over ranks and adds it to the optimizer's shard.
 
-    Args: bucket_size: elements that may be on their way between ranks at a time, and in one collective; overlap:
-    reductions run while backward goes on, else each is waited for at once; contiguous: gradients are copied to the
-    flat buffer as they are produced, else kept apart until the unit is complete; dtype: in which gradients travel
-    (None: that of the parameters); sum_dtype: in which the result is kept on the unit's `optimizer_tier`, and summed
-    over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and reduced with
-    the last one (stages 0 and 1), else each micro-batch's are reduced at once. `last_micro_step` tells which that is.
+    Args: shards: where the reduced gradients go, one for each trainable unit; bucket_size: elements that may be on
+    their way between ranks at a time, and in one collective; overlap: reductions run while backward goes on, else each
+    is waited for at once; contiguous: gradients are copied to the flat buffer as they are produced, else kept apart
+    until the unit is complete; dtype: in which gradients travel (None: that of the parameters); sum_dtype: in which the
+    result is kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of
+    full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once.
+    `last_micro_step` tells which that is.
 
-    `factor` multiplies what the present backward produces (1 unless the engine sets it). `norms` has the 2-norms
-    of gradients that have left the compute device, taken before they left, by unit and the piece's start in the shard.
-    `backwards` counts those that have ended since the last step.
+    Attributes: backwards: how many have ended since the last step. buffered, peak_buffered: elements in flat buffers.
     """
 
     def __init__(
         self,
         comm: Communicator,
+        shards: Sequence[OptimizerShard],
         *,
         bucket_size: int,
         overlap: bool,
@@ -61,21 +66,30 @@ class GradientReducer:
         last_micro_step: Callable[[], bool] = lambda: True,
     ):
         self.comm, self.dtype, self.sum_dtype = comm, dtype, sum_dtype
+        self._shards = {shard.unit: shard for shard in shards}
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
-        self.factor = 1.0
+        self._factor = 1.0
         self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[_Reduction] = deque()
-        self._leaving: deque[Pending] = deque()
+        self._offloading: deque[Pending] = deque()
         self._fresh: set[Unit] = set()
-        self.norms: dict[tuple[Unit, int], torch.Tensor] = {}
         self.backwards = 0
         self.buffered = 0
         self.peak_buffered = 0
 
+    def begin_backward(self, factor: float) -> None:
+        """What the backward produces that begins now is to be multiplied by `factor`."""
+        self._factor = factor
+
+    def end_backward(self) -> None:
+        """Wait for all reductions of the backward."""
+        self.drain()
+        self.backwards += 1
+
     def collect(self, unit: Unit, index: int) -> None:
-        """Take over the gradient that autograd left on the unit's parameter number `index`."""
+        """Take the gradient that autograd put on the unit's parameter number `index`."""
         param = unit.params[index]
         grad, param.grad = param.grad, None
         if grad.is_sparse:
@@ -92,16 +106,16 @@ class GradientReducer:
         target.add_(grad) if index in entry.parts else target.copy_(grad)
         entry.parts[index] = None
 
-    def collect_left(self, unit: Unit) -> None:
-        """Before a step: take over gradients that the script put on parameters by itself, the same ones on all ranks.
+    def collect_from_script(self, unit: Unit) -> None:
+        """Before a step: take gradients that the script itself has put on parameters, the same ones on all ranks.
 
-        They are added to those of backwards; scaled, as those are, if there is a loss scale.
+        They are added to those of backwards. With a loss scale they must be scaled as those are.
         """
-        left = [index for index, param in enumerate(unit.params) if param.grad is not None]
-        for index in left:
+        found = [index for index, param in enumerate(unit.params) if param.grad is not None]
+        for index in found:
             self.collect(unit, index)
-        if left:
-            self.factor = 1.0
+        if found:
+            self._factor = 1.0
             self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
@@ -117,8 +131,8 @@ class GradientReducer:
                 target.copy_(parts[index])
         for start, end in unit.layout.gaps():
             flat[start:end].zero_()
-        if self.factor != 1.0:
-            flat.mul_(self.factor)
+        if self._factor != 1.0:
+            flat.mul_(self._factor)
         if self.deferred:
             if unit in self._carried:
                 self.buffered -= flat.numel()
@@ -129,35 +143,25 @@ class GradientReducer:
         self._start(unit, flat)
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
-        unit.wait_for_update()  # which reads the gradient of the step before
-        accumulate = unit in self._fresh
+        unit.wait_for_update()  # the update of the step before reads the buffer that is about to be written
+        shard, accumulate = self._shards[unit], unit in self._fresh
         self._fresh.add(unit)
-        stays = unit.optimizer_tier == Tier(self.comm.device)
-        if self.comm.world_size == 1 and flat.dtype == self.sum_dtype and (stays or not accumulate):
+        in_place = not (shard.is_offloaded and accumulate)
+        if self.comm.world_size == 1 and flat.dtype == self.sum_dtype and in_place:
             # A world of one has nothing to exchange: the flat buffer is the result.
-            out = unit.grad.add_(flat) if accumulate else flat
-            self._finish(_Reduction(unit, flat.numel(), out, Pending(), stays))
+            out = shard.grad.add_(flat) if accumulate else flat
+            self._finish(_Reduction(shard, flat.numel(), out, Pending()))
             return
         while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
-        out = self._result(unit, stays, accumulate)
+        if shard.is_offloaded and accumulate:
+            self.drain()  # the sum so far may still be on its way to its tier
+        out = shard.reduction_target(self.sum_dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
         pending = exchange(out, flat, accumulate, self.bucket_size, unit)
-        self._in_flight.append(_Reduction(unit, flat.numel(), out, pending, stays))
+        self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
         if not self.overlap:
             self._wait_oldest()
-
-    def _result(self, unit: Unit, stays: bool, accumulate: bool) -> torch.Tensor:
-        """A buffer on the compute device for the reduced gradient, with the sum so far if `accumulate`."""
-        if stays and unit.grad is not None:
-            return unit.grad
-        out = torch.empty(unit.layout.shard_numel, dtype=self.sum_dtype, device=self.comm.device)
-        if accumulate:
-            self.drain()
-            unit.optimizer_tier.load(out, unit.grad).wait()
-        elif stays:
-            unit.grad = out
-        return out
 
     def _wait_oldest(self) -> None:
         self._finish(self._in_flight.popleft())
@@ -166,80 +170,80 @@ class GradientReducer:
         with self.comm.clock.waiting("reduce"):
             reduction.pending.wait()
         self.buffered -= reduction.numel
-        if reduction.stays:
-            reduction.unit.grad = reduction.out
-        else:
-            self._move_out(reduction.unit, reduction.out)
+        if len(self._offloading) == 2:
+            self._wait_for_offload()
+        written = reduction.shard.put_gradient(reduction.out)
+        if reduction.shard.is_offloaded:
+            self._offloading.append(written)
 
-    def _move_out(self, unit: Unit, values: torch.Tensor) -> None:
-        """Start to bring a reduced gradient to the optimizer's tier; at most two are on their way."""
-        for piece in unit.layout.pieces(self.comm.rank):
-            norm = torch.linalg.vector_norm(values[piece.start : piece.start + piece.numel], dtype=torch.float32)
-            self.norms[unit, piece.start] = norm
-        if unit.grad is None:
-            unit.grad = unit.optimizer_tier.empty(values.numel(), self.sum_dtype)
-        if len(self._leaving) == 2:
-            self._wait_for_leaving()
-        self._leaving.append(unit.optimizer_tier.store(unit.grad, values))
-
-    def move(self, units: Iterable[Unit], tier: Tier) -> None:
-        """Bring the units' gradients, whole or reduced, to other memory; nothing may be on its way."""
+    def move_carried(self, units: Iterable[Unit], tier: Tier) -> None:
+        """Bring the sums that wait for a last micro-batch to other memory; nothing may be under way."""
         for unit in units:
-            for grad in (unit.grad, self._carried.get(unit)):
-                if grad is not None:
-                    grad.data = tier.keep(grad)
+            if unit in self._carried:
+                self._carried[unit] = tier.keep(self._carried[unit])
 
     def has_pending(self, unit: Unit) -> bool:
         """Whether gradients of `unit` were collected but not reduced."""
         return unit in self._collected
 
     def is_fresh(self, unit: Unit) -> bool:
-        """Whether `unit.grad` holds a gradient of the current accumulation cycle."""
+        """Whether the unit's shard holds a gradient of the current accumulation cycle."""
         return unit in self._fresh
 
     def carried(self, unit: Unit) -> torch.Tensor | None:
         """This rank's sum over micro-batches, as long as `unit.full`, that waits for the last one (stages 0, 1)."""
         return self._carried.get(unit)
 
-    def settle(self, unit: Unit) -> None:
-        """Before a step: reduce what still waited for a last micro-batch; zero where no backward gave a gradient."""
+    def complete(self, unit: Unit) -> None:
+        """Before a step: reduce what still waits for a last micro-batch; zero where no backward gave a gradient."""
         if unit in self._carried:
             self._start(unit, self._carried.pop(unit))
         elif unit not in self._fresh:
             self._fresh.add(unit)
-            stays = unit.optimizer_tier == Tier(self.comm.device)
-            zeros = self._result(unit, stays, accumulate=False).zero_()
-            self._finish(_Reduction(unit, 0, zeros, Pending(), stays))
+            shard = self._shards[unit]
+            zeros = shard.reduction_target(self.sum_dtype, accumulate=False).zero_()
+            self._finish(_Reduction(shard, 0, zeros, Pending()))
 
-    def reduce_carried(self) -> None:
-        """Reduce now what waits for a last micro-batch. Every rank must call, having run as many backwards."""
-        for unit in sorted(self._carried, key=lambda unit: unit.serial):
-            self._start(unit, self._carried.pop(unit))
-        self.drain()
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Context of backwards whose gradients are reduced at its end. Every rank runs as many backwards in it."""
+        deferred, self.deferred = self.deferred, True
+        try:
+            yield
+            for unit in sorted(self._carried, key=lambda unit: unit.serial):
+                self._start(unit, self._carried.pop(unit))
+            self.drain()
+        finally:
+            self.deferred = deferred
 
     def drain(self) -> None:
         """Wait for all reductions in flight."""
         while self._in_flight:
             self._wait_oldest()
-        while self._leaving:
-            self._wait_for_leaving()
+        while self._offloading:
+            self._wait_for_offload()
 
-    def _wait_for_leaving(self) -> None:
+    def _wait_for_offload(self) -> None:
         with self.comm.clock.waiting("gradients out"):
-            self._leaving.popleft().wait()
+            self._offloading.popleft().wait()
 
     def clear(self) -> None:
-        """Forget all gradients; their buffers are written anew in the next cycle."""
+        """Forget all gradients; the next ones are written over them."""
         self.drain()
-        if self.deferred:
-            # Until the last micro-batch the sum of this rank's gradients takes their place.
-            for unit in self._fresh:
-                unit.grad = None
+        for unit, shard in self._shards.items():
+            shard.end_cycle()
+            if self.deferred and unit in self._fresh:
+                shard.free_gradient()  # until the last micro-batch the sum of this rank's gradients takes its place
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
-        self.norms.clear()
         self.buffered = self.backwards = 0
+
+    def free(self) -> None:
+        """Forget all gradients, and free their memory."""
+        self.clear()
+        for shard in self._shards.values():
+            shard.free_gradient()
 
     def _flat(self, unit: Unit) -> torch.Tensor:
         self.buffered += unit.layout.padded

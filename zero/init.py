@@ -1,4 +1,7 @@
-"""`Init` shards a model while it is being built."""
+"""`Init` shards a model while it is being built.
+
+This file knows nothing of engines, hooks or optimizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from zero.agreement import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.unit import Residency, Unit, unit_of
+from zero.schedule import Residency
+from zero.unit import Unit, unit_of
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
@@ -32,19 +36,19 @@ class _InPlaceOnSharded(TorchFunctionMode):
         unit = unit_of(target) if in_place else None
         if unit is None or name == "requires_grad_":
             return func(*args, **kwargs)
-        with unit.exposed():
+        with unit.unsharded():
             result = func(*args, **kwargs)
-            unit.write_back(0)
+            unit.broadcast_values(src=0)
         return result
 
 
 class Init:
     """Context in which every parameter is sharded as soon as the module that owns it is complete.
 
-    A module is complete when it is assigned to its parent, so that no rank holds more than its shards and the module
-    under construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize`
-    groups them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) gathers
-    the parameter for the moment, so that all ranks must run it alike.
+    A module is complete when it is assigned to its parent. So no rank holds more than its shards and the module under
+    construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize` groups
+    them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) unshards the
+    parameter for the moment: all ranks must run it alike.
 
     Args:
         module: an already built model to shard at once (then the object need not be used as a context).
@@ -152,5 +156,5 @@ class Init:
             kind = type(module).__name__
             require_same(self.comm, {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()})
         for name, param in own.items():
-            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name]}
-            Unit(name, [param], self.comm, self.residency, **options).strict = self.strict
+            options = {"dtype": self.dtype, "tier": self.tier, "param_names": [name], "strict": self.strict}
+            Unit(name, [param], self.comm, self.residency, **options)

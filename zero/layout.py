@@ -1,16 +1,18 @@
-"""Pure arithmetic: which parameter sits where in which flat buffer, and whose slice is whose.
+"""Pure arithmetic: which parameters form a unit, where each lies in the unit's flat buffer, which slice is whose.
+
+This file touches no process group and no tensor's values.
 
 [Note: words]
-unit        the group of parameters gathered, reduced and released together: one transformer block, or one stray module.
-full        a unit's gathered 1-D buffer; while a unit is gathered its parameters are views of it.
-shard       one rank's contiguous slice of `full`; all ranks' shards have the same length, so `full` is padded.
+unit        parameters that are unsharded, reduced and resharded as one: a transformer block, or one stray module.
+full        a unit's unsharded 1-D buffer. While the unit is unsharded, its parameters are views of it.
+shard       one rank's contiguous slice of `full`. All shards have the same length, so `full` is padded.
 slot        a parameter's place in `full`.
-persistent  a parameter small enough to stay gathered all the time.
+persistent  a parameter that is small enough to stay unsharded all the time.
+master      the fp32 copy of a shard that the optimizer updates.
+tile        a piece of a master that the optimizer updates at a time.
 
     full   | slot 0 | gap | slot 1           | gap | slot 2 | padding |
     shards | rank 0             | rank 1             | rank 2         |
-
-Nothing here touches a process group or a tensor's values.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import nn
 
 from zero.errors import UsageError
 
-# Slots start on multiples of this many elements: 64 bytes or more for every dtype, so that matrix kernels and the
-# vectorised part of the optimizer see the alignment that separately allocated parameters would have.
+# Slots start on multiples of this many elements: 64 bytes or more for every dtype. Matrix kernels and the vectorised
+# part of the optimizer then see the alignment that separately allocated parameters would have.
 ALIGNMENT = 32
 
 
@@ -61,7 +63,7 @@ class UnitLayout:
 
     `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard. The
     shards of a `replicated` unit are all of `full`. A parameter that is a unit by itself is cut evenly, without regard
-    to alignment, so that its shards have the size that scripts compute: its elements over the ranks, rounded up.
+    to alignment: scripts expect shards of its elements over the ranks, rounded up.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
@@ -107,7 +109,7 @@ class UnitLayout:
 class UnitPlan:
     """Which parameters form a unit, and the modules whose forward needs them.
 
-    `shared` marks a unit whose parameters several modules own (tied weights): it is gathered for each owner's call.
+    `shared` marks a unit whose parameters several modules own (tied weights). It is unsharded for each owner's call.
     """
 
     name: str
@@ -126,10 +128,10 @@ EXTERNAL_PARAMETERS = "_zero_external_parameters"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module`'s own forward reads `parameter`, which another module owns, so that both calls gather it.
+    """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then unshard it.
 
-    Effective if called before `zero.initialize`. Without it such a parameter is gathered when it is first read and held
-    to the end of the step.
+    Effective if called before `zero.initialize`. Without it such a parameter is unsharded at its first read and stays
+    so to the end of the step.
     """
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"register_external_parameter: expected a torch.nn.Parameter, got {type(parameter).__name__}")

@@ -14,6 +14,8 @@ from torch import nn
 
 from zero.errors import UsageError
 from zero.layout import Piece
+from zero.optim.step import optimizer_of
+from zero.optimizer_shard import OptimizerShard
 from zero.unit import Unit, unit_of
 
 FP32, GRADIENT = "fp32 value", "gradient"
@@ -25,31 +27,36 @@ class ParameterState:
     def __init__(self, param: nn.Parameter, kind: str):
         unit = unit_of(param)
         self.param, self.kind, self.unit = param, kind, unit
+        self.optimizer = None if unit is None else optimizer_of(unit)
         if unit is not None:
             unit.wait_for_update()
-        self.exists = unit is not None and unit.optimizer is not None and self._has_values(unit)
+        self.exists = self.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
             # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
-            self.piece = unit.layout.part(slot, unit.comm.rank)
+            self.piece = unit.layout.part(slot, unit.comm.shard_group.rank)
 
     def _has_values(self, unit: Unit) -> bool:
         if self.kind == GRADIENT:
-            reducer = unit.optimizer.reducer
+            reducer = self.optimizer.reducer
             return reducer.is_fresh(unit) or reducer.carried(unit) is not None
-        return self.kind == FP32 or any(self.kind in state for state in unit.optimizer.state.values())
+        return self.kind == FP32 or any(self.kind in state for state in self.optimizer.state.values())
+
+    @property
+    def _shard(self) -> OptimizerShard:
+        return self.optimizer.shards[self.unit]
 
     @property
     def _factor(self) -> float:
         """What a stored gradient must be multiplied by to be the mean gradient."""
-        return self.unit.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
+        return self.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
 
     def _reduced(self) -> torch.Tensor:
         """The unit's gradient; a copy, reduced for the moment, of one that still waits for its last micro-batch."""
         unit = self.unit
-        waiting = unit.optimizer.reducer.carried(unit)
+        waiting = self.optimizer.reducer.carried(unit)
         if waiting is None:
-            return unit.grad
+            return self._shard.grad
         out = torch.empty(unit.layout.shard_numel, device=waiting.device)
         exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
@@ -59,13 +66,13 @@ class ParameterState:
         """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""
         start, end = piece.start, piece.start + piece.numel
         if self.kind in (FP32, GRADIENT):
-            yield 0, (self.unit.master if self.kind == FP32 else self._reduced())[start:end]
+            yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
             return
         yield 0, self.unit.shard.new_empty(0, dtype=torch.float32)
-        for tile in self.unit.optimizer.tiles:
+        for tile in self.optimizer.tiles:
             first, last = max(start, tile.start), min(end, tile.end)
             if tile.unit is self.unit and first < last:
-                state = self.unit.optimizer.state[tile.master][self.kind]
+                state = self.optimizer.state[tile.master][self.kind]
                 yield first - start, state[first - tile.start : last - tile.start]
 
     @torch.no_grad()
@@ -94,16 +101,16 @@ class ParameterState:
         """Store this rank's part. A parameter follows its fp32 value: every rank must call to write that."""
         if not self.exists:
             return
-        if self.kind == GRADIENT and self.unit.optimizer.reducer.carried(self.unit) is not None:
+        if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         if self.kind == GRADIENT:
-            self.unit.optimizer.reducer.norms.pop((self.unit, self.piece.start), None)
+            self._shard.forget_norm(self.piece.start)
         for start, place in self._places(self.piece):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
         if self.kind == FP32:
-            self.unit.publish_master()
+            self._shard.master_was_replaced()
 
     def write_full(self, value: torch.Tensor) -> None:
         """Store all of it, given in the parameter's shape. Every rank must call, with the same `value`."""

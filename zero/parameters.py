@@ -1,26 +1,51 @@
 """What a parameter shows while its unit is sharded, and how a read of it is noticed.
 
-A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is `ShardedParameter` until its
-unit is unsharded. The object never changes, so autograd's leaf is always the parameter itself, whoever holds it:
-a module, `torch.autograd.Function.apply`, an activation checkpoint or a list.
+A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its class is `ShardedParameter` until it is
+unsharded. The object never changes. So autograd's leaf is always the parameter itself, whether a module, a list, an
+activation checkpoint or `torch.autograd.Function.apply` holds it.
 
-This file knows nothing of modules or of process groups.
+This file knows nothing of units, modules or process groups. Who holds a parameter's values is a `ParameterOwner`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+# Called with a sharded parameter and the function that is about to read it.
+ReadHook = Callable[[nn.Parameter, Callable], None]
+
+
+class ParameterOwner(Protocol):
+    """What holds a parameter's values while the parameter shows NaN."""
+
+    def before_read(self, param: nn.Parameter, func: Callable) -> None:
+        """`func` is about to read the sharded `param`. If `param` is still sharded afterwards, it reads NaN."""
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Context in which the parameter shows its values. All ranks must enter it alike."""
+
+
+def owner_of(param: torch.Tensor) -> ParameterOwner | None:
+    """Who holds the values of `param`; None for an ordinary parameter."""
+    return getattr(param, "_zero_owner", None)
+
+
+def set_owner(param: nn.Parameter, owner: ParameterOwner) -> None:
+    param._zero_owner = owner
+
+
 _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A read-only-by-nature tensor of NaN that has `shape` and occupies one element."""
+    """A tensor of NaN that has `shape` and occupies one element; an in-place write to it raises."""
     key = (dtype, device)
     if key not in _nan_scalars:
         _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -45,10 +70,7 @@ def needs_values(func: Callable) -> bool:
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter while it shows no values: a function that needs them has the unit unsharded first.
-
-    Who must unshard is the unit's `on_read`. Where that is None, or declines, the function sees NaN.
-    """
+    """The class of a parameter while it shows no values. A function that needs them tells the owner first."""
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -56,18 +78,18 @@ class ShardedParameter(nn.Parameter):
         if needs_values(func):
             sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)]
             for param in sharded:
-                unit = getattr(param, "_zero_unit", None)
+                owner = owner_of(param)
                 # Another parameter of the same unit may have come first.
-                if unit is not None and unit.on_read is not None and isinstance(param, ShardedParameter):
-                    unit.on_read(param, func)
+                if owner is not None and isinstance(param, ShardedParameter):
+                    owner.before_read(param, func)
             if not any(isinstance(param, ShardedParameter) for param in sharded):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter with the values, for which the unit is unsharded: all ranks must copy alike."""
-        with self._zero_unit.exposed():
+        """An ordinary parameter with the values. Its unit is unsharded for that: all ranks must copy alike."""
+        with owner_of(self).unsharded():
             copied = nn.Parameter(self.data.clone(memory_format=torch.contiguous_format), self.requires_grad)
         memo[id(self)] = copied
         return copied

@@ -1,22 +1,44 @@
-"""Pure policy: from one traced step, what to gather ahead, what to keep and what to release. No tensors here.
+"""Pure policy: from one recorded step, what to gather ahead, what to keep and what to reshard.
+
+This file knows neither tensors nor ranks: units are numbers, sizes are elements.
 
 [Note: schedule]
 A *pass* is one training step's forward and backward, or one forward without gradients. Each use of a unit in a pass
 is a *visit*. The first pass of a kind is only recorded; from then on the recorded order predicts the next visits:
 
-    visit(a)  ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
-    leave(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
-                  `max_live_parameters` elements are gathered; release otherwise
+    visit(a)    ->  gather b, c, ... ahead while fewer than `prefetch_bucket_size` elements are in flight
+    release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
+                    `max_live_parameters` elements are gathered; reshard otherwise
 
-A pass that leaves the recorded order (a dropped layer, another branch) stops predicting until the next pass, which
-follows the new order. All inputs are the same on every rank, so every rank decides alike.
+If a pass departs from the recorded order (a dropped layer, another branch), nothing is predicted until the next pass,
+which follows the new order. All inputs are the same on every rank, so every rank decides alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 NEVER = float("inf")
+
+
+@dataclass
+class Residency:
+    """Counts gathered elements: `persistent` ones apart, `live` now and `peak` so far for all others."""
+
+    persistent: int = 0
+    live: int = 0
+    peak: int = 0
+
+    def add(self, numel: int) -> None:
+        self.live += numel
+        self.peak = max(self.peak, self.live)
+
+    def remove(self, numel: int) -> None:
+        self.live -= numel
+
+    def add_persistent(self, numel: int) -> None:
+        self.persistent += numel
 
 
 class Plan:
@@ -104,7 +126,7 @@ class Schedule:
         return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
 
     def keep(self, unit: int, live: int) -> bool:
-        """Whether a unit that goes out of use stays gathered while `live` elements (its own included) are."""
+        """Whether a unit whose last use has ended stays gathered while `live` elements (its own included) are."""
         return live <= self.max_live_parameters and self.distance(unit) <= self.max_reuse_distance
 
     def may_prefetch(self, unit: int, in_flight: int, live: int) -> bool:

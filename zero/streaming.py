@@ -1,6 +1,7 @@
 """Weights for an inference engine: every rank gets them one by one, in bounded memory, with adapters merged on request.
 
-Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported.
+Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported. This file knows nothing of how
+weights are gathered.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def stream_weights(
 
     Args:
         dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one they are trained in.
-        max_bytes: of the two buffers together; more where a single weight is larger than half of it.
+        max_bytes: of the two buffers in all; more where a single weight is larger than half of it.
         merge_adapters: add active PEFT adapters to their base weights, under the base model's names, instead of
             passing both. Whole adapters (not their base weights) are gathered for that time, beyond `max_bytes`.
 

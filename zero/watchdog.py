@@ -1,9 +1,9 @@
 """Ends a job whose ranks wait for one another in vain, and says where each of them is.
 
-Ranks that take different paths through a model wait for messages which never come, until the timeout of the process
-group (30 minutes) ends them with a message about sockets. A thread in each rank notices much sooner. The first one
-raises an alarm through the job's key-value store; every rank's thread answers with what its main thread is doing; the
-first one prints all answers; all processes end with exit code 1.
+Ranks that take different paths through a model wait for messages that never come. The timeout of the process group (30
+minutes) would end them with a message about sockets. A thread in each rank notices much sooner. The first one raises an
+alarm through the job's key-value store. Every rank's thread answers with what its main thread is doing. The first one
+prints all answers, and all processes end with exit code 1. This file knows nothing of units or collectives.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class Watchdog:
         """Where the main thread was last: anything with a useful `str()`. It is not kept alive by this."""
         return self._position() or "a module that is gone"
 
-    @position.setter
-    def position(self, where: object) -> None:
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def set_position(self, where: object) -> None:
+        """The main thread is at `where` now."""
         self._position = weakref.ref(where)
 
     def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:
@@ -129,7 +132,7 @@ class Watchdog:
                 f"zero: the ranks have gone different ways: nothing moved for {self.timeout:g} s "
                 "(`watchdog_timeout` in the configuration).\n"
                 + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
-                + "\nIf ranks choose between modules, have these gathered together: call "
+                + "\nIf ranks choose between modules, have their parent gathered as a whole: call "
                 "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize.",
                 file=sys.stderr,
                 flush=True,

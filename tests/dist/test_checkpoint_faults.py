@@ -151,8 +151,8 @@ KILLS = int(os.environ.get("ZERO_TEST_KILLS", "50"))
 def fill(engine: zero.ZeroEngine, step: int) -> None:
     """Make every number of the training state `step`, so that a mixture of two saves shows."""
     with torch.no_grad():
-        for unit in engine.units:
-            unit.master.fill_(step)
+        for shard in engine.optimizer.shards.values():
+            shard.master.fill_(step)
         for state in engine.optimizer.state.values():
             state["momentum_buffer"].fill_(step)
     engine.global_steps = step
@@ -173,7 +173,8 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
     step, (path, state) = 0, engine.load_checkpoint(folder)
     if path is not None:
         step = state["step"]
-        values = {value for unit in engine.units for value in unit.master.unique().tolist()} - {0.0}  # padding
+        masters = [shard.master for shard in engine.optimizer.shards.values()]
+        values = {value for master in masters for value in master.unique().tolist()} - {0.0}  # padding
         values |= {v for s in engine.optimizer.state.values() for v in s["momentum_buffer"].unique().tolist()} - {0.0}
         assert values == {float(step)} and engine.global_steps == step
     report(step)

@@ -20,6 +20,7 @@ from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state
 from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate
 from zero.deepspeed.checkpoints import get_model_state_file, get_optim_files
+from zero.optim.step import precise_values
 
 
 def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
@@ -32,7 +33,7 @@ def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[st
     rounded = engine._zero3_consolidated_16bit_state_dict()
     masters = {}
     for unit in engine.units:
-        values = unit.shard.float() if unit.master is None else unit.master
+        values = precise_values(unit).float()
         full = torch.empty(unit.layout.padded)
         engine.comm.all_gather(full, values.contiguous()).wait()
         for name, slot in zip(unit.param_names, unit.layout.slots, strict=True):

@@ -59,9 +59,9 @@ def sets(rank: int, world_size: int) -> list[str]:
     model = toy()
     start(model, SOME_PERSISTENT)
     params = list(model.parameters())
-    with recorded(Unit, "fetch") as events, zero.GatheredParameters(set(params[::-1] if rank else params)):
+    with recorded(Unit, "all_gather") as events, zero.GatheredParameters(set(params[::-1] if rank else params)):
         pass
-    with recorded(Unit, "fetch") as again, zero.GatheredParameters(params[::-1] if rank else params):
+    with recorded(Unit, "all_gather") as again, zero.GatheredParameters(params[::-1] if rank else params):
         pass
     assert [unit for _, unit in again] == [unit for _, unit in events]
     return [unit.name for _, unit in events]

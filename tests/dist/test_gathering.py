@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.toys import BLOCK, WIDTH, after_each, fetching, recorded, short, toy, toy_batches
+from tests.dist.toys import BLOCK, WIDTH, after_each, gathering, recorded, short, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
 from tests.processes import run_on
 from zero.unit import Unit
@@ -23,10 +23,10 @@ def traced(rank: int, world_size: int, settings: dict) -> tuple[list[list[tuple[
     """Three steps: the events of each, the all-gathers of each, and the most elements on their way at once."""
     engine, _ = start(toy(), ds_config(**NOTHING_PERSISTENT | settings))
     events, gathers, in_flight = [], [], [0]
-    with after_each(Unit, "fetch", lambda _: in_flight.append(fetching(engine))):
+    with after_each(Unit, "all_gather", lambda _: in_flight.append(gathering(engine))):
         for batch in toy_batches(3):
             before = engine.comm.calls["all_gather"]
-            with recorded(Unit, "fetch", "acquire") as seen:
+            with recorded(Unit, "all_gather", "unshard") as seen:
                 step(engine, [batch])
             events.append(short(seen))
             gathers.append(engine.comm.calls["all_gather"] - before)
@@ -41,8 +41,8 @@ def lead_times(events: list[tuple[str, str]]) -> list[int]:
     """For each gather: how many uses of other units begin between its start and the use it is for."""
     found = []
     for position, (event, name) in enumerate(events):
-        if event == "fetch":
-            uses = [unit for kind, unit in events[position:] if kind == "acquire"]
+        if event == "all_gather":
+            uses = [unit for kind, unit in events[position:] if kind == "unshard"]
             found.append(uses.index(name))
     return found
 
@@ -62,7 +62,12 @@ def test_prefetch_starts_the_next_gather_before_the_unit_at_hand_is_used():
 
 def test_a_larger_bucket_prefetches_farther():
     events, _, in_flight = trace(prefetch_bucket_size=2 * BLOCK, max_reuse_distance=0)
-    begin = [("fetch", "stem.weight"), ("fetch", "blocks.0"), ("fetch", "blocks.1"), ("acquire", "stem.weight")]
+    begin = [
+        ("all_gather", "stem.weight"),
+        ("all_gather", "blocks.0"),
+        ("all_gather", "blocks.1"),
+        ("unshard", "stem.weight"),
+    ]
     assert events[2][:4] == begin, "two blocks fill the bucket"
     assert 2 * BLOCK <= in_flight <= 3 * BLOCK + STRAY
     _, _, everything = trace(prefetch_bucket_size=10**9)
@@ -93,18 +98,18 @@ def persistence(rank: int, world_size: int, settings: dict) -> tuple[int, int, l
     engine, _ = start(toy(), ds_config(stage3_prefetch_bucket_size=0, **settings))
     train_zero(engine, toy_batches(2))
     readable = [name for name, param in engine.module.named_parameters() if not param.isnan().any()]
-    with recorded(Unit, "fetch") as fetched:
+    with recorded(Unit, "all_gather") as started:
         step(engine, toy_batches(1))
-    return engine.residency.persistent, engine.residency.live, readable, len(fetched)
+    return engine.residency.persistent, engine.residency.live, readable, len(started)
 
 
 @pytest.mark.parametrize("threshold", [0, WIDTH - 1, WIDTH, 3 * WIDTH, STRAY, 10**6])
 def test_parameters_up_to_the_persistence_threshold_stay_gathered(threshold):
     expected = {name: p.numel() for name, p in toy().named_parameters() if p.numel() <= threshold}
-    for elements, live, readable, fetches in run_on(2, persistence, {"stage3_param_persistence_threshold": threshold}):
+    for elements, live, readable, gathers in run_on(2, persistence, {"stage3_param_persistence_threshold": threshold}):
         assert sorted(readable) == sorted(expected)
         assert elements == sum(expected.values()) and live == 0
-        assert fetches == {STRAY: 4, 10**6: 0}.get(threshold, 6)
+        assert gathers == {STRAY: 4, 10**6: 0}.get(threshold, 6)
 
 
 def test_the_model_persistence_threshold_bounds_them_all():

@@ -25,7 +25,7 @@ def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str,
         stage3_param_persistence_threshold=30,
     )
     engine, _, _, scheduler = zero.initialize(model=model, config=config)
-    masters = [unit.master for unit in engine.units]
+    masters = [shard.master for shard in engine.optimizer.shards.values()]
     names = dict(model.named_parameters())
     found = {"scales": [], "changed": [], "overflow": [], "error": None}
     for event, batch in zip(events, toy_batches(len(events)), strict=True):
@@ -115,7 +115,7 @@ def step_regardless(rank: int, world_size: int) -> tuple[int, bool]:
     handle = model.blocks[1].down.weight.register_hook(lambda grad: grad * float("inf"))
     step(engine, toy_batches(1))
     handle.remove()
-    return engine.skipped_steps, all(bool(unit.master.isfinite().all()) for unit in engine.units)
+    return engine.skipped_steps, all(bool(shard.master.isfinite().all()) for shard in engine.optimizer.shards.values())
 
 
 def test_a_step_with_overflow_is_taken_where_it_is_asked_for():

@@ -215,7 +215,7 @@ def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[li
         if value == 1.0:
             engine.step()
     grad = safe_get_full_grad(engine.module.weight)
-    kept = engine.units[0].grad.dtype
+    kept = engine.optimizer.shards[engine.units[0]].grad.dtype
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
     return grad.unique().tolist(), kept

@@ -28,10 +28,11 @@ def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
     """Addresses of the memory of each kind of state."""
     units, found = engine.optimizer.units, {}
     found["lp_params"] = [(unit.full if unit.persistent else unit.shard).data_ptr() for unit in units]
-    found["hp_params"] = [unit.master.data_ptr() for unit in units if unit.master is not unit.shard]
+    shards = engine.optimizer.shards.values()
+    found["hp_params"] = [shard.master.data_ptr() for shard in shards if not shard.shares_weights]
     waiting = [engine.reducer.carried(unit) for unit in units]
-    held = [unit.grad for unit in units if unit.grad is not None] + [grad for grad in waiting if grad is not None]
-    found["lp_grads"] = [grad.data_ptr() for grad in held]
+    held = [*(shard.grad for shard in shards), *waiting]
+    found["lp_grads"] = [grad.data_ptr() for grad in held if grad is not None]
     found["optim_states"] = [state["exp_avg"].data_ptr() for state in engine.optimizer.state.values() if state]
     return found
 
@@ -57,7 +58,7 @@ def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, n
         with pytest.raises(UsageError, match="reload_states"):
             engine(batch)
         engine.reload_states()
-        assert engine.relocation.away == set()
+        assert engine.relocation.offloaded == set()
     return losses
 
 
@@ -84,7 +85,7 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="'nvme'"):
         engine.offload_states(device="nvme")
     engine.offload_states(device=OffloadDeviceEnum.none)
-    assert engine.relocation.away == set()
+    assert engine.relocation.offloaded == set()
     with zero.GatheredParameters(list(engine.parameters())), pytest.raises(UsageError, match="is shown"):
         engine.offload_states()
 

@@ -31,7 +31,7 @@ def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict
         model, batches = (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
         engine, _ = start(model, ds_config(accumulation=accumulation, **settings))
         measured = []
-        with after_each(Unit, "fetch", lambda _, engine=engine, seen=measured: seen.append(gathered(engine))):
+        with after_each(Unit, "all_gather", lambda _, engine=engine, seen=measured: seen.append(gathered(engine))):
             train_zero(engine, batches)
         loose = [unit.layout for unit in engine.units if not unit.persistent]
         found.append(
@@ -74,7 +74,7 @@ def states(rank: int, world_size: int) -> list[str]:
                 wrong.append(f"{unit.describe()} and holds {size} bytes")
             with torch._C.DisableTorchFunctionSubclass():  # or the look itself would unshard them
                 shows_nan = any(param.isnan().any() for param in unit.params)
-            if (unit.state is State.EXPOSED) == shows_nan:
+            if (unit.state is State.UNSHARDED) == shows_nan:
                 wrong.append(f"{unit.describe()} and shows the wrong values")
 
     for block in engine.module.blocks:
@@ -108,7 +108,8 @@ def evaluation(rank: int, world_size: int) -> tuple[int, int]:
 
 def state_bytes(engine: ZeroEngine) -> int:
     """Memory of shards, masters, gradients and moments, each storage counted once."""
-    tensors = [t for unit in engine.units for t in (unit.shard, unit.master, unit.grad) if t is not None]
+    tensors = [unit.shard for unit in engine.units]
+    tensors += [t for shard in engine.optimizer.shards.values() for t in (shard.master, shard.grad) if t is not None]
     tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

@@ -109,9 +109,9 @@ def gathered(engine: ZeroEngine) -> int:
     )
 
 
-def fetching(engine: ZeroEngine) -> int:
+def gathering(engine: ZeroEngine) -> int:
     """Elements on their way at this moment."""
-    return sum(unit.layout.numel for unit in engine.units if unit.state is State.FETCHING)
+    return sum(unit.layout.numel for unit in engine.units if unit.state is State.GATHERING)
 
 
 def short(events: list[tuple[str, Unit]]) -> list[tuple[str, str]]:

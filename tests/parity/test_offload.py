@@ -38,7 +38,7 @@ def offloaded(
         assert unit.tier.holds_in_file(unit.shard) == (in_file and param.get("max_in_cpu", 0) == 0)
     found = train_zero(engine, batches("t5", STEPS))
     state = engine.optimizer.state
-    spilled = [tile.unit.optimizer_tier.holds_in_file(state[tile.master]["exp_avg"]) for tile in engine.optimizer.tiles]
+    spilled = [tile.shard.tier.holds_in_file(state[tile.master]["exp_avg"]) for tile in engine.optimizer.tiles]
     share = optimizer.get("ratio", 1.0) if optimizer.get("device") == "nvme" else 0.0
     assert any(spilled) == (share > 0) and all(spilled) == (share == 1)
     return found

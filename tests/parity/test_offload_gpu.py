@@ -72,7 +72,7 @@ def relocated(rank: int, world_size: int, moves: bool) -> list[float]:
             before = torch.cuda.memory_allocated()
             engine.offload_states()
             assert before - torch.cuda.memory_allocated() > 0.9 * states
-            assert {unit.master.device.type for unit in engine.units} == {"cpu"}
+            assert {shard.master.device.type for shard in engine.optimizer.shards.values()} == {"cpu"}
             engine.reload_states()
             assert torch.cuda.memory_allocated() > before - 0.1 * states
     return losses

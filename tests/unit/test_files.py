@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from zero import device
 from zero.config import AioConfig
 from zero.errors import UsageError
 from zero.offload import files
-from zero.offload import memory as host_memory
 from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory
 
@@ -399,26 +399,26 @@ def test_host_memory_has_the_phase_that_is_asked_for_and_is_used_again():
 
 
 class Runtime:
-    """In place of CUDA's: answers with a code, and keeps what is registered."""
+    """In place of the device's: answers with a code, and keeps what is registered."""
 
     def __init__(self, code: int):
         self.code, self.registered = code, set()
 
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802
+    def pin(self, address, size):
         assert ctypes.string_at(address, size) == bytes(size)
         self.registered |= {address} if self.code == 0 else set()
         return self.code
 
-    def cudaHostUnregister(self, address):  # noqa: N802
+    def unpin(self, address, memory):
         ctypes.string_at(address, 1)
         self.registered.remove(address)
 
 
 def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
     runtime = Runtime(code)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(host_memory, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(device, "can_pin", lambda: True)
+    monkeypatch.setattr(device, "pin", runtime.pin)
+    monkeypatch.setattr(device, "unpin", runtime.unpin)
     return runtime, HostMemory(pin=True)
 
 

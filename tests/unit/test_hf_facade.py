@@ -28,7 +28,7 @@ def state_bytes(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
     engine = initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
     engine.backward(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
-    held = [tensor for unit in engine.units for tensor in (unit.grad, unit.master)]
+    held = [tensor for shard in engine.optimizer.shards.values() for tensor in (shard.grad, shard.master)]
     held += [unit.full if unit.persistent else unit.shard for unit in engine.units]
     held += [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
     return *sizes, sum(tensor.nbytes for tensor in held)

@@ -9,50 +9,65 @@ import torch
 
 from zero.comm import Pending
 from zero.offload.tiers import Tier
-from zero.optim.updates import Tile, Updates
+from zero.optim.tiles import Tile
+from zero.optim.updates import Updates
 
 TIMEOUT = 20
 
 
-class Unit:
-    """As much of a unit as an update sees."""
+class Shard:
+    """As much of an optimizer's shard as an update sees."""
 
     def __init__(self, name):
-        self.name, self.grad, self.optimizer_tier = name, torch.ones(4), Tier(torch.device("cpu"))
+        self.name, self.grad, self.tier = name, torch.ones(4), Tier(torch.device("cpu"))
         self.master = torch.zeros(4)
 
-    def is_stored_by(self, writes):
-        writes.wait()
+    def add_write(self, write):
+        write.wait()
+
+
+class State:
+    """An optimizer's state, always empty."""
+
+    def of(self, tile):
+        return {}
+
+    def put(self, tile, state):
+        assert state == {}
 
 
 @pytest.fixture
 def updates():
-    return Updates(lambda tile: {}, read_ahead=True, write_behind=True, shows=False)
+    return Updates(read_ahead=True, write_behind=True, shows=False)
 
 
-def tiles_of(units, each=1):
-    return [Tile(unit, 0, 0, torch.zeros(4)) for unit in units for _ in range(each)]
+def tiles_of(shards, each=1):
+    return [Tile(shard, 0, 0, torch.zeros(4)) for shard in shards for _ in range(each)]
 
 
 def test_run_updates_in_the_given_order_before_it_returns(updates):
-    units, seen = [Unit(name) for name in "abc"], []
-    updates.run(tiles_of(units), lambda tile, grad: seen.append((tile.unit.name, grad.sum().item())) or Pending())
+    shards, seen = [Shard(name) for name in "abc"], []
+    updates.run(
+        tiles_of(shards),
+        State(),
+        lambda values: seen.append((values.tile.shard.name, values.grad.sum().item())) or Pending(),
+    )
     assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
 
 
 def test_a_unit_that_is_waited_for_comes_next_and_nothing_else_is_waited_for(updates):
-    units, seen, gates = [Unit(name) for name in "abcd"], [], defaultdict(threading.Event)
+    shards, seen, gates = [Shard(name) for name in "abcd"], [], defaultdict(threading.Event)
 
-    def update(tile, grad):
-        assert gates[tile.unit.name].wait(TIMEOUT)
-        seen.append(tile.unit.name)
+    def update(values):
+        assert gates[values.tile.shard.name].wait(TIMEOUT)
+        seen.append(values.tile.shard.name)
         return Pending()
 
-    updates.start(tiles_of(units), update)
+    updates.start(tiles_of(shards), State(), update)
     with ThreadPoolExecutor(1) as pool:
         # The thread is at a; c is put before b.
-        waiting = pool.submit(updates.wait, units[2])
-        while not updates._todo or updates._todo[0].unit is not units[2]:
+        waiting = pool.submit(updates.wait, shards[2])
+        while not updates._todo or updates._todo[0].shard is not shards[2]:
             assert not waiting.done()
         gates["a"].set()
         gates["c"].set()
@@ -65,34 +80,34 @@ def test_a_unit_that_is_waited_for_comes_next_and_nothing_else_is_waited_for(upd
 
 
 def test_a_unit_is_done_with_its_last_tile(updates):
-    units, seen = [Unit(name) for name in "ab"], []
-    updates.start(tiles_of(units, each=3), lambda tile, grad: seen.append(tile.unit.name) or Pending())
-    updates.wait(units[1])
+    shards, seen = [Shard(name) for name in "ab"], []
+    updates.start(tiles_of(shards, each=3), State(), lambda values: seen.append(values.tile.shard.name) or Pending())
+    updates.wait(shards[1])
     assert seen.count("b") == 3
     updates.wait()
     assert len(seen) == 6
 
 
 def test_an_error_behind_the_step_is_raised_wherever_somebody_waits(updates):
-    units = [Unit(name) for name in "ab"]
+    shards = [Shard(name) for name in "ab"]
 
-    def update(tile, grad):
+    def update(values):
         raise OSError(28, "no space")
 
-    updates.start(tiles_of(units), update)
-    for unit in (units[1], None, units[0]):
+    updates.start(tiles_of(shards), State(), update)
+    for shard in (shards[1], None, shards[0]):
         with pytest.raises(OSError, match="no space"):
-            updates.wait(unit)
+            updates.wait(shard)
 
 
 def test_an_error_in_the_step_is_raised_until_the_values_are_given_up(updates):
-    units = [Unit("a")]
+    shards = [Shard("a")]
 
-    def update(tile, grad):
+    def update(values):
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        updates.run(tiles_of(units), update)
+        updates.run(tiles_of(shards), State(), update)
     with pytest.raises(ValueError, match="wrong"):
         updates.wait()
     updates.drop()

@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,19 +21,18 @@ import torch
 from zero.checkpoint.files import Slices
 from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
+from zero.checkpoint.state import Trained
+from zero.device import is_accelerator, use
 
 logger = logging.getLogger("zero")
 
-_of_engine: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
+_of_engine: WeakKeyDictionary[Trained, BackgroundSaves] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory that they are made from."""
 
-    def __init__(self, engine: ZeroEngine):
+    def __init__(self, engine: Trained):
         self.connection = connect(engine.comm)
         self._ranks = Ranks.of(engine.comm, "saving a checkpoint")
         self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -43,7 +41,7 @@ class BackgroundSaves:
         self._copied, self._failure = engine.optimizer.read_by_saves if engine.optimizer else threading.Event(), None
 
     @classmethod
-    def of(cls, engine: ZeroEngine) -> BackgroundSaves:
+    def of(cls, engine: Trained) -> BackgroundSaves:
         """Those of an engine; every rank must ask at the same time, the first time."""
         if engine not in _of_engine:
             _of_engine[engine] = cls(engine)
@@ -57,7 +55,7 @@ class BackgroundSaves:
         nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the former goes before the new one comes
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device))
         position, copies = 0, {key: Slices(entry.numel) for key, entry in slices.items()}
         self._later.clear()
         for key, entry in slices.items():
@@ -79,8 +77,7 @@ class BackgroundSaves:
 
     def _run(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            use(self._device)
             for target, values in self._later:
                 target.copy_(values)
             self._later.clear()
@@ -124,7 +121,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def check_background_save(engine: ZeroEngine) -> None:
+def check_background_save(engine: Trained) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it after a save."""
     seal()
     if engine in _of_engine:

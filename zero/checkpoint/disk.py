@@ -44,7 +44,7 @@ def create(path: Path, mode: int = 0o666) -> Iterator[int]:
         os.close(descriptor)
 
 
-def publish(path: Path, text: str, mode: int = 0o666) -> None:
+def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
     """Write `path`, whole or not at all; a link of that name is replaced, not followed."""
     temporary = unfinished(path)
     try:

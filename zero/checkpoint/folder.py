@@ -85,7 +85,7 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     if nbytes > free:
         text = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere"
         raise OSError(errno.ENOSPC, text, str(save_dir))
-    disk.publish(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
+    disk.replace_text(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
     folder = disk.unfinished(save_dir / tag)
     _writing.add(folder.name)
     folder.mkdir()
@@ -126,7 +126,7 @@ def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
     for name, entry in manifest["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
             raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")
-    disk.publish(folder / MANIFEST, to_text(manifest))
+    disk.replace_text(folder / MANIFEST, to_text(manifest))
     target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)
     with _turn:
         if target.exists():
@@ -134,7 +134,7 @@ def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
         folder.rename(target)
         disk.sync(save_dir)
         if latest:
-            disk.publish(save_dir / LATEST, tag)
+            disk.replace_text(save_dir / LATEST, tag)
         disk.remove(replaced)
     _writing.discard(folder.name)
 

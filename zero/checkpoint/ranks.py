@@ -79,9 +79,9 @@ class Ranks:
 
     def each(self, act: Callable[[], T]) -> list[T]:
         """`act()` on every rank, every rank's result for all; if any fails, its error, naming the rank, on all."""
-        return self.gather(self.together(act))
+        return self.gather(self.run(act))
 
-    def together(self, act: Callable[[], T]) -> T:
+    def run(self, act: Callable[[], T]) -> T:
         """As `each`, but a rank's own result, which may be anything."""
         failure, result = None, None
         try:

@@ -230,7 +230,7 @@ def seal() -> None:
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    disk.publish(folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1))
+    disk.replace_text(folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1))
     disk.sync(folder.parent)
 
 

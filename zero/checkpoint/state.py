@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -21,12 +21,15 @@ from torch import nn
 from zero.checkpoint.files import SliceReader, Slices, add
 from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.comm import Communicator
+from zero.config import Config
+from zero.device import is_accelerator, random_state, set_random_state
+from zero.gradients import GradientReducer
 from zero.offload.tiers import HostTrimmer
-from zero.optim.updates import Tile
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.step import ZeroOptimizer, precise_values
+from zero.optim.tiles import Tile
 from zero.unit import Unit, unit_of
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -34,23 +37,40 @@ logger = logging.getLogger("zero")
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
+class Trained(Protocol):
+    """What a checkpoint needs of an engine; the attributes are those of `zero.engine.ZeroEngine`."""
+
+    module: nn.Module
+    units: Sequence[Unit]
+    comm: Communicator
+    settings: Config
+    reducer: GradientReducer
+    optimizer: ZeroOptimizer | None
+    scaler: LossScaler | None
+    lr_scheduler: Any
+    global_steps: int
+    micro_steps: int
+    skipped_steps: int
+    global_samples: int
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+
+    def set_progress(self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int) -> None:
+        """Go on counting from here."""
+
+
 # -- weights
 
 
-def values_of(unit: Unit) -> torch.Tensor:
-    """This rank's slice of the unit in the most precise form there is."""
-    unit.wait_for_update()
-    return unit.shard if unit.master is None else unit.master
-
-
-def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, Slices]:
+def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
     """This rank's slices of all sharded parameters, as views."""
     found: dict[str, Slices] = {}
     for unit in engine.units:
         if exclude_frozen and not unit.trainable:
             continue
-        for piece in unit.layout.pieces(engine.comm.rank):
-            values = values_of(unit)[piece.start : piece.start + piece.numel]
+        for piece in unit.pieces:
+            values = precise_values(unit)[piece.start : piece.start + piece.numel]
             name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
     return found
@@ -75,17 +95,16 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 # -- optimizer state
 
 
-def _parts(tile: Tile, rank: int) -> Iterator[tuple[str, int, int, slice]]:
+def _parts(tile: Tile) -> Iterator[tuple[str, int, int, slice]]:
     """What a tile holds of parameters: (name, its elements, position in it, where that is in the tile's tensors)."""
-    layout = tile.unit.layout
-    for piece in layout.pieces(rank):
+    for piece in tile.unit.pieces:
         first, end = max(piece.start, tile.start), min(piece.start + piece.numel, tile.end)
         if first < end:
-            name, numel = tile.unit.param_names[piece.slot], layout.slots[piece.slot].numel
+            name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
             yield name, numel, piece.inside + first - piece.start, slice(first - tile.start, end - tile.start)
 
 
-def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, dict]]:
+def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
     Returns (slices, kinds): kinds tells of each state key the dtype, if it is sliced like the parameter, or, if it is
@@ -98,7 +117,7 @@ def optimizer_slices(engine: ZeroEngine) -> tuple[dict[str, Slices], dict[str, d
             if value is None:
                 continue
             kind = kinds.setdefault(key, _kind(key, value, tile.master))
-            for name, numel, position, where in _parts(tile, engine.comm.rank):
+            for name, numel, position, where in _parts(tile):
                 if "dtype" in kind:
                     add(slices, f"optimizer/{key}/{name}", numel, position, value[where])
                 elif position == 0:
@@ -116,7 +135,7 @@ def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     )
 
 
-def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
+def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     """Give each of this rank's tiles the state that is stored.
 
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
@@ -125,7 +144,7 @@ def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
     optimizer.state.clear()  # what is read needs its room
     HostTrimmer(every=0).freed_elements(0)
     for tile in optimizer.tiles:
-        parts = list(_parts(tile, engine.comm.rank))
+        parts = list(_parts(tile))
         if not parts:
             continue  # a tile of padding gets its state from the optimizer, as it did when training began
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
@@ -133,7 +152,7 @@ def read_optimizer_state(engine: ZeroEngine, reader: SliceReader) -> None:
             if kind.numbers is not None:
                 state[key] = _number(key, kind.numbers, [name for name, *_ in parts], tile, optimizer.param_groups)
                 continue
-            state[key] = tile.unit.optimizer_tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
+            state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
     reader.read(slices)
@@ -154,7 +173,7 @@ def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, 
     return number.to("cpu" if on_host else tile.master.device) if isinstance(number, torch.Tensor) else number
 
 
-def group_of(engine: ZeroEngine) -> dict[str, int]:
+def group_of(engine: Trained) -> dict[str, int]:
     """The index of the param group of each parameter that is in one, by name."""
     groups = {param: index for index, group in enumerate(engine.optimizer.model_params) for param in group}
     return {
@@ -173,14 +192,14 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (torch.optim.Optimizer, object)]
 
 
-def group_settings(engine: ZeroEngine) -> list[object]:
+def group_settings(engine: Trained) -> list[object]:
     return [
         encode({key: value for key, value in group.items() if key not in _NOT_STORED}, f"param_groups[{index}]")
         for index, group in enumerate(engine.optimizer.param_groups)
     ]
 
 
-def restore_group_settings(engine: ZeroEngine, manifest: Manifest) -> None:
+def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
@@ -218,8 +237,8 @@ def random_states(device: torch.device) -> object:
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if is_accelerator(device):
+        states[device.type] = random_state(device)
     return encode(states, "random_states")
 
 
@@ -229,5 +248,5 @@ def restore_random_states(encoded: object, device: torch.device) -> None:
     random.setstate((version, tuple(words.tolist()), gauss))
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if is_accelerator(device) and device.type in states:
+        set_random_state(device, states[device.type])

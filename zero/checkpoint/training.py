@@ -16,7 +16,6 @@ import os
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +26,9 @@ from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole, write
 from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
 from zero.checkpoint.model import model_config
 from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.state import Trained
 from zero.checkpoint.values import decode, dtype_name, encode
 from zero.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -43,7 +40,7 @@ _BYTES_PER_SLICE = 1024
 
 
 def save_checkpoint(
-    engine: ZeroEngine,
+    engine: Trained,
     save_dir: str | os.PathLike,
     tag: str | None = None,
     client_state: dict | None = None,
@@ -68,10 +65,13 @@ def save_checkpoint(
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
     ranks = Ranks.of(engine.comm, what)
-    tag = ranks.together(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
+    tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # A copy in host memory of what is in files because it does not fit there would be no help.
-    in_files = any(unit.tier.file or unit.optimizer_tier.file for unit in engine.units)
+    tiers = [unit.tier for unit in engine.units]
+    if engine.optimizer is not None:
+        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
+    in_files = any(tier.file for tier in tiers)
     background = BackgroundSaves.of(engine) if engine.settings.checkpoint.async_save and not in_files else None
     if background is not None:
         background.wait()
@@ -93,7 +93,7 @@ def save_checkpoint(
         def act(copies: dict[str, Slices]) -> None:
             _finish(in_thread, folder, copies, description, save_latest)
 
-        copies = ranks.together(lambda: background.copy(slices))
+        copies = ranks.run(lambda: background.copy(slices))
         background.start(copies, act)
     return True
 
@@ -109,9 +109,7 @@ def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
     return tags[0]
 
 
-def _collect(
-    engine: ZeroEngine, ranks: Ranks, client_state: dict, exclude_frozen: bool
-) -> tuple[dict[str, Slices], dict]:
+def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: bool) -> tuple[dict[str, Slices], dict]:
     """This rank's slices, as views, and the description, the same on all ranks."""
 
     def collect() -> tuple[dict[str, Slices], dict, dict]:
@@ -126,7 +124,7 @@ def _collect(
                 slices[f"plain/{name}"] = whole(value.contiguous())
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
-    slices, kinds, description = ranks.together(collect)
+    slices, kinds, description = ranks.run(collect)
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
     for kinds, _ in gathered:  # a rank whose shards are all padding knows none
@@ -136,7 +134,7 @@ def _collect(
     return slices, description
 
 
-def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict:
     """All of `checkpoint.json` that every rank knows."""
     optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
     description = {
@@ -174,7 +172,7 @@ def _describe(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> d
     return description
 
 
-def _parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+def _parameters(engine: Trained, exclude_frozen: bool = False) -> dict[str, dict]:
     """Shape and compute dtype of each sharded parameter, in the model's order."""
     found = {
         name: {"shape": list(slot.shape), "dtype": dtype_name(unit.dtype), "trainable": unit.trainable}
@@ -209,7 +207,7 @@ def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: 
 
 
 def load_checkpoint(
-    engine: ZeroEngine,
+    engine: Trained,
     load_dir: str | os.PathLike,
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -247,19 +245,19 @@ def load_checkpoint(
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
     folder = Path(found)
-    manifest = ranks.together(lambda: _open(source, folder, ranks))
+    manifest = ranks.run(lambda: _open(source, folder, ranks))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    names = ranks.together(lambda: _names_to_load(engine, manifest, load_module_strict))
+    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict))
     if with_optimizer:
-        ranks.together(lambda: _check_optimizer(engine, manifest))
+        ranks.run(lambda: _check_optimizer(engine, manifest))
     _read(engine, ranks, SliceReader(folder, manifest), names, with_optimizer)
     if not load_module_only:
         _restore_progress(engine, manifest, with_optimizer)
         if load_lr_scheduler_states and engine.lr_scheduler is not None and manifest.lr_scheduler is not None:
-            ranks.together(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
+            ranks.run(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
         if manifest.world_size == ranks.world_size and not of_trainer:
-            ranks.together(lambda: state.restore_random_states(manifest.random_states[ranks.rank], engine.comm.device))
-    return str(folder), ranks.together(lambda: decode(manifest.client_state))
+            ranks.run(lambda: state.restore_random_states(manifest.random_states[ranks.rank], engine.comm.device))
+    return str(folder), ranks.run(lambda: decode(manifest.client_state))
 
 
 def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
@@ -275,7 +273,7 @@ def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
     return manifest
 
 
-def _check_optimizer(engine: ZeroEngine, manifest: Manifest) -> None:
+def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
     stored, remedy = manifest.optimizer, "load with load_optimizer_states=False to start with a fresh state"
     if stored is None:
@@ -288,7 +286,7 @@ def _check_optimizer(engine: ZeroEngine, manifest: Manifest) -> None:
             raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
-def _names_to_load(engine: ZeroEngine, manifest: Manifest, strict: bool) -> set[str]:
+def _names_to_load(engine: Trained, manifest: Manifest, strict: bool) -> set[str]:
     """Names that the model and the checkpoint have in common.
 
     Raises ValueError if shapes differ, or, if `strict`, names.
@@ -317,7 +315,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool) -> None:
+def _read(engine: Trained, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool) -> None:
     """Read the weights `names`, and the optimizer's state if wanted."""
     if engine.optimizer is not None:
         engine.optimizer.end_updates()
@@ -334,25 +332,25 @@ def _read(engine: ZeroEngine, ranks: Ranks, reader: SliceReader, names: set[str]
             raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
     try:
-        ranks.together(read)
+        ranks.run(read)
     except Exception:
         if engine.optimizer is not None:
             engine.optimizer.spoil("a checkpoint was read in part; load another one before going on")
         raise
     engine.zero_grad()
+    shards = {} if engine.optimizer is None else engine.optimizer.shards
     for unit in engine.units:
-        if unit.master is None:
-            unit.invalidate()
+        if unit in shards:
+            shards[unit].master_was_replaced()
         else:
-            unit.publish_master()
+            unit.refresh()
 
 
-def _restore_progress(engine: ZeroEngine, manifest: Manifest, with_optimizer: bool) -> None:
-    engine.global_steps, engine.skipped_steps = manifest.global_steps, manifest.skipped_steps
-    engine.global_samples = manifest.global_samples
+def _restore_progress(engine: Trained, manifest: Manifest, with_optimizer: bool) -> None:
     accumulation = engine.settings.gradient_accumulation_steps
     same = accumulation == manifest.gradient_accumulation_steps
-    engine.micro_steps = manifest.micro_steps if same else engine.global_steps * accumulation
+    micro_steps = manifest.micro_steps if same else manifest.global_steps * accumulation
+    engine.set_progress(manifest.global_steps, micro_steps, manifest.skipped_steps, manifest.global_samples)
     if with_optimizer:
         state.restore_group_settings(engine, manifest)
         if engine.scaler is not None and manifest.loss_scaler is not None:

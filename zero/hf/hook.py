@@ -10,10 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from zero import comm
 from zero.deepspeed import finder
+from zero.device import accelerator
 from zero.errors import end_process_on_exception
 from zero.hf.resume import guard_checkpoints
 
@@ -55,7 +54,7 @@ def enable() -> None:
 
 def answer() -> finder.FacadeFinder:
     """Do what `enable` promises. `startup/sitecustomize.py` calls this at the first question for DeepSpeed."""
-    _settle_device()
+    _choose_device()
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
     _say_if_the_real_one_is_installed()
@@ -78,10 +77,10 @@ class _WorldOfOne:
                 os.environ.pop(name, None)
 
 
-def _settle_device() -> None:
-    """Have accelerate choose the device that the engine chooses: a CUDA device, or the CPU where there is none."""
+def _choose_device() -> None:
+    """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where there is none."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         # Set, this variable makes accelerate leave the DeepSpeed plugin aside and wrap the model in DDP instead.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")

@@ -1,8 +1,10 @@
-"""Host buffers for direct I/O and for a GPU: page-aligned, pinned where that is possible, used again and again."""
+"""Host buffers for direct I/O and for an accelerator: page-aligned, pinned if possible, used again and again.
+
+This file knows nothing of files.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import resource
@@ -10,6 +12,8 @@ import threading
 import weakref
 
 import torch
+
+from zero import device
 
 logger = logging.getLogger("zero")
 
@@ -52,11 +56,11 @@ def new_block(size: int, pin: bool) -> memoryview:
     global _pins
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block = memoryview(memory)
-    if pin and _pins and torch.cuda.is_available():
+    if pin and _pins and device.can_pin():
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        code = device.pin(address, size)
         if code == 0:
-            weakref.finalize(block, _unregister, address, memory).atexit = False
+            weakref.finalize(block, device.unpin, address, memory).atexit = False
         else:
             _pins = False
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -67,20 +71,8 @@ def new_block(size: int, pin: bool) -> memoryview:
                 code,
                 "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes",
             )
-            _clear_cuda_error()
     return block
 
 
 def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def _unregister(address: int, memory: mmap.mmap) -> None:
-    """`memory` is an argument so that it is unmapped after this."""
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _clear_cuda_error() -> None:
-    """A failed call leaves its error behind, which the next launch of a kernel raises as its own: this one does."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")

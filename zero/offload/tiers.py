@@ -1,4 +1,7 @@
-"""Where shards live: the compute device, host memory (pinned when there is a GPU to copy to), or a file."""
+"""Where shards live: the compute device, host memory (pinned if there is an accelerator to copy to), or a file.
+
+This file does not know what the tensors mean.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 
 from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
+from zero.device import compute_stream, is_accelerator, new_stream
 from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 
@@ -48,7 +52,7 @@ class Tier:
         """The tier that `offload_param` or `offload_optimizer` asks for. Raises UsageError for an unusable path."""
         if offload is None or offload.device == "none":
             return cls(compute_device)
-        pinned = offload.pin_memory and compute_device.type == "cuda"
+        pinned = offload.pin_memory and is_accelerator(compute_device)
         file = scratch_file(offload.nvme_path, aio) if offload.device == "nvme" else None
         return cls(torch.device("cpu"), pinned, file)
 
@@ -84,7 +88,7 @@ class Tier:
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> Pending:
         """Start to write `values` to `target`, a tensor of this tier; they must stay as they are until the end."""
-        if values.device.type == "cuda" and target.is_pinned():
+        if is_accelerator(values.device) and target.is_pinned():
             return _copy_out(target, values)
         if not self.holds_in_file(target):
             target.copy_(values)
@@ -104,27 +108,24 @@ class Tier:
         return Pending([self.file.read(source, staged)], lambda: target.copy_(staged))
 
 
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_copy_stream = functools.cache(new_stream)
 
 
-class _Event:
-    """A moment on a device's stream, for any number of threads to wait for."""
+class _Arrival:
+    """A copy's end on a device's stream, for any number of threads to wait for."""
 
-    def __init__(self, event: torch.cuda.Event):
+    def __init__(self, event: torch.Event):
         self.wait = event.synchronize
 
 
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy from the device to pinned host memory beside the device's computation."""
-    device = values.device
-    stream = _copy_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    stream = _copy_stream(values.device)
+    stream.wait_stream(compute_stream(values.device))
+    with stream:
         target.copy_(values, non_blocking=True)
     values.record_stream(stream)
-    return Pending([_Event(stream.record_event())], keep=(values,))
+    return Pending([_Arrival(stream.record_event())], keep=(values,))
 
 
 class HostTrimmer:

@@ -16,7 +16,7 @@ one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the l
 `fma` rounds once where torch's kernels do, which is at all but the lowest of their levels of x86 instructions: the
 build asks torch. After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master
 up to an error of 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again,
-and everything is equal. By the kernel an element's bits depend on nothing but its own numbers, wherever pieces or
+and everything is equal. With the kernel an element's bits depend on its own numbers alone, not on where pieces or
 threads begin.
 
 The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
@@ -217,8 +217,8 @@ def _roots() -> ctypes.c_void_p | None:
 def thread_count() -> int:
     """The threads that one step may use: this rank's part of the cores that the process may run on, at least 1.
 
-    `OMP_NUM_THREADS` goes before that, up to the number of those cores, except for the 1 that torchrun sets for every
-    rank where there are several: it keeps torch's operations from crowding each other, and is nobody's choice.
+    `OMP_NUM_THREADS` goes before that, up to the number of those cores. With several ranks a 1 does not count: torchrun
+    sets that by itself, to keep torch's operations from crowding each other.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

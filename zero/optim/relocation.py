@@ -1,6 +1,7 @@
 """Parts of the training state that lie in host memory for a while, for a script that needs the device's memory.
 
-Values never change. Until they are back nothing may be computed with them; saving is allowed.
+Values never change. Until they are back nothing may be computed with them; saving is allowed. This file knows nothing
+of the step.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Collection
 
 import torch
 
+from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim.step import ZeroOptimizer
 from zero.unit import Unit
 
-# By DeepSpeed's names. Weights: of a unit that is gathered for use, its shard; else all of it. In fp32 training masters
-# are the weights, and go with them. Of the last one there is nothing here between two backwards.
+# By DeepSpeed's names. The weights of a unit that is gathered for use are its shard, else all of it. In fp32 training
+# the masters are the weights, and move with them. The last one does not exist here between two backwards.
 MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET = (
     *("optim_states", "hp_params", "lp_params", "lp_grads"),
     "contiguous_grad_buffer",
@@ -26,48 +28,40 @@ STATES = (MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET)
 class Relocation:
     """Moves the states of `units`, which no forward, backward or step uses meanwhile.
 
-    Attributes: away: the names of the states that are on the host. What the configuration keeps there anyway stays.
+    Attributes: offloaded: the names of the states that are on the host now. State that the configuration offloads stays
+    where it is.
     """
 
     def __init__(self, units: Collection[Unit], optimizer: ZeroOptimizer | None, device: torch.device):
-        self.units, self.optimizer, self.here = units, optimizer, Tier(device)
-        self.away: set[str] = set()
+        self.units, self.optimizer, self._device = units, optimizer, Tier(device)
+        self.offloaded: set[str] = set()
 
     def refuse_absent(self, what: str) -> None:
         """UsageError if `what` cannot be done now."""
-        if self.away:
-            raise UsageError(f"{what}: {', '.join(sorted(self.away))} are offloaded; call engine.reload_states() first")
+        if self.offloaded:
+            raise UsageError(
+                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call engine.reload_states() first"
+            )
 
     def send(self, names: Collection[str] | None, pinned: bool) -> None:
         """Move these states to host memory, page-locked if `pinned` and there is a device to copy from; None: all."""
         wanted = set(STATES if names is None else names)
         if unknown := wanted - set(STATES):
             raise UsageError(f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}")
-        host = Tier(torch.device("cpu"), pinned and self.here.device.type == "cuda")
-        self._move(wanted - self.away, host)
-        self.away |= wanted
+        host = Tier(torch.device("cpu"), pinned and is_accelerator(self._device.device))
+        self._move(wanted - self.offloaded, host)
+        self.offloaded |= wanted
 
     def bring_back(self) -> None:
-        """Move everything that is away to the compute device."""
-        self._move(self.away, self.here)
-        self.away = set()
+        """Move everything back to the compute device."""
+        self._move(self.offloaded, self._device)
+        self.offloaded = set()
 
     def _move(self, names: set[str], tier: Tier) -> None:
         if WEIGHTS in names:
+            shards = {} if self.optimizer is None else self.optimizer.shards
             for unit in self.units:
-                unit.move_weights(tier)
+                shards.get(unit, unit).move_weights(tier)
         if self.optimizer is None:
             return
-        near = [unit for unit in self.optimizer.units if unit.optimizer_tier == self.here]
-        if GRADIENTS in names:
-            self.optimizer.reducer.move(near, tier)
-        if MASTERS in names:
-            for unit in near:
-                if unit.master is not unit.shard:
-                    unit.master.data = tier.keep(unit.master)
-        for tile in self.optimizer.tiles:
-            tile.master.data = tile.unit.master[tile.start : tile.end]
-            if MOMENTS in names and tile.unit in near:
-                for value in self.optimizer.state.get(tile.master, {}).values():
-                    if isinstance(value, torch.Tensor) and value.dim() > 0:
-                        value.data = tier.keep(value.data)
+        self.optimizer.move(tier, gradients=GRADIENTS in names, masters=MASTERS in names, moments=MOMENTS in names)

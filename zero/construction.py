@@ -1,0 +1,184 @@
+"""From settings to the parts of an engine: units, schedule, reducer, placement.
+
+This file decides what the configuration's keys mean for each part. It runs nothing, and knows no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zero.agreement import flat, hyper_parameters, versions
+from zero.comm import Communicator
+from zero.config import Config, OffloadOptimizerConfig
+from zero.device import is_accelerator
+from zero.errors import UsageError
+from zero.gradients import GradientReducer
+from zero.layout import UnitPlan, plan_units
+from zero.offload.tiers import Tier
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.placement import Placement
+from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.schedule import Residency, Schedule
+from zero.unit import Unit
+
+
+def facts(settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
+    """What must be the same on all ranks. The folders of files may differ from machine to machine."""
+    found = flat(settings.model_dump(), "configuration, ")
+    found = {key: value for key, value in found.items() if not key.endswith("nvme_path")} | versions()
+    found["optimizer"] = type(optimizer).__name__
+    found |= hyper_parameters(optimizer.param_groups) if optimizer is not None else {}
+    for name, param in model.named_parameters():
+        found[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}" + " frozen" * (not param.requires_grad)
+    return found
+
+
+def make_units(
+    model: nn.Module,
+    settings: Config,
+    comm: Communicator,
+    residency: Residency,
+    group_of: Mapping[nn.Parameter, int],
+) -> list[Unit]:
+    """Shard the model's parameters. Those of one param group (`group_of`) lie next to each other in a unit."""
+    zero = settings.zero_optimization
+    dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
+    doubles = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
+    if doubles and dtype is None:
+        raise UsageError(f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first")
+    # Below stage 3 nothing is gathered for use; a unit is what one reduction takes.
+    threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
+    plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold, group_of)
+    for param in () if dtype is None else model.parameters():
+        if param.numel() == 0 and param.is_floating_point():
+            param.data = param.data.to(dtype)  # in no unit; but a layer's inputs must still have its dtype
+    tiers = _tiers(plans, settings, comm)
+    return [
+        Unit(
+            plan.name,
+            plan.params,
+            comm,
+            residency,
+            dtype=dtype,
+            tier=tier,
+            param_names=plan.param_names,
+            modules=plan.modules,
+            persistent=plan.persistent or zero.stage < 3,
+            shared=plan.shared,
+            replicated=zero.stage == 0,
+            strict=zero.enable_sanity_checks,
+        )
+        for plan, tier in zip(plans, tiers, strict=True)
+    ]
+
+
+def _tiers(plans: Sequence[UnitPlan], settings: Config, comm: Communicator) -> list[Tier]:
+    """Where the shard of each unit lives. With files the first `max_in_cpu` elements stay in host memory."""
+    zero = settings.zero_optimization
+    tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
+    in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
+    for plan in plans:
+        in_memory -= sum(param.numel() for param in plan.params) // comm.shard_group.size
+        found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
+    return found
+
+
+def place_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Move buffers to the compute device, with rank 0's values everywhere; they keep their dtype."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            placed = buffer.to(comm.device)
+            if placed.numel():
+                placed = placed.contiguous()
+                comm.broadcast(placed, src=0)
+            module._buffers[name] = placed
+
+
+def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
+    zero, sizes = settings.zero_optimization, [unit.layout.numel for unit in units]
+    ahead = zero.stage3_prefetch_bucket_size
+    if zero.offloads_params and zero.offload_param.device == "nvme":
+        ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
+    return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+
+def make_placement(units: Sequence[Unit], settings: Config, device: torch.device, trains: bool) -> Placement:
+    """Where the optimizer's part of each trainable unit lives; without an optimizer (not `trains`) on the device."""
+    here, trainable = Tier(device), [unit for unit in units if unit.trainable]
+    if not trains:
+        return Placement(trainable, here, here, ratio=0.0)
+    offload = settings.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
+    return Placement(trainable, here, Tier.of(offload, settings.aio, device), offload.ratio)
+
+
+def make_reducer(
+    settings: Config, comm: Communicator, placement: Placement, last_micro_step: Callable[[], bool]
+) -> GradientReducer:
+    zero = settings.zero_optimization
+    return GradientReducer(
+        comm,
+        placement.shards,
+        bucket_size=zero.reduce_bucket_size,
+        overlap=zero.overlap_comm,
+        contiguous=zero.contiguous_gradients,
+        dtype=settings.communication_data_type,
+        sum_dtype=settings.data_types.grad_accum_dtype or torch.float32,
+        deferred=zero.stage < 2,
+        last_micro_step=last_micro_step,
+    )
+
+
+def make_optimizer(
+    kind: type[ZeroOptimizer],
+    inner: torch.optim.Optimizer,
+    settings: Config,
+    reducer: GradientReducer,
+    placement: Placement,
+    scaler: LossScaler | None,
+    units: Sequence[Unit],
+    schedule: Schedule,
+) -> ZeroOptimizer:
+    """`kind` over `inner`, whose parameters must be the model's."""
+    known = {param for unit in units for param in unit.params}
+    if strangers := [param for param in param_group_of(inner) if param not in known and param.numel()]:
+        raise UsageError(
+            f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
+            f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+        )
+    zero = settings.zero_optimization
+    offload = zero.offload_optimizer or OffloadOptimizerConfig()
+    return kind(
+        inner,
+        reducer,
+        reducer.comm,
+        placement,
+        sub_group_size=zero.sub_group_size,
+        clipping=settings.gradient_clipping,
+        scaler=scaler,
+        reduce_op=settings.gradient_allreduce_op,
+        checks_overflow=settings.bf16.check_grad_overflow or not settings.bf16.enabled,
+        overlap=_overlaps_step(offload, reducer.comm.device),
+        read_ahead=offload.pipeline_read,
+        write_behind=offload.pipeline_write,
+        forward_order=lambda: [units[i] for i in schedule.recorded(("train", True))],
+    )
+
+
+def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
+    """Whether updates run behind the step: by default where they do not take time from the cores that compute."""
+    if offload.overlap_step is not None and offload.device != "none":
+        return offload.overlap_step
+    return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))
+
+
+def make_scheduler(given: object | None, optimizer: torch.optim.Optimizer | None) -> object | None:
+    """The learning-rate scheduler that was given, or what the given function makes of the optimizer."""
+    if hasattr(given, "get_last_lr") and getattr(given, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a function "
+            "that makes the scheduler of the configured optimizer"
+        )
+    return given(optimizer) if callable(given) and not hasattr(given, "get_last_lr") else given

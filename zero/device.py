@@ -1,0 +1,125 @@
+"""The compute device. Every question to torch about an accelerator goes through this file.
+
+It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator computes on "cpu", where
+nothing is asynchronous: streams and events are not needed there, and synchronizing does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` runs beside the host's, in streams."""
+    return device.type != "cpu"
+
+
+def accelerator(number: int = 0) -> torch.device | None:
+    """The accelerator for a process with this number on its host; None where torch sees none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else torch.device(found.type, number % torch.accelerator.device_count())
+
+
+def use(device: torch.device) -> None:
+    """Make `device` the current one of this thread."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device.index)
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until everything that was started on `device` is done."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory that no tensor uses back to the system."""
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
+
+
+# -- streams
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream beside the one that computes; `with stream:` makes it the current one."""
+    return torch.Stream(device)
+
+
+def compute_stream(device: torch.device) -> torch.Stream:
+    """The stream that computes now."""
+    return torch.accelerator.current_stream(device)
+
+
+# -- memory
+
+
+def room(device: torch.device) -> tuple[int, int]:
+    """(bytes that were free when memory was fullest since the last call, bytes in all); of the host this rank's part.
+
+    The peak counters of torch's allocator, or of the process, begin anew.
+    """
+    if is_accelerator(device):
+        free, total = torch.accelerator.get_memory_info(device)
+        free += torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        return free, total
+    known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available, total = (int(known[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
+    limit, used = _of_container("memory.max"), _of_container("memory.current")
+    if limit is not None and used is not None:
+        cached = _of_container("memory.stat", "file") or 0
+        available, total = min(available, limit - used + cached), min(total, limit)
+    own = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak, resident = (int(own[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
+    with contextlib.suppress(OSError):  # where a container forbids it, the peak stays that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return available // ranks - max(0, peak - resident), total // ranks
+
+
+def _of_container(name: str, line: str = "") -> int | None:
+    """A number of this process's control group (version 2), in one of the file's lines; None if there is none."""
+    path = Path("/sys/fs/cgroup") / name
+    lines = path.read_text().splitlines() if path.exists() else []
+    text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
+    return int(text) if text.isdigit() else None
+
+
+def can_pin() -> bool:
+    """Whether `pin` can work on this machine: registering memory that is there is CUDA's alone."""
+    return torch.cuda.is_available()
+
+
+def pin(address: int, nbytes: int) -> int:
+    """Page-lock memory for copies to the accelerator. Returns 0, or CUDA's error code."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code != 0:
+        # A failed call leaves its error behind, which the next launch of a kernel raises as its own: this one does.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return code
+
+
+def unpin(address: int, memory: mmap.mmap) -> None:
+    """Undo `pin`. `memory` is an argument so that it is unmapped after this."""
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+# -- random numbers
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the accelerator's generator, on the host."""
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)

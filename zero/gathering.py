@@ -1,0 +1,93 @@
+"""What to unshard when: the schedule's decisions carried out on the units of one engine.
+
+This file knows nothing of modules, hooks, gradients or the optimizer. No decision depends on whether a transfer happens
+to be finished: all ranks must start the same all-gathers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+
+from zero.comm import Communicator
+from zero.schedule import Residency, Schedule
+from zero.unit import State, Unit
+
+
+class Gathering:
+    """Unshards units before their use and reshards them after it, by `schedule`.
+
+    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Nothing is done to
+    persistent units.
+    """
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, comm: Communicator, residency: Residency):
+        self._units, self._schedule, self._comm, self._residency = list(units), schedule, comm, residency
+        self._position = {unit: i for i, unit in enumerate(self._units)}
+        self._uses: Counter[Unit] = Counter()
+
+    def begin_pass(self, kind: Hashable, wraps: bool) -> None:
+        """A pass of `kind` begins; `wraps`: parameters do not change before the next one of this kind."""
+        self._schedule.begin(kind, wraps)
+
+    def end_pass(self) -> None:
+        """The pass is over: reshard what was prefetched and not used."""
+        self._schedule.end()
+        for unit in self._units:
+            if unit.state is State.GATHERING:
+                unit.reshard()
+
+    def unshard(self, unit: Unit) -> None:
+        """The unit is used from now on: its parameters show their values. The units that come next are prefetched."""
+        if unit.persistent:
+            return
+        self._comm.watchdog.set_position(unit)
+        self._comm.clock.progress.advance(len(self._units))
+        self._schedule.visit(self._position[unit])
+        if unit.state is State.SHARDED:
+            self._make_room(unit.layout.numel)
+            unit.all_gather()
+        self._prefetch()
+        unit.unshard()
+        self._uses[unit] += 1
+
+    def release(self, unit: Unit) -> None:
+        """One use of the unit is over. After the last one it is resharded, unless the schedule keeps it."""
+        if unit.persistent:
+            return
+        self._uses[unit] -= 1
+        if unit.release() and not self._schedule.keep(self._position[unit], self._residency.live):
+            unit.reshard()
+
+    def release_all_but(self, kept: Collection[Unit]) -> None:
+        """All uses are over, but for one of each unit in `kept`."""
+        for unit in self._units:
+            while self._uses[unit] > (unit in kept):
+                self.release(unit)
+
+    def _prefetch(self) -> None:
+        in_flight = 0
+        for i in self._schedule.upcoming():
+            unit = self._units[i]
+            if unit.state is State.SHARDED:
+                if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
+                    return
+                # Several ranks wait for the update instead: all must decide alike.
+                if not unit.is_ready and self._comm.shard_group.size == 1:
+                    return
+                unit.all_gather()
+            if unit.state is State.GATHERING:
+                in_flight += unit.layout.numel
+            if in_flight >= self._schedule.prefetch_bucket_size:
+                return
+
+    def _make_room(self, numel: int) -> None:
+        """Reshard units out of use, the one needed last first, until `numel` more elements may be gathered."""
+        limit = self._schedule.max_live_parameters
+        if self._residency.live + numel <= limit:
+            return
+        idle = [i for i, unit in enumerate(self._units) if unit.users == 0 and unit.state is State.GATHERED]
+        for i in sorted(idle, key=self._schedule.distance, reverse=True):
+            if self._residency.live + numel <= limit:
+                return
+            self._units[i].reshard()

@@ -1,0 +1,114 @@
+"""Tiles: the pieces of the masters that the optimizer sees as its parameters, and its state for each.
+
+This file does not know when or how tiles are updated.
+
+A torch optimizer keys its state by the parameter object. `TiledState` is the one place that knows this: masters and
+state tensors are moved through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero.offload.tiers import Tier
+from zero.optimizer_shard import OptimizerShard
+from zero.unit import Unit
+
+
+@dataclass(eq=False)
+class Tile:
+    """A piece of one unit's master that belongs to one param group: what the optimizer sees as a parameter.
+
+    Attributes: group: number of the param group. start: position in the shard. master: 1-D fp32.
+    """
+
+    shard: OptimizerShard
+    group: int
+    start: int
+    master: torch.Tensor
+
+    @property
+    def unit(self) -> Unit:
+        return self.shard.unit
+
+    @property
+    def end(self) -> int:
+        return self.start + self.master.numel()
+
+
+def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) -> Iterator[Tile]:
+    """Cut a master at changes of param group and into at most `most` elements.
+
+    A run of slots in one group is one tile, gaps included: gradients are zero there and stay so. Parameters that
+    are in no group are in no tile, and stay as they are.
+    """
+    layout, (low, high) = shard.unit.layout, shard.unit.shard_range
+    starts: list[tuple[int, int | None]] = []
+    for param, slot in zip(shard.unit.params, layout.slots, strict=True):
+        group = group_of.get(param)
+        if not starts or starts[-1][1] != group:
+            starts.append((slot.offset, group))
+    ends = [start for start, _ in starts[1:]] + [layout.padded]
+    for (start, group), end in zip(starts, ends, strict=True):
+        first, last = max(start, low), min(end, high)
+        for a in range(first, last, most) if group is not None else ():
+            b = min(a + most, last)
+            yield Tile(shard, group, a - low, shard.master[a - low : b - low])
+
+
+def is_elementwise(value: object) -> bool:
+    """Whether a value in an optimizer's state is a tensor with an element for each of the tile's."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+class TiledState:
+    """The tiles of all masters as the parameters of `optimizer`, whose param groups get them."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Sequence[OptimizerShard],
+        group_of: Mapping[nn.Parameter, int],
+        sub_group_size: int,
+    ):
+        self._optimizer = optimizer
+        self.tiles = [tile for shard in shards for tile in cut(shard, group_of, sub_group_size)]
+        self._set_params()
+
+    def _set_params(self) -> None:
+        for index, group in enumerate(self._optimizer.param_groups):
+            group["params"] = [tile.master for tile in self.tiles if tile.group == index]
+
+    def of(self, tile: Tile) -> dict:
+        """The tile's state, possibly empty, by the optimizer's names."""
+        return self._optimizer.state.get(tile.master, {})
+
+    def put(self, tile: Tile, state: dict) -> None:
+        """Replace the tile's state."""
+        self._optimizer.state[tile.master] = state
+
+    def nbytes(self, shard: OptimizerShard) -> int:
+        """Bytes of the state tensors of one unit."""
+        states = (self.of(tile) for tile in self.tiles if tile.shard is shard)
+        return sum(value.nbytes for state in states for value in state.values() if is_elementwise(value))
+
+    def move(self, shard: OptimizerShard, tier: Tier) -> None:
+        """Bring the state tensors of one unit to `tier`."""
+        for tile in self.tiles:
+            if tile.shard is shard and (state := self.of(tile)):
+                for key, value in state.items():
+                    if is_elementwise(value):
+                        state[key] = tier.keep(value)
+
+    def follow_masters(self) -> None:
+        """Masters lie elsewhere now: make the tiles pieces of them again."""
+        state = self._optimizer.state
+        for tile in self.tiles:
+            former, tile.master = tile.master, tile.shard.master[tile.start : tile.end]
+            if former in state:
+                state[tile.master] = state.pop(former)
+        self._set_params()

@@ -1,0 +1,191 @@
+"""What the optimizer keeps of one unit on this rank: the fp32 master, the reduced gradient, and where they live.
+
+This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
+
+    gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by `zero.gradients`)
+    master    out: `round_into_shard` for each updated piece -> `unit.refresh`       (by `zero.optim.step`)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from zero.comm import Pending
+from zero.offload.tiers import Tier
+from zero.unit import Unit
+
+
+class LateUpdates(Protocol):
+    """What updates masters behind the step; see `zero.optim.updates`."""
+
+    def is_late(self, shard: OptimizerShard) -> bool:
+        """Whether the shard is still to be updated."""
+
+    def wait(self, shard: OptimizerShard) -> None:
+        """Block until the shard is updated; raises what went wrong."""
+
+
+class OptimizerShard:
+    """This rank's part of a unit's optimization.
+
+    Attributes: tier: where master, gradient and optimizer state live. master: 1-D fp32, or None before `make_master`;
+    the unit's shard itself where that is fp32 and in the same place. grad: 1-D, the reduced gradient in the dtype of
+    the reducer's sums, or None; times `comm.mean_factor` it is the mean over ranks.
+    """
+
+    def __init__(self, unit: Unit, tier: Tier):
+        self.unit, self.tier = unit, tier
+        self.master: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        # 2-norms of the pieces of an offloaded gradient, by the piece's start; taken on the compute device before.
+        self._norms: dict[int, torch.Tensor] = {}
+        self._updates: LateUpdates | None = None
+        self._writes: list[Pending] = []
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it lives elsewhere than where the model computes."""
+        return self.tier != Tier(self.unit.comm.device)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the master is the unit's shard itself."""
+        return self.master is self.unit.shard
+
+    # -- master
+
+    @torch.no_grad()
+    def make_master(self, updates: LateUpdates) -> None:
+        """Make the fp32 master. From now on `updates` change it, and the unit's next all-gather waits for them.
+
+        An fp32 shard in the same place is its own master. So is one in host memory where the tier is a file: the
+        weights are in memory anyway.
+        """
+        shard = self.unit.shard
+        in_another_file = self.unit.tier.holds_in_file(shard) and self.unit.tier.file is not self.tier.file
+        if shard.dtype == torch.float32 and shard.device == self.tier.device and not in_another_file:
+            self.master = shard
+        else:
+            self.master = self.tier.keep(shard, torch.float32)
+        self._updates = updates
+        self.unit.attach(self)
+
+    def free(self) -> None:
+        """Free master and gradient: the optimizer has ended."""
+        self.unit.detach()
+        self.master = self.grad = None
+        self._writes.clear()
+
+    @torch.no_grad()
+    def round_into_shard(self, start: int, values: torch.Tensor) -> Pending:
+        """Start to write updated values, from element `start` on, to the unit's shard, in its dtype."""
+        target = self.unit.shard[start : start + values.numel()]
+        if self.shares_weights or target.data_ptr() == values.data_ptr():
+            return Pending()
+        return self.unit.write_shard(start, values)
+
+    @torch.no_grad()
+    def master_was_replaced(self) -> None:
+        """The master has new values from elsewhere: round them into the shard. Every rank must call."""
+        if not self.shares_weights:
+            self.unit.write_shard(0, self.master).wait()
+        self.unit.refresh()
+
+    @torch.no_grad()
+    def shard_was_replaced(self) -> None:
+        """The unit's shard has new values from elsewhere: take them over."""
+        if self.master is not None and not self.shares_weights:
+            self.tier.store(self.master, self.unit.shard).wait()
+
+    # -- gradient
+
+    def reduction_target(self, dtype: torch.dtype, accumulate: bool) -> torch.Tensor:
+        """A buffer on the compute device for a reduced gradient; it has the gradient so far if `accumulate`."""
+        if self.grad is not None and not self.is_offloaded:
+            return self.grad
+        out = torch.empty(self.unit.layout.shard_numel, dtype=dtype, device=self.unit.comm.device)
+        if accumulate:
+            self.tier.load(out, self.grad).wait()
+        elif not self.is_offloaded:
+            self.grad = out
+        return out
+
+    def put_gradient(self, values: torch.Tensor) -> Pending:
+        """Keep the reduced gradient `values`, which are on the compute device; start to offload it where it lives."""
+        if not self.is_offloaded:
+            self.grad = values
+            return Pending()
+        for piece in self.unit.pieces:
+            part = values[piece.start : piece.start + piece.numel]
+            self._norms[piece.start] = torch.linalg.vector_norm(part, dtype=torch.float32)
+        if self.grad is None:
+            self.grad = self.tier.empty(values.numel(), values.dtype)
+        return self.tier.store(self.grad, values)
+
+    def gradient_norm(self, start: int, end: int) -> torch.Tensor:
+        """2-norm of one parameter's piece of the gradient, a scalar; `start` and `end` are its place in the shard."""
+        known = self._norms.get(start)
+        return torch.linalg.vector_norm(self.grad[start:end], dtype=torch.float32) if known is None else known
+
+    def forget_norm(self, start: int) -> None:
+        """The piece that begins at `start` has been changed since its norm was taken."""
+        self._norms.pop(start, None)
+
+    def end_cycle(self) -> None:
+        """The gradient has been used; the next one is written over it."""
+        self._norms.clear()
+
+    def free_gradient(self) -> None:
+        self.grad = None
+
+    # -- late updates
+
+    def is_ready(self) -> bool:
+        """Whether the last step's update is made; it may still be on its way to a file."""
+        return self._updates is None or not self._updates.is_late(self)
+
+    def wait(self) -> None:
+        """Block until the last step's update is made and written."""
+        if self._updates is not None:
+            self._updates.wait(self)
+        writes, self._writes = self._writes, []
+        for each in writes:
+            each.wait()
+
+    def add_write(self, write: Pending) -> None:
+        """The last update is complete when `write` is."""
+        self._writes.append(write)
+
+    def forget_writes(self) -> None:
+        """Do not wait for the writes under way: they failed, or nobody needs their result."""
+        self._writes.clear()
+
+    # -- moves
+
+    @torch.no_grad()
+    def move(self, tier: Tier) -> None:
+        """Bring gradient and master to `tier`. The weights go there too if it is the compute device, else back home."""
+        shared, master = self.shares_weights, self.master
+        self.move_gradient(tier)
+        if not self.unit.persistent:
+            self.unit.move_weights(tier if tier == Tier(self.unit.comm.device) else self.unit.home)
+        self.master = self.unit.shard if shared and self.unit.tier == tier else tier.keep(master)
+        self.tier = tier
+
+    def move_gradient(self, tier: Tier) -> None:
+        if self.grad is not None:
+            self.grad = tier.keep(self.grad)
+
+    def move_master(self, tier: Tier) -> None:
+        """Bring a master that is not the shard itself to `tier`."""
+        if not self.shares_weights:
+            self.master = tier.keep(self.master)
+
+    def move_weights(self, tier: Tier) -> None:
+        """As `Unit.move_weights`; a shard that is its own master stays that."""
+        shared = self.shares_weights
+        self.unit.move_weights(tier)
+        if shared:
+            self.master = self.unit.shard

@@ -1,0 +1,106 @@
+"""Parameters that are read outside of their own modules' calls, and reads that got no gradient.
+
+This file knows nothing of modules or of the order of reductions.
+
+[Note: reads]
+A parameter may be read in another module's forward (`self.embedding.weight`), in a loss after the model's forward, or
+may be returned by its module. Its unit is then unsharded and stays so until as many backwards have ended as there were
+forwards: nothing tells which of them still needs it. Between passes such a read shows NaN: a rank may read alone, and
+an all-gather would wait for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+
+import torch
+
+from zero.gathering import Gathering
+from zero.unit import Unit
+
+logger = logging.getLogger("zero")
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        yield from tensors_in(vars(value))
+
+
+def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
+    """Those of `tensors_in` that require grad."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+class OutsideReads:
+    """Holds the units of parameters that were read outside of their modules' calls."""
+
+    def __init__(self, gathering: Gathering):
+        self._gathering = gathering
+        self.held: set[Unit] = set()
+        # In the order of the first read. No call of a module tells when a backward needs these.
+        self._needed_in_backward: dict[Unit, None] = {}
+
+    def hold(self, unit: Unit) -> None:
+        """Unshard the unit until `release`."""
+        if torch.is_grad_enabled():
+            self._needed_in_backward[unit] = None
+        if unit not in self.held:
+            self._gathering.unshard(unit)
+            self.held.add(unit)
+
+    def hold_returned(self, units: Sequence[Unit], output: object) -> None:
+        """Hold those of `units` whose values are in `output`: a module may return a parameter, or a view of one."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        for unit in units:
+            if unit.full.untyped_storage().data_ptr() in storages:
+                self.hold(unit)
+
+    def begin_backward(self) -> None:
+        """Hold whatever a forward has ever read outside: its backward may need it at any moment."""
+        for unit in list(self._needed_in_backward):
+            self.hold(unit)
+
+    def release(self) -> None:
+        for unit in self.held:
+            self._gathering.release(unit)
+        self.held.clear()
+
+
+class MissingGradients:
+    """Names, once, the trainable parameters that a training forward read and no backward gave a gradient."""
+
+    def __init__(self) -> None:
+        self._waiting: set[tuple[Unit, int]] = set()
+        self._told: set[str] = set()
+
+    def was_read(self, unit: Unit, index: int) -> None:
+        self._waiting.add((unit, index))
+
+    def has_gradient(self, unit: Unit, index: int) -> None:
+        self._waiting.discard((unit, index))
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def warn(self) -> None:
+        """The last backward of the forwards is over."""
+        wanting = ((unit, unit.param_names[i]) for unit, i in self._waiting if unit.params[i].requires_grad)
+        names = sorted({name for unit, name in wanting if unit.trainable} - self._told)
+        self._told.update(names)
+        if names:
+            logger.warning(
+                "a training forward read %s%s, but backward gave no gradient: is the result unused or detached?",
+                ", ".join(map(repr, names[:5])),
+                f" and {len(names) - 5} more" * (len(names) > 5),
+            )
