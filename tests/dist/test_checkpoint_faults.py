@@ -211,7 +211,7 @@ def last_report(receiver: Connection) -> int:
     return step
 
 
-@pytest.mark.timeout(60 + 10 * KILLS)
+@pytest.mark.timeout(120 + 10 * KILLS)
 def test_every_state_left_by_a_killed_save_loads(tmp_path):
     chance = random.Random(20)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -33,8 +33,8 @@ class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory that they are made from."""
 
     def __init__(self, engine: Trained):
-        self.connection = connect(engine.comm)
-        self._ranks = Ranks.of(engine.comm, "saving a checkpoint")
+        what = "saving a checkpoint"
+        self.connection, self._ranks = connect(engine.comm, what), Ranks.of(engine.comm, what)
         self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._thread: threading.Thread | None = None

@@ -20,15 +20,21 @@ T = TypeVar("T")
 _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
-def connect(comm: Communicator) -> dist.ProcessGroupGloo:
+def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
     """New connections among all ranks on the host, apart from training's; every rank must ask at the same time.
 
-    They are not registered with torch.distributed: a script may destroy its process groups while a thread uses them.
+    The watchdog watches, since a rank may die before it connects; `what` is being done, for its message. The
+    connections are not registered with torch.distributed: a script may destroy its process groups while a thread uses
+    them.
     """
     # Of a connection of its own: rank 0's would keep the server alive, and its port taken, after the groups are gone.
     store = dist.distributed_c10d._get_default_store().clone()
     store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", store)
-    return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout())
+    return comm.watchdog.wait(
+        lambda: dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout()),
+        f"connecting ({what})",
+        _patience(),
+    )
 
 
 def _patience() -> float:
@@ -50,7 +56,7 @@ class Ranks:
     def of(cls, comm: Communicator, what: str) -> Ranks:
         """For the main thread; every rank must ask at the same time, the first time."""
         if comm not in _connections:
-            _connections[comm] = comm.watchdog.wait(lambda: connect(comm), f"connecting ({what})", _patience())
+            _connections[comm] = connect(comm, what)
         return cls(_connections[comm], what, comm.watchdog)
 
     def _wait(self, work: dist.Work) -> None:
