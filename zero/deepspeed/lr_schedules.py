@@ -120,8 +120,13 @@ class Schedule:
             raise ValueError(f"scheduler.params.{name}: expected at least {minimum} steps, got {value!r}")
 
 
-class _Warmup(Schedule):
-    """Up in ``warmup_num_steps`` steps, of which fewer than 2 act as 2; at the bottom with n = -1."""
+class WarmupLR(Schedule, parameters=_WARMUP):
+    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
+
+    With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again. Fewer than 2 steps act as 2. ``warmup_max_lr``: by
+    default the ``lr`` that each group has. ``warmup_type``: "log", log(n + 1) / log(warmup_num_steps) of the way, or
+    "linear", n / warmup_num_steps.
+    """
 
     warmup_min_lr, warmup_max_lr, warmup_min_ratio = 0.0, None, 0.0
 
@@ -148,22 +153,14 @@ class _Warmup(Schedule):
         return 1.0
 
 
-class WarmupLR(_Warmup, parameters=_WARMUP):
-    """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then hold it.
-
-    With n = -1 the rate is ``warmup_min_lr``, and with n = 0 again. ``warmup_max_lr``: by default the ``lr`` that each
-    group has. ``warmup_type``: "log", log(n + 1) / log(warmup_num_steps) of the way, or "linear", n / warmup_num_steps.
-    """
-
-
-class WarmupDecayLR(_Warmup, parameters=_DECAY, warmup_max_lr=0.001):
+class WarmupDecayLR(WarmupLR, parameters=_DECAY, warmup_max_lr=0.001):
     """As :class:`WarmupLR`, then down to ``warmup_min_lr`` in a straight line until step ``total_num_steps``."""
 
     def _after_warmup(self, n: int) -> float:
         return max(0.0, (self.total_num_steps - n) / max(1.0, self.total_num_steps - self.warmup_num_steps))
 
 
-class WarmupCosineLR(_Warmup, parameters=_COSINE):
+class WarmupCosineLR(WarmupLR, parameters=_COSINE):
     """Scale each group's own ``lr``: from ``warmup_min_ratio`` up to 1, then along a cosine to ``cos_min_ratio``.
 
     The cosine ends at step ``total_num_steps``; the ratio stays there. With n = -1 the rate is 0.
