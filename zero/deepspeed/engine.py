@@ -122,7 +122,7 @@ def _setting(key: str) -> Callable[[DeepSpeedEngine], object]:
     return read
 
 
-# Methods without arguments, each of which tells a key of the configuration.
+# Methods without arguments. Each returns the value of a key of the configuration.
 for _name, _key in {
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",

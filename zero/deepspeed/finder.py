@@ -26,7 +26,7 @@ def _absent(full_name: str) -> type:
     """A class that nothing is an instance of, and that refuses to be called."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"{full_name} is not provided by zero: it can be imported and compared with only")
+        raise NotImplementedError(f"{full_name} is not provided by zero: you may import it, but not call it")
 
     return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
 

@@ -114,8 +114,8 @@ deepspeed.zero {_ZERO}
 deepspeed.zero {_TILES}
 """
 
-# Names that scripts import, often for one use among many, and that stand for nothing here: nothing is an instance of
-# them, and who calls them is told so.
+# Scripts import these names, often for one use among many. Nothing here is an instance of them, and calling one is an
+# error that says so.
 _ABSENT = """
 deepspeed.checkpoint.constants BASE_OPTIMIZER_STATE FP32_FLAT_GROUPS OPTIMIZER_STATE_DICT
 deepspeed.moe.layer MoE

@@ -1,9 +1,9 @@
 """`resume_from_checkpoint=True` after a kill: the Trainer takes the newest folder, whether it is complete or not.
 
-It has no place where others are asked. But the interpreter tells every audit hook (PEP 578) of the folders that are
-listed and made, before it does so: incomplete folders of a dead run are set aside before transformers looks, and a
-folder in which another job is at work is refused before the Trainer writes to it. A checkpoint that a
-script names is checked before the Trainer reads it. Nothing is patched.
+The Trainer has no callback there. But the interpreter tells every audit hook (PEP 578) which folder is about to be
+listed or made. So incomplete folders of a dead run are set aside before transformers looks, and a folder in which
+another job is at work is refused before the Trainer writes to it. A checkpoint that a script names is checked before
+the Trainer reads it. Nothing is patched. How checkpoints are stored is known to `zero.checkpoint` alone.
 """
 
 from __future__ import annotations

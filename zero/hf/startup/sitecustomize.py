@@ -16,7 +16,7 @@ class FirstQuestion:
     """Stands on `sys.meta_path` until somebody asks for DeepSpeed; then it has zero's own finder put before it."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname == "zero":  # a checkout is in nobody's path
+        if fullname == "zero":  # a checkout may not be on sys.path
             return PathFinder.find_spec(fullname, [PARENT])
         if fullname == "deepspeed" and (facade := self._facade()):
             return facade.find_spec(fullname)
