@@ -1,6 +1,6 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
-from zero.deepspeed import fragments, leaf, tiling
+from zero.deepspeed import fragments, labels, leaf, tiling
 from zero.deepspeed.engine import initialize
 from zero.engine import ZeroEngine
 from zero.gathered import GatheredParameters
@@ -9,6 +9,8 @@ from zero.layout import register_external_parameter, unregister_external_paramet
 from zero.streaming import stream_weights
 
 __version__ = "0.1.0"
+
+labels.register()
 
 __all__ = [
     "GatheredParameters",

@@ -33,7 +33,7 @@ from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
 from zero.parameters import ReadHook, owner_of, placeholder, set_owner, show
 from zero.schedule import Residency
-from zero.views import ParameterViews, ZeroParamStatus
+from zero.views import ParameterViews, Shown
 
 logger = logging.getLogger("zero")
 
@@ -120,7 +120,7 @@ class Unit:
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._views = ParameterViews(self.params, self.layout, self.full, owner=self)
-        self._views.label(self.shard, self.pieces, self.persistent)
+        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
         if self.persistent:
             residency.add_persistent(self.layout.numel)
             self._views.show_values()
@@ -246,7 +246,7 @@ class Unit:
             self._views.show_values()
         else:
             self.shard, self.tier = tier.keep(self.shard), tier
-        self._views.label(self.shard, self.pieces, self.persistent)
+        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
 
     # -- transitions
 
@@ -258,7 +258,7 @@ class Unit:
         self.residency.add(self.layout.numel)
         with torch.no_grad():
             self._gather = self._start_all_gather()
-        self._views.set_status(ZeroParamStatus.INFLIGHT)
+        self._views.say(Shown.NAN_UNTIL_GATHERED)
         self.state = State.GATHERING
 
     def _start_all_gather(self) -> Pending:
@@ -277,7 +277,7 @@ class Unit:
         assert self.state is State.GATHERING, self.describe()
         with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
             self._gather.wait()
-        self._views.set_status(ZeroParamStatus.NOT_AVAILABLE)
+        self._views.say(Shown.NAN)
         self.state = State.GATHERED
 
     def unshard(self) -> None:

@@ -1,14 +1,12 @@
 """What the parameters of one unit show: views of the unsharded buffer, NaN, or a single one's own copy.
 
-Beside it the attributes by which scripts know sharded parameters (`ds_status`, `ds_tensor` and the like). Their names
-are DeepSpeed's; the engine writes them and never reads them. This file knows nothing of units and their states.
+Observers hear of each change: so a face can give parameters attributes of its own. This file knows nothing of units and
+their states.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -18,15 +16,27 @@ from zero.layout import Piece, UnitLayout
 from zero.parameters import ParameterOwner, hide, owner_of, placeholder, show
 
 
-class ZeroParamStatus(Enum):
-    """What `param.ds_status` says: whether a parameter shows its values."""
+class Shown(Enum):
+    """What a parameter shows."""
 
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3  # none, while they are being gathered
+    VALUES = "its values"
+    NAN = "NaN"
+    NAN_UNTIL_GATHERED = "NaN, while its values are being gathered"
 
 
-_ids = itertools.count()
+# Called with a parameter when it shows something else, and with the parameters of a unit, its shard, the pieces in it
+# and whether the unit is persistent when the shard has a new place.
+_shown_changed: list[Callable[[nn.Parameter, Shown], None]] = []
+_shard_placed: list[Callable[[Sequence[nn.Parameter], torch.Tensor, Sequence[Piece], bool], None]] = []
+
+
+def observe(
+    shown_changed: Callable[[nn.Parameter, Shown], None],
+    shard_placed: Callable[[Sequence[nn.Parameter], torch.Tensor, Sequence[Piece], bool], None],
+) -> None:
+    """Register functions that give parameters attributes of their own; the engine does not look at those."""
+    _shown_changed.append(shown_changed)
+    _shard_placed.append(shard_placed)
 
 
 class ParameterViews:
@@ -56,47 +66,38 @@ class ParameterViews:
         for param, view in zip(self._params, self._views, strict=True):
             if owner_of(param) is self._owner:
                 show(param, view)
-        self.set_status(ZeroParamStatus.AVAILABLE)
+        self.say(Shown.VALUES)
 
     def hide_values(self) -> None:
         """Show NaN, or a single parameter's copy."""
         for param, nan in zip(self._params, self._placeholders, strict=True):
             if owner_of(param) is self._owner:
                 hide(param, nan)
-        self.set_status(ZeroParamStatus.NOT_AVAILABLE)
+        self.say(Shown.NAN)
         self.show_single(self.single)
 
     def show_single(self, indices: Iterable[int]) -> None:
         for i in indices:
             show(self._params[i], self.single[i])
-            self._params[i].ds_status = ZeroParamStatus.AVAILABLE
+            _say(self._params[i], Shown.VALUES)
 
     def hide_single(self, index: int) -> None:
         if owner_of(self._params[index]) is self._owner:
             hide(self._params[index], self._placeholders[index])
-            self._params[index].ds_status = ZeroParamStatus.NOT_AVAILABLE
+            _say(self._params[index], Shown.NAN)
 
-    def set_status(self, status: ZeroParamStatus) -> None:
+    def say(self, shown: Shown) -> None:
+        """Tell the observers what the parameters show."""
         for param in self._params:
             if owner_of(param) is self._owner:
-                param.ds_status = status
+                _say(param, shown)
 
-    def label(self, shard: torch.Tensor, pieces: Sequence[Piece], persistent: bool) -> None:
-        """Set the attributes that do not change with the state; `pieces` is what `shard` holds.
+    def shard_was_placed(self, shard: torch.Tensor, pieces: Sequence[Piece], persistent: bool) -> None:
+        """Tell the observers where the unit's shard is; `pieces` is what it holds."""
+        for tell in _shard_placed:
+            tell(self._params, shard, pieces, persistent)
 
-        `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and `partition_numel()` its size. For
-        the only parameter of a unit it is the whole shard, padding included: there a new `ds_tensor.data` replaces the
-        values.
-        """
-        for param in self._params:
-            if not hasattr(param, "ds_id"):
-                param.ds_id = next(_ids)
-            param.ds_numel, param.ds_shape, param.ds_persist = param.numel(), param.shape, persistent
-            param.ds_tensor = shard[:0]
-        for piece in pieces:
-            self._params[piece.slot].ds_tensor = shard[piece.start : piece.start + piece.numel]
-        if len(self._params) == 1:
-            # A persistent shard is a part of the buffer, and must stay one.
-            self._params[0].ds_tensor = shard[:] if persistent else shard
-        for param in self._params:
-            param.partition_numel = functools.partial(int, param.ds_tensor.numel())  # no reference to the shard
+
+def _say(param: nn.Parameter, shown: Shown) -> None:
+    for tell in _shown_changed:
+        tell(param, shown)

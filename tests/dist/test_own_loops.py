@@ -15,9 +15,9 @@ from tests.processes import run_on, torchrun
 from tests.tolerance import assert_close
 from zero.activations import MIN_BYTES, HostActivations
 from zero.deepspeed import fragments
+from zero.deepspeed.labels import ZeroParamStatus
 from zero.deepspeed.leaf import set_z3_leaf_modules
 from zero.deepspeed.utilities import unwrap_model_for_generation
-from zero.views import ZeroParamStatus
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # Inner lengths along two layers, forward and backward, and the sum over rows and micro-batches.

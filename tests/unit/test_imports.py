@@ -79,6 +79,7 @@ INSIDE = {
     ],
     "zero.deepspeed": [
         "__init__",
+        "labels",
         "leaf",
         "tiling",
         "fragments",

@@ -69,7 +69,7 @@ deepspeed.runtime.utils .utilities see_memory_usage
 deepspeed.runtime.zero {_ZERO}
 deepspeed.runtime.zero {_TILES}
 deepspeed.runtime.zero .utilities unwrap_model_for_generation
-deepspeed.runtime.zero zero.views ZeroParamStatus
+deepspeed.runtime.zero .labels ZeroParamStatus
 deepspeed.runtime.zero.config .configuration DeepSpeedZeroConfig
 deepspeed.runtime.zero.config {_OFFLOAD}
 deepspeed.runtime.zero.leaf_module_config .configuration DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
@@ -80,7 +80,7 @@ deepspeed.runtime.zero.partition_parameters {_ZERO}
 deepspeed.runtime.zero.partition_parameters .accelerator get_accelerator
 deepspeed.runtime.zero.partition_parameters .utilities zero_wrapper_for_fp_tensor_constructor
 deepspeed.runtime.zero.partition_parameters torch _orig_torch_arange=arange
-deepspeed.runtime.zero.partition_parameters zero.views ZeroParamStatus
+deepspeed.runtime.zero.partition_parameters .labels ZeroParamStatus
 deepspeed.runtime.zero.stage3 .optimizer DeepSpeedZeroOptimizer_Stage3=DeepSpeedOptimizer
 deepspeed.runtime.zero.stage3 .estimates estimate_zero3_model_states_mem_needs
     estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
