@@ -187,7 +187,7 @@ def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
 
 def timed(way: Way, full: torch.Tensor, shard: torch.Tensor, comm: Communicator) -> tuple[float, float]:
     """Wall and CPU seconds of this process (all its threads), from when all ranks are there."""
-    comm.barrier()
+    comm.all_reduce(torch.zeros(1, device=comm.device))  # until all ranks are here
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     way(full, shard, comm._group)

@@ -32,38 +32,15 @@ import torch.distributed as dist
 
 from zero.clock import Clock
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, new_stream, use
+from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
 
+# Newer releases of torch have other names for the same functions.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Most bytes of a message to be summed: malloc has memory for them, while larger ones come into new pages each time.
 SUMMED_MESSAGE = 8 << 20
-
-
-class Pending:
-    """An operation in flight. `wait()` may be called more than once; `finish` runs once, after all works are done."""
-
-    def __init__(
-        self,
-        works: Sequence = (),
-        finish: Callable[[], None] | None = None,
-        keep: tuple = (),
-        watchdog: Watchdog | None = None,
-        what: object = "",
-    ):
-        self._works, self._finish, self._keep, self._watchdog, self._what = works, finish, keep, watchdog, what
-
-    def wait(self) -> None:
-        if self._works and self._watchdog is not None:
-            self._watchdog.wait(self._wait_for_works, self._what)
-        else:
-            self._wait_for_works()
-        if self._finish is not None:
-            self._finish()
-        self._works, self._finish, self._keep = (), None, ()
-
-    def _wait_for_works(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Group(NamedTuple):
@@ -93,7 +70,7 @@ class Communicator:
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend, self._native = dist.get_default_backend_for_device(device), is_accelerator(device)
+        backend, self._native = default_backend(device), is_accelerator(device)
         self._copies: torch.Stream | None = None
         # Process groups of our own: messages of the engine and of user code can never be mistaken for one another. NCCL
         # matches operations by their order. Where graphs differ, ranks start a reduction between different all-gathers:
@@ -143,8 +120,7 @@ class Communicator:
         if self.shard_group.size == 1:
             return Pending()
         if self._native:
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            work = gather(full, own, group=self._group, async_op=True)
+            work = _all_gather(full, own, group=self._group, async_op=True)
             return Pending([work], None, (full, own), self.watchdog, unit)
         tag, n, works = self._next_tag("gather", unit), shard.numel(), []
         for peer in self._peers():
@@ -164,8 +140,7 @@ class Communicator:
             if self.shard_group.size == 1:
                 copied = self._copies.record_event()
                 return Pending((), lambda: compute_stream(self.device).wait_event(copied), (own, shard))
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            work = gather(full, own, group=self._group, async_op=True)
+            work = _all_gather(full, own, group=self._group, async_op=True)
         return Pending([work], None, (full, own, shard), self.watchdog, unit)
 
     def reduce_scatter(
@@ -241,8 +216,7 @@ class Communicator:
         result = source if self.shard_group.size == 1 else torch.empty_like(first)
         works = []
         if self.shard_group.size > 1:
-            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            works.append(scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
+            works.append(_reduce_scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
 
         def finish() -> None:
             part = result.to(out.dtype)
@@ -298,9 +272,6 @@ class Communicator:
         self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
         return texts
 
-    def barrier(self) -> None:
-        self._blocking("a barrier", lambda: dist.barrier(group=self._group))
-
     def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
             self.watchdog.wait(collective, f"{what} after {self.watchdog.position}")
@@ -324,7 +295,7 @@ def communicator() -> Communicator:
 def compute_device() -> torch.device:
     """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
     device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
-    if device is None or (is_initialized() and dist.get_default_backend_for_device(device) not in dist.get_backend()):
+    if device is None or (is_initialized() and default_backend(device) not in dist.get_backend()):
         return CPU
     return device
 
@@ -357,7 +328,7 @@ def init_distributed(
     use(device)
     if dist.is_initialized():
         return
-    native = dist.get_default_backend_for_device(device)
+    native = default_backend(device)
     backend = dist_backend or (f"cpu:gloo,{device.type}:{native}" if is_accelerator(device) else native)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()

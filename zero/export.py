@@ -28,11 +28,12 @@ from zero.checkpoint.folder import megabytes
 from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, model_config, write_model
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names
-from zero.comm import Communicator, Pending
+from zero.comm import Communicator
 from zero.gathered import gather_range
 from zero.layout import Slot
 from zero.optim.step import precise_values
 from zero.parameters import ShardedParameter
+from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")

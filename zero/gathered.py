@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zero.comm import Pending
+from zero.pending import Pending
 from zero.unit import State, Unit, unit_of, unsharded
 
 logger = logging.getLogger("zero")

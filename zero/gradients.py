@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.comm import Communicator, Pending
+from zero.comm import Communicator
 from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
+from zero.pending import Pending
 from zero.unit import Unit
 
 

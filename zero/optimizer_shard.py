@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from zero.comm import Pending
 from zero.offload.tiers import Tier
+from zero.pending import Pending
 from zero.unit import Unit
 
 

@@ -28,10 +28,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zero.comm import Communicator, Pending
+from zero.comm import Communicator
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
 from zero.parameters import ReadHook, owner_of, placeholder, set_owner, show
+from zero.pending import Pending
 from zero.schedule import Residency
 from zero.views import ParameterViews, Shown
 
@@ -72,9 +73,9 @@ class Unit:
 
     Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), full (1-D, compute dtype, all values with
     padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
-    (what of each parameter lies in the shard), state, users (how many callers need the parameters
-    unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
-    strict (a change of unsharded values that would be lost is an error).
+    (what of each parameter lies in the shard), state, users (how many callers need the parameters unsharded now),
+    version (counts changes of the values), serial (order of creation, equal on all ranks), strict (a change of
+    unsharded values that would be lost is an error).
     """
 
     def __init__(

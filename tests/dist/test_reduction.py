@@ -13,9 +13,10 @@ import zero
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
 from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
 from tests.processes import run_on
-from zero.comm import Communicator, Pending
+from zero.comm import Communicator
 from zero.deepspeed.fragments import safe_get_full_grad
 from zero.gradients import GradientReducer
+from zero.pending import Pending
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
 UNITS = 6

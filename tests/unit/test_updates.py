@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from zero.comm import Pending
 from zero.offload.tiers import Tier
 from zero.optim.tiles import Tile
 from zero.optim.updates import Updates
+from zero.pending import Pending
 
 TIMEOUT = 20
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.comm import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.device import compute_stream, is_accelerator, new_stream
 from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
+from zero.pending import Pending
 
 # A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
 LEAST_BYTES_IN_A_FILE = 1 << 20

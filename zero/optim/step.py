@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zero.agreement import disagree, hyper_parameters, require_same, spread
-from zero.comm import Communicator, Pending
+from zero.comm import Communicator
 from zero.gradients import GradientReducer
 from zero.offload.tiers import Tier
 from zero.optim import arithmetic, cpu_adam
@@ -31,6 +31,7 @@ from zero.optim.placement import Placement
 from zero.optim.tiles import Tile, TiledState
 from zero.optim.updates import TileInMemory, Updates
 from zero.optimizer_shard import OptimizerShard
+from zero.pending import Pending
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")

@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zero.clock import Progress
-from zero.comm import Pending
 from zero.offload.memory import HostMemory
 from zero.optim.tiles import Tile, TiledState, is_elementwise
 from zero.optimizer_shard import OptimizerShard
+from zero.pending import Pending
 
 
 class TileInMemory:

@@ -1,0 +1,34 @@
+"""An operation in flight: a collective, a copy, a read or a write. This file does not know which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zero.watchdog import Watchdog
+
+
+class Pending:
+    """An operation in flight. `wait()` may be called more than once; `finish` runs once, after all works are done."""
+
+    def __init__(
+        self,
+        works: Sequence = (),
+        finish: Callable[[], None] | None = None,
+        keep: tuple = (),
+        watchdog: Watchdog | None = None,
+        what: object = "",
+    ):
+        self._works, self._finish, self._keep, self._watchdog, self._what = works, finish, keep, watchdog, what
+
+    def wait(self) -> None:
+        if self._works and self._watchdog is not None:
+            self._watchdog.wait(self._wait_for_works, self._what)
+        else:
+            self._wait_for_works()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self._keep = (), None, ()
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
