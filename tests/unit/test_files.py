@@ -210,10 +210,12 @@ def test_arguments_that_cannot_be_right(tmp_path):
     assert tensor.fill_(3).sum() == 30
 
 
-def test_folders_are_made_or_refused(tmp_path):
+def test_folders_are_made_or_refused(tmp_path, caplog):
     folder = tmp_path / "a" / "b"
     ScratchFile(folder)
     assert list(folder.iterdir()) == []
+    ScratchFile(folder)
+    assert [record.args[1] for record in caplog.records] == [folder], "told once, when it is made"
     (tmp_path / "file").touch()
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UsageError, match=r"offload_\*.nvme_path: no file can be made in .*/file"):

@@ -16,6 +16,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -191,7 +192,12 @@ class ScratchFile:
 def _open(folder: Path) -> tuple[int, int]:
     """Descriptors of a new file without a name: through the page cache, and past it; one if the latter is refused."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+            logger.warning(
+                "%s: %s did not exist and was made, on a disk with %.0f GB free", _NVME_PATH, folder, free / 1e9
+            )
         file, path = tempfile.mkstemp(prefix="zero-", dir=folder)
     except OSError as error:
         remedy = "name a folder on a local disk that this user can write to"
