@@ -1,7 +1,8 @@
-"""What the parameters of one unit show: views of the unsharded buffer, NaN, or a single one's own copy.
+"""What the parameters of one unit show: views of the unsharded buffer, NaN, or a copy of one parameter.
 
-Beside it the attributes by which scripts know sharded parameters (`ds_status`, `ds_tensor` and the like). Their names
-are DeepSpeed's; the engine writes them and never reads them. This file knows nothing of units and their states.
+This file also sets the attributes that scripts read from sharded parameters (`ds_status`, `ds_tensor` and the like).
+Their names are DeepSpeed's; the engine writes them and never reads them. This file knows nothing of units and their
+states.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ZeroParamStatus(Enum):
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
-    INFLIGHT = 3  # none, while they are being gathered
+    INFLIGHT = 3  # shows no values: the all-gather is under way
 
 
 _ids = itertools.count()
