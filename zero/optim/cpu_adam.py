@@ -12,10 +12,10 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
 The compiled kernel gives the bits of torch's default path, with one exception. Its square root is exactly rounded, as
-on a GPU. On x86 CPUs torch takes MKL's square root, which differs by one unit in the last place for a fifth of all values.
-So after a step from equal state and an equal fp32 gradient, the moments are equal bit by bit, and the master differs by
-at most 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too. Then everything is equal, and a step
-takes half as much time again. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
+on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit for a fifth of all values. So after a
+step from equal state and an equal fp32 gradient, the moments are equal bit by bit, and the master differs by at most
+2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too. Then everything is equal, and a step takes
+half as much time again. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
 instructions; the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or threads
 begin.
 
