@@ -68,8 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(target: str, arguments: list[str]) -> None:
-    """A script is run in this process, which a launcher has perhaps started as a rank; all else in place of it."""
-    beside = os.path.dirname(sys.executable)  # the environment may be in use without being activated
+    """Run a script in this process, which may be a rank of a launcher. A command or a module replaces this process."""
+    beside = os.path.dirname(sys.executable)  # the virtual environment need not be activated
     command = shutil.which(target, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
@@ -84,8 +84,8 @@ def _run(target: str, arguments: list[str]) -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     enable()
     sys.argv = [script, *arguments]
-    # `-m` put the working directory first, a console script its own folder; a script has its own folder there. With -P
-    # neither is wanted.
+    # The first entry is the working directory (`-m`), or the folder of the command `zero`. For a script, Python has the
+    # script's folder there, unless it runs with -P.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
     try:

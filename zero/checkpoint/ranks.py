@@ -84,7 +84,7 @@ class Ranks:
         return bool(flags)
 
     def each(self, act: Callable[[], T]) -> list[T]:
-        """Run `act` on every rank; return all results. If it fails on a rank, all raise an error that names the rank."""
+        """Run `act` on every rank; return all results. If it fails on one, all raise an error that names that rank."""
         return self.gather(self.run(act))
 
     def run(self, act: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str)
 OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
 
-# Mixtures of experts, whose ranks may choose differently. Their blocks are gathered as a whole anyway.
+# Mixtures of experts, in which ranks may choose different experts. Their blocks are gathered as a whole anyway.
 DEFAULT_LEAF_MODULE_CLASSES = [
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
     for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
