@@ -26,18 +26,19 @@ usage: zero run SCRIPT.py ARGS...
        zero run -m MODULE ARGS...
 
 Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with zero under the name
-`deepspeed` in it and in all python processes that come of it. The file given by --deepspeed, --deepspeed_config or
+`deepspeed` in it and in all python processes that it starts. The file given by --deepspeed, --deepspeed_config or
 --deepspeed_config_file in ARGS is checked first, before anything is started.
 
        zero hook
 
-Prints a folder. Where PYTHONPATH has it, every python process finds zero under that name: for those who can only set
-variables.
+Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
+which only environment variables can be given.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
-Show what a training checkpoint holds, checksums verified; make of one a folder that `from_pretrained` loads.
+`inspect` shows what a training checkpoint holds, and verifies its checksums. `consolidate` makes a model folder of it,
+which `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 
 Where the command `zero` is not installed, `python -m zero` is the same.

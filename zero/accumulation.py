@@ -1,4 +1,4 @@
-"""Micro-batches: which one is the last of its step, who decides that, and when their gradients go to other ranks.
+"""Micro-batches: which one is the last of its step, and when their gradients are reduced.
 
 This file knows nothing of units or of the optimizer.
 """

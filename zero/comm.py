@@ -328,7 +328,7 @@ def default_timeout() -> timedelta:
 
 
 def group_timeout() -> timedelta:
-    """The timeout of the default process group, whoever made it."""
+    """The timeout of the default process group, made by the engine or by the script."""
     return dist.group.WORLD._get_backend(compute_device()).options._timeout
 
 

@@ -166,7 +166,7 @@ class ZeroEngine(Accumulation, nn.Module):
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The loss times the present loss scale, for a script that calls `backward()` on it by itself.
+        """The loss times the present loss scale, for a script that calls `backward()` on it.
 
         Accumulation needs no factor: gradients of a backward that the script runs are divided by
         `gradient_accumulation_steps` when they are collected. `retain_graph` is there for compatibility.

@@ -180,7 +180,7 @@ def save_16bit_model(
     A model of more than `max_file_bytes` is cut into several files with an index. The pickle files that DeepSpeed
     writes under names like `pytorch_model.bin` cannot be streamed: another name becomes `model.safetensors`.
 
-    Raises OSError, on every rank alike, where the disk cannot take it.
+    Raises OSError, on every rank, if the disk has no space for it.
     """
     if not filename.endswith(".safetensors"):
         if weights.comm.rank == 0:
@@ -195,8 +195,8 @@ def save_16bit_model(
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
 
-    The tensors lie in a temporary file, see `on_disk`: besides two gathered units a rank needs no
-    memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
+    The tensors are in a temporary file, see `on_disk`: a rank needs no memory but that of two gathered units. Every
+    rank must call it. Raises OSError, on every rank, if the disk has no space for it.
     """
     names, nbytes = [spec.name for spec in weights.specs], sum(spec.nbytes for spec in weights.specs)
     found = weights.on_first(
@@ -294,7 +294,7 @@ def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
+    """Copies of tensors in host memory, in a file without a name that is mapped into memory.
 
     The kernel reads and drops their pages as needed, so they take none of the process's own memory; the space on the
     disk is free again when the last of them is gone. The file is made where temporary files go (`TMPDIR`), or in the

@@ -1,4 +1,4 @@
-"""Pure arithmetic: which parameters form a unit, where each lies in the unit's flat buffer, which slice is whose.
+"""Pure arithmetic: which parameters form a unit, where each is in the unit's flat buffer, which slice each rank has.
 
 This file touches no process group and no tensor's values.
 

@@ -126,7 +126,7 @@ class Schedule:
         return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
 
     def keep(self, unit: int, live: int) -> bool:
-        """Whether a unit whose last use has ended stays gathered while `live` elements (its own included) are."""
+        """Whether a unit whose last use has ended stays gathered. `live`: gathered elements, its own included."""
         return live <= self.max_live_parameters and self.distance(unit) <= self.max_reuse_distance
 
     def may_prefetch(self, unit: int, in_flight: int, live: int) -> bool:

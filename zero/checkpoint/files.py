@@ -210,7 +210,7 @@ class SliceReader:
                     yield each.file, _Target(position, dtype, part[first - start : last - start])
 
     def _read_file(self, name: str, targets: list[_Target] | None) -> None:
-        """Read and verify the blocks that targets, sorted by position, lie in; all blocks if that is None."""
+        """Read and verify the blocks that contain `targets`, sorted by position. None: all blocks."""
         path, entry = self.folder / name, self.manifest.files[name]
         descriptor = _open(path, entry)
         wanted: dict[int, list[_Target]] = {} if targets is not None else {n: [] for n in range(len(entry.sums))}

@@ -35,7 +35,7 @@ _SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
 
 
 def read_verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are what was written.
+    """The manifest of a checkpoint whose files all have the right checksums.
 
     Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
     """
@@ -48,7 +48,7 @@ def read_verified(folder: Path) -> Manifest:
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
-    """The newest checkpoint under `folder` whose every checksum is right, or None.
+    """The newest checkpoint under `folder` with correct checksums only, or None.
 
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
     `before`, a checkpoint's folder, only older ones count.

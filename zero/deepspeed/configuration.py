@@ -41,7 +41,7 @@ def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:
 
 
 class DeepSpeedConfig:
-    """A configuration by itself, its batch sizes completed for the present ranks; attributes are those of `Config`."""
+    """A configuration without an engine. Missing batch sizes are computed; attributes are those of `Config`."""
 
     def __init__(self, config: object, mpu: object | None = None, mesh_device: object | None = None):
         vars(self)["_settings"] = load_config(config)

@@ -194,7 +194,7 @@ def initialize(
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
-    """Micro-batches of this rank's part of `dataset`, shuffled anew by `loader.sampler.set_epoch`."""
+    """Micro-batches of this rank's part of `dataset`. `loader.sampler.set_epoch` shuffles it again."""
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)

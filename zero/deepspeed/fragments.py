@@ -59,7 +59,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace each accumulated gradient by `update_func(gradient, param)`. Every rank must call, alike."""
+    """Replace each accumulated gradient by `update_func(gradient, param)`. Every rank must make the same call."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

@@ -33,7 +33,7 @@ def make_state_late(optimizer: torch.optim.Optimizer) -> None:
 
 def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
     for group in optimizer.param_groups:
-        # As in torch, the sum begins at the optimizer's value, whatever the group says.
+        # As in torch, the sum begins at the optimizer's value. The group's value is ignored.
         begin = optimizer.defaults["initial_accumulator_value"]
         settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
         for param in group["params"]:

@@ -3,7 +3,7 @@
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
 gradients (sum over ranks, times the loss scale)
-  -> global norm, overflow known on every rank alike
+  -> global norm and overflow, the same on every rank
   -> per tile, now or during the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
      the shard
 """
