@@ -1,6 +1,6 @@
 """Pages and pictures that are made from the code: `python -m docs.generate`. A unit test tells when to run it.
 
-`configuration.md` has all keys of the configuration. `architecture.md` has a picture of which room imports which.
+`configuration.md` has all keys of the configuration. `architecture.md` has a picture of which module imports which.
 """
 
 import ast
@@ -41,7 +41,7 @@ The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a co
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Which values a key takes, out of its JSON schema."""
+    """Which values a key takes, from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(filter(None, map(_values, schema["anyOf"])))
     if "enum" in schema or "const" in schema:
@@ -115,53 +115,53 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _nodes(node)
 
 
-def imports_of_rooms() -> dict[str, set[str]]:
-    """Each room with the rooms that its files import. A folder is one room, and so is each file outside of folders."""
-    root, room_of = FOLDER.parent, {}
+def imports_of_modules() -> dict[str, set[str]]:
+    """Each box of the picture with those that it imports. A folder is one box; so is each other file."""
+    root, box_of = FOLDER.parent, {}
     for path in sorted((root / "zero").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts).removesuffix(".__init__")
-        room_of[name] = f"zero.{parts[1]}/" if len(parts) > 2 else name
-    found: dict[str, set[str]] = {room: set() for room in room_of.values()}
-    for name, room in room_of.items():
+        box_of[name] = f"zero.{parts[1]}/" if len(parts) > 2 else name
+    found: dict[str, set[str]] = {box: set() for box in box_of.values()}
+    for name, box in box_of.items():
         path = root / name.replace(".", "/")
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         for node in _nodes(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 modules = [f"{node.module}.{alias.name}" for alias in node.names]
-                modules = [each if each in room_of else node.module for each in modules]
-            found[room] |= {room_of[each] for each in modules if each in room_of} - {room}
+                modules = [each if each in box_of else node.module for each in modules]
+            found[box] |= {box_of[each] for each in modules if each in box_of} - {box}
     return found
 
 
-def rooms() -> str:
-    """The picture: an arrow from each room to those below it that it imports, unless a longer way shows it already."""
-    imports = imports_of_rooms()
+def picture() -> str:
+    """The picture: an arrow from each box to each box that it imports, unless a longer path shows it already."""
+    imports = imports_of_modules()
 
-    def below(room: str, seen: set[str]) -> set[str]:
-        for each in imports[room] - seen:
+    def below(box: str, seen: set[str]) -> set[str]:
+        for each in imports[box] - seen:
             seen.add(each)
             below(each, seen)
         return seen
 
     arrows = []
-    for room, direct in sorted(imports.items()):
+    for box, direct in sorted(imports.items()):
         implied = {far for each in direct for far in below(each, set())}
-        label = room.removeprefix("zero.") or room
-        arrows.append(f'    {_id(room)}["{label}"]')
-        arrows += [f"    {_id(room)} --> {_id(each)}" for each in sorted(direct - implied)]
+        label = box.removeprefix("zero.") or box
+        arrows.append(f'    {_id(box)}["{label}"]')
+        arrows += [f"    {_id(box)} --> {_id(each)}" for each in sorted(direct - implied)]
     return "\n".join(["```mermaid", "flowchart TB", *arrows, "```"]) + "\n"
 
 
-def _id(room: str) -> str:
-    return room.replace(".", "_").replace("/", "_room")
+def _id(box: str) -> str:
+    return box.replace(".", "_").replace("/", "_folder")
 
 
 def architecture(page: str) -> str:
-    """The page with the present picture of the rooms in it."""
+    """The page with the present picture of the imports in it."""
     before, rest = page.split(BEGIN)
-    return before + BEGIN + "\n" + rooms() + "\n" + END + rest.split(END)[1]
+    return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
 
 
 def main() -> None:

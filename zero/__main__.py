@@ -26,18 +26,19 @@ usage: zero run SCRIPT.py ARGS...
        zero run -m MODULE ARGS...
 
 Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with zero under the name
-`deepspeed` in it and in all python processes that come of it. The file given by --deepspeed, --deepspeed_config or
+`deepspeed` in it and in all python processes that it starts. The file given by --deepspeed, --deepspeed_config or
 --deepspeed_config_file in ARGS is checked first, before anything is started.
 
        zero hook
 
-Prints a folder. Where PYTHONPATH has it, every python process finds zero under that name: for those who can only set
-variables.
+Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
+which only environment variables can be given.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
-Show what a training checkpoint holds, checksums verified; make of one a folder that `from_pretrained` loads.
+`inspect` shows what a training checkpoint holds, and verifies its checksums. `consolidate` makes a model folder of it,
+which `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 
 Where the command `zero` is not installed, `python -m zero` is the same.
@@ -68,8 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(target: str, arguments: list[str]) -> None:
-    """A script is run in this process, which a launcher has perhaps started as a rank; all else in place of it."""
-    beside = os.path.dirname(sys.executable)  # the environment may be in use without being activated
+    """Run a script in this process, which may be a rank of a launcher. A command or a module replaces this process."""
+    beside = os.path.dirname(sys.executable)  # the virtual environment need not be activated
     command = shutil.which(target, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
     if target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
@@ -84,8 +85,8 @@ def _run(target: str, arguments: list[str]) -> None:
 def _run_script(script: str, arguments: list[str]) -> None:
     enable()
     sys.argv = [script, *arguments]
-    # `-m` put the working directory first, a console script its own folder; a script has its own folder there. With -P
-    # neither is wanted.
+    # The first entry is the working directory (`-m`), or the folder of the command `zero`. For a script, Python has the
+    # script's folder there, unless it runs with -P.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)
     try:

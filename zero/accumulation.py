@@ -1,4 +1,4 @@
-"""Micro-batches: which one is the last of its step, who decides that, and when their gradients go to other ranks.
+"""Micro-batches: which one is the last of its step, and when their gradients are reduced.
 
 This file knows nothing of units or of the optimizer.
 """
@@ -16,7 +16,7 @@ from zero.gradients import GradientReducer
 class Accumulation:
     """Mixed into the engine, which sets `settings` and `reducer`.
 
-    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks that steps were made of.
+    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks in all steps so far.
     """
 
     settings: Config
@@ -76,8 +76,8 @@ class Accumulation:
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Context of a step's backwards whose gradients are reduced once, at its end (stages 1 to 3).
 
-        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. The boundary that is set
-        in it by hand ends with it.
+        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. A boundary that the script
+        sets inside is undone at its end.
         """
         if not self.managed_gradient_accumulation():
             raise UsageError(

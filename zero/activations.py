@@ -2,7 +2,7 @@
 
 `cpu_checkpointing` needs no change of the model. Every tensor that autograd saves during the engine's forward is copied
 to host memory, pinned if there is a GPU, and back when backward needs it. (With gradient checkpointing those are the
-inputs of the checkpointed blocks and little else.) Values, and so gradients, stay the same bits. Views of unsharded
+inputs of the checkpointed blocks and little else.) So values and gradients keep the same bits. Views of unsharded
 parameters are not copied: the schedule decides about their memory. The other keys of the section cut or pack
 activations over model-parallel ranks, of which there are none here. This file knows nothing of hooks or gathering.
 

@@ -1,8 +1,8 @@
-"""Ranks that were given different things are named at once, before they train on to different weights.
+"""Compares what must be equal on all ranks. A difference is an error, before the ranks train different weights.
 
-What must be equal is a dict of facts, {key: text}. A digest of them is compared in one small reduction. Only if it
-differs, the facts themselves are exchanged, to say which rank, which key and which values. This file does not know what
-the facts are about.
+The input is a dict of facts, {key: text}. One small reduction compares a digest of them. Only if it differs, the ranks
+exchange the facts themselves, to name the rank, the key and the values. This file does not know what the facts are
+about.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN = 5
 
 
 def require_same(comm: Communicator, facts: Mapping[str, object]) -> None:
-    """Raise UsageError, on every rank alike, unless the facts are equal on all ranks of `comm`; all must call it."""
+    """Raise UsageError, on every rank, unless the facts are equal on all ranks of `comm`. All ranks must call it."""
     if comm.world_size == 1:
         return
     text = json.dumps({key: str(value) for key, value in facts.items()})
@@ -69,7 +69,7 @@ def flat(nested: Mapping, prefix: str = "") -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of the installed libraries that decide what is computed; not of what is imported, in which ranks may differ."""
+    """The versions of the installed libraries that affect results. Which of them are imported may differ by rank."""
     found = {"version of torch": torch.__version__}
     for name in ("zero-engine", "transformers", "accelerate", "peft"):
         try:
@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 
 def spread(numbers: Sequence[float]) -> list[float]:
-    """What to sum over ranks so that `disagree` can tell whether each number is the same on all of them."""
+    """The values to sum over ranks: from the sums, `disagree` tells whether each number is equal on all ranks."""
     return [*numbers, *(number * number for number in numbers)]
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds in each phase, and in it those spent waiting; how far a slow phase is.
+"""Where the time of a step goes: seconds in each phase, and those spent waiting. Progress of slow phases.
 
 This file knows nothing of what is timed.
 """
@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Seconds without a word from a phase.
+# Seconds between two lines about the progress of a phase.
 _PATIENCE = 10.0
 
 
 class Progress:
-    """Says how far a slow piece of work is, now and then; nothing of a quick one."""
+    """Prints how far slow work is. Quick work prints nothing."""
 
     def __init__(self, shows: bool, what: str):
         self._shows, self._what, self._done, self._spoke = shows, what, 0, time.perf_counter()
@@ -31,7 +31,7 @@ class Progress:
 
 
 class Throughput:
-    """Samples per second of the job, from the step after the first `start_step` on, which warm up.
+    """Samples per second of the job. The first `start_step` steps warm up and are not counted.
 
     `start` begins a micro-batch and `stop` ends it; `batch_size` is that of a step. Attributes, in seconds:
     `total_elapsed_time`, and `step_elapsed_time` of the step that is not complete yet.
@@ -70,14 +70,14 @@ class Throughput:
 
 
 class Clock:
-    """Counts wall-clock seconds of this rank since `reset`; if it `shows`, slow phases tell their progress.
+    """Counts wall-clock seconds of this rank since `reset`. With `shows`, slow phases print their progress.
 
     Attributes:
         phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the part of them in which
-        nothing was computed here: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
+        this rank computed nothing: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
         parameters), "optimizer" (a late update), "gradients out" (to host memory or a file).
 
-    On a GPU the host waits for little: what it enqueues waits on the device, and a profiler shows it.
+    On a GPU the host waits for little. The work that it enqueues waits on the device, where a profiler shows it.
     """
 
     def __init__(self, shows: bool = False) -> None:

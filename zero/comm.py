@@ -3,10 +3,9 @@
 [Note: collectives]
 Every operation works in place on flat 1-D tensors: nothing is copied before or after it. It returns a `Pending`, whose
 `wait()` makes the result usable. On an accelerator the collectives are torch's own. On gloo the same exchange is made
-of point-to-point messages. torch's gloo reduce-scatter takes 1.7-3 times as long for 1-100 MB, its all-gather 1.2
-times, and 3.5 times for 100 MB (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32:
-that is deterministic and more precise. Broadcasts and all-reduces are torch's: others would save tenths of a
-millisecond.
+of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
+(benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and more
+precise. Broadcasts and all-reduces are torch's on every backend.
 
 [Note: groups of ranks]
 world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
@@ -14,7 +13,7 @@ shard group      the ranks over which a unit is cut: an all-gather or a reduce-s
 replicate group  the ranks that hold the same shard.
 
 Today the shard group is the world, and each rank is alone in its replicate group.
-This file knows nothing of units but a number and a text for messages.
+Of a unit, this file knows only a number and a text for messages.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from zero.watchdog import Watchdog, end_with_launcher
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Most bytes of a message to be summed: malloc has memory for them, while larger ones come into new pages each time.
+# Most bytes of a message to be summed. For larger ones malloc would map new pages each time.
 SUMMED_MESSAGE = 8 << 20
 
 
@@ -72,9 +71,9 @@ class Communicator:
         self._messages: Counter[tuple[str, int]] = Counter()
         backend, self._native = default_backend(device), is_accelerator(device)
         self._copies: torch.Stream | None = None
-        # Process groups of our own: messages of the engine and of user code can never be mistaken for one another. NCCL
-        # matches operations by their order. Where graphs differ, ranks start a reduction between different all-gathers:
-        # so reductions have a group to themselves.
+        # The engine has its own process groups, so its messages never match those of user code. NCCL matches operations
+        # by their order. If graphs differ, ranks start a reduction between different all-gathers. So reductions have a
+        # group of their own.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
 
@@ -102,14 +101,14 @@ class Communicator:
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
     def _peers(self) -> list[int]:
-        """All other ranks of the shard group, beginning with the next one: each rank has another first receiver."""
+        """All other ranks of the shard group, from the next one on, so that no two ranks send to the same one first."""
         rank, size = self.shard_group
         return [(rank + step) % size for step in range(1, size)]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements; on host or device).
 
-        `unit`, here and below: what this is about; its `serial` is in the messages' tags and its text in reports.
+        `unit`, here and below: the unit that is exchanged. Its `serial` is in messages' tags, its text in reports.
         """
         self._count("all_gather", full.numel())
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
@@ -131,7 +130,7 @@ class Communicator:
     def _all_gather_from_host(
         self, full: torch.Tensor, own: torch.Tensor, shard: torch.Tensor, unit: object
     ) -> Pending:
-        """As `all_gather`, beside the device's computation: on a stream of its own, which NCCL's waits for."""
+        """As `all_gather`, from a shard in host memory: it is copied on a stream of its own, for which NCCL waits."""
         self._copies = self._copies or new_stream(self.device)
         # The memory of `full` may still be in use there for what it held before.
         self._copies.wait_stream(compute_stream(self.device))
@@ -176,14 +175,7 @@ class Communicator:
         return Pending([scattered], finish)
 
     def _reduce_columns(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        n: int,
-        first: int,
-        width: int,
-        accumulate: bool,
-        unit: object,
+        self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool, unit: object
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
         self._count("reduce_scatter", width * self.shard_group.size)
@@ -293,7 +285,7 @@ def communicator() -> Communicator:
 
 
 def compute_device() -> torch.device:
-    """This rank's GPU; the CPU where torch sees none, or where the process group that exists cannot use it."""
+    """This rank's GPU; the CPU if torch sees none, or if an existing process group cannot use it."""
     device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
     if device is None or (is_initialized() and default_backend(device) not in dist.get_backend()):
         return CPU
@@ -307,7 +299,7 @@ def default_timeout() -> timedelta:
 
 
 def group_timeout() -> timedelta:
-    """The timeout of the default process group, whoever made it."""
+    """The timeout of the default process group, made by the engine or by the script."""
     return dist.group.WORLD._get_backend(compute_device()).options._timeout
 
 
@@ -320,7 +312,7 @@ def init_distributed(
     world_size: int = -1,
     **_ignored: object,
 ) -> None:
-    """Make the default process group unless there is one; a process without a launcher becomes a world of one.
+    """Make the default process group unless there is one. A process without a launcher becomes the only rank.
 
     The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU and gloo on a CPU.
     """

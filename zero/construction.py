@@ -1,6 +1,6 @@
 """From settings to the parts of an engine: units, schedule, reducer, placement.
 
-This file decides what the configuration's keys mean for each part. It runs nothing, and knows no DeepSpeed.
+This file decides what the configuration's keys mean for each part. It runs nothing, and knows nothing of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero.unit import Unit
 
 
 def facts(settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
-    """What must be the same on all ranks. The folders of files may differ from machine to machine."""
+    """What must be the same on all ranks. `nvme_path` may differ by machine."""
     found = flat(settings.model_dump(), "configuration, ")
     found = {key: value for key, value in found.items() if not key.endswith("nvme_path")} | versions()
     found["optimizer"] = type(optimizer).__name__
@@ -54,7 +54,7 @@ def make_units(
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold, group_of)
     for param in () if dtype is None else model.parameters():
         if param.numel() == 0 and param.is_floating_point():
-            param.data = param.data.to(dtype)  # in no unit; but a layer's inputs must still have its dtype
+            param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
     return [
         Unit(
@@ -106,7 +106,7 @@ def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
 
 
 def make_placement(units: Sequence[Unit], settings: Config, device: torch.device, trains: bool) -> Placement:
-    """Where the optimizer's part of each trainable unit lives; without an optimizer (not `trains`) on the device."""
+    """Where the optimizer's part of each trainable unit lives. If the engine has no optimizer: on the device."""
     here, trainable = Tier(device), [unit for unit in units if unit.trainable]
     if not trains:
         return Placement(trainable, here, here, ratio=0.0)
@@ -168,7 +168,7 @@ def make_optimizer(
 
 
 def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
-    """Whether updates run behind the step: by default where they do not take time from the cores that compute."""
+    """Whether updates run after `step` has returned: by default, if they do not use the cores that compute."""
     if offload.overlap_step is not None and offload.device != "none":
         return offload.overlap_step
     return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))

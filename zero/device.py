@@ -1,7 +1,7 @@
 """The compute device. Every question to torch about an accelerator goes through this file.
 
-It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator computes on "cpu", where
-nothing is asynchronous: streams and events are not needed there, and synchronizing does nothing.
+It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator computes on "cpu".
+Nothing is asynchronous there: streams and events are not needed, and synchronizing does nothing.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def compute_stream(device: torch.device) -> torch.Stream:
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """(bytes that were free when memory was fullest since the last call, bytes in all); of the host this rank's part.
+    """(bytes that were free at the peak of memory since the last call, all bytes). For the host, this rank's share.
 
-    The peak counters of torch's allocator, or of the process, begin anew.
+    This resets the peak counters of torch's allocator, or of the process.
     """
     if is_accelerator(device):
         free, total = torch.accelerator.get_memory_info(device)
@@ -94,7 +94,7 @@ def _of_container(name: str, line: str = "") -> int | None:
 
 
 def can_pin() -> bool:
-    """Whether `pin` can work on this machine: registering memory that is there is CUDA's alone."""
+    """Whether `pin` can work on this machine: only CUDA can register existing memory."""
     return torch.cuda.is_available()
 
 
@@ -102,7 +102,7 @@ def pin(address: int, nbytes: int) -> int:
     """Page-lock memory for copies to the accelerator. Returns 0, or CUDA's error code."""
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if code != 0:
-        # A failed call leaves its error behind, which the next launch of a kernel raises as its own: this one does.
+        # CUDA raises the error of a failed call at the next launch of a kernel. So launch one here.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return code

@@ -1,6 +1,6 @@
 """The engine: forward, backward and step over sharded state.
 
-It has no arithmetic of its own: `zero/construction.py` makes its parts, and each method calls them. It knows neither
+It computes nothing itself: `zero/construction.py` makes its parts, and each method calls them. It knows neither
 DeepSpeed nor how the configuration names an optimizer.
 """
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("zero")
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weakref.WeakKeyDictionary()
 
 
-# How many engines are running `backward` now: one engine's loss may reach the outputs of others.
+# How many engines are running `backward` now: the loss of one engine may depend on outputs of others.
 _engine_backwards = 0
 
 
@@ -119,7 +119,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 logger.warning("%s is an old name of %s", old, new)
 
     def _take_over(self, model: nn.Module) -> None:
-        """An engine made before for the same model (the Trainer makes one for each training) ends here."""
+        """End an earlier engine of the same model: the Trainer makes an engine for each training."""
         earlier = _engine_of.get(model, lambda: None)()
         if earlier is not None:
             earlier.destroy()
@@ -166,7 +166,7 @@ class ZeroEngine(Accumulation, nn.Module):
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """The loss times the present loss scale, for a script that calls `backward()` on it by itself.
+        """The loss times the present loss scale, for a script that calls `backward()` on it.
 
         Accumulation needs no factor: gradients of a backward that the script runs are divided by
         `gradient_accumulation_steps` when they are collected. `retain_graph` is there for compatibility.
@@ -180,7 +180,7 @@ class ZeroEngine(Accumulation, nn.Module):
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
     def _gradients_begin(self) -> None:
-        """The first parameter of a backward has its gradient: the factor depends on who runs it."""
+        """Called at the first gradient of a backward. Only `engine.backward` has divided the loss by the steps."""
         self.relocation.refuse_absent("backward")
         if self.scaler is not None and not self._loss_was_scaled:
             raise RuntimeError(
@@ -220,7 +220,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self._log_skip()
 
     def _refuse_use(self, before: str) -> None:
-        """Raise UsageError while somebody uses unsharded values: they can neither be renewed nor moved."""
+        """Raise UsageError if unsharded values are in use: they cannot be updated or moved then."""
         self.hooks.forget_broken_pass()  # units of a forward without a backward are still unsharded
         for unit in self.units:
             if unit.is_in_use and not unit.persistent:
@@ -286,7 +286,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self._refuse_use("offload_states")
         self.empty_partition_cache()
         self.relocation.send(include, pin_memory)
-        empty_cache(self.comm.device)  # what was freed is for others
+        empty_cache(self.comm.device)  # so that the script can use the freed memory
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back what `offload_states` has moved."""
@@ -327,7 +327,7 @@ class ZeroEngine(Accumulation, nn.Module):
             return getattr(self.module, name)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ZeroEngine:
-        """`to`, `half`, `cuda` and the like: allowed where they change nothing, since shards have a place already."""
+        """`to`, `half`, `cuda` and the like: allowed if they change nothing: the shards have their place already."""
         for dtype in {unit.dtype for unit in self.units}:
             before = placeholder(torch.Size([1]), dtype, self.comm.device)
             after = fn(before)
@@ -352,7 +352,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.hooks.remove()
         if self.optimizer is not None:
             self.optimizer.end_updates()
-        synchronize(self.comm.device)  # copies from host memory that is about to go
+        synchronize(self.comm.device)  # copies from host memory that is about to be freed
         self.reducer.free()
         if self.optimizer is not None:
             self.optimizer.free()

@@ -1,6 +1,6 @@
-"""How a fault is told: the exception for a user's mistake, and the end of a process, which one rank explains.
+"""The exception for a user's mistake, and how a process that failed ends: one rank prints the error.
 
-Also the release of DeepSpeed that decides what is a mistake. This file knows nothing else of the project.
+Also the release of DeepSpeed that zero follows. This file knows nothing else of the project.
 """
 
 import os
@@ -20,15 +20,15 @@ class UsageError(ValueError, AssertionError):
     """
 
 
-# By then a launcher has ended the other ranks of one that failed.
+# Within this time a launcher ends the other ranks after one has failed.
 _SECONDS_ALONE = 10.0
 
 
-def _turn_to_tell() -> str:
-    """Return this rank's number when it is its turn to tell of a fault.
+def _wait_to_print() -> str:
+    """Wait until this rank should print its error, and return its number.
 
-    Rank 0 tells at once. The launcher then ends the other ranks, which wait here: so a fault that all of them find is
-    told once. A rank that is still there after the wait is alone with its fault.
+    Rank 0 prints at once. Then the launcher ends the other ranks, which wait here. So an error that all ranks have is
+    printed once. If a rank still runs after the wait, it alone has failed.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -37,8 +37,8 @@ def _turn_to_tell() -> str:
 
 
 def refuse(line: str) -> NoReturn:
-    """End this process with exit code 2 and `line` on stderr; of several ranks one says it."""
-    rank = _turn_to_tell()
+    """End this process with exit code 2 and `line` on stderr; of several ranks one prints it."""
+    rank = _wait_to_print()
     # One write, so that the lines of several ranks do not mix.
     sys.stderr.write(f"[rank {rank}] {line}\n" if rank != "0" else f"{line}\n")
     sys.stderr.flush()
@@ -54,14 +54,14 @@ def end_process_on_exception() -> None:
     previous = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # torch.distributed calls this with stderr caught in a string, to print it when this returns; it never does.
+        # torch.distributed redirects stderr to a string while it calls this, and prints it when this returns: never.
         sys.stderr = sys.__stderr__
-        rank = _turn_to_tell() if issubclass(kind, Exception) else os.environ.get("RANK", "0")
+        rank = _wait_to_print() if issubclass(kind, Exception) else os.environ.get("RANK", "0")
         previous(kind, error, trace)
         print(f"[rank {rank}] {kind.__name__}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: threads, and destructors of a process group with work in flight, may never come to an end.
+        # Not sys.exit: threads, and the destructor of a process group with work in flight, may block for ever.
         os._exit(1)
 
     sys.excepthook = end

@@ -1,4 +1,4 @@
-"""The whole model's weights out of the shards: streamed in bounded memory, to a model folder, or as a state dict.
+"""Makes the whole model's weights from the shards: one by one in bounded memory, a model folder, or a state dict.
 
 This file knows nothing of training: neither hooks nor gradients.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger("zero")
 T = TypeVar("T")
 
 
-# Whole parameters that were handed out to be saved, as long as somebody keeps them, and the unit's version they are of.
+# For each unit: the version of its values, and weak references to whole parameters that were handed out to be saved.
 _copies: WeakKeyDictionary[Unit, tuple[int, list[Callable[[], torch.Tensor | None]]]] = WeakKeyDictionary()
 
 
@@ -103,7 +103,7 @@ class Weights:
     def on_first(self, what: str, act: Callable[[Iterator[torch.Tensor]], T]) -> T | None:
         """`act(values)` on rank 0, None on others: each weight in host memory, valid until the next one is asked for.
 
-        Raises an error of `act`, which may stop anywhere, on every rank alike; `what` is being done, for its message.
+        An error of `act`, which may stop at any weight, is raised on every rank; `what` names the action in the text.
         """
         ranks, stream = Ranks.of(self.comm, what), self.stream()
 
@@ -111,7 +111,7 @@ class Weights:
             try:
                 return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
             finally:
-                for _ in stream:  # every rank takes part in every gather: the other ranks, and rank 0 after an error
+                for _ in stream:  # every rank must take part in every gather: other ranks, and rank 0 after an error
                     pass
 
         return ranks.run(on_rank)
@@ -181,7 +181,7 @@ def save_16bit_model(
     A model of more than `max_file_bytes` is cut into several files with an index. The pickle files that DeepSpeed
     writes under names like `pytorch_model.bin` cannot be streamed: another name becomes `model.safetensors`.
 
-    Raises OSError, on every rank alike, where the disk cannot take it.
+    Raises OSError, on every rank, if the disk has no space for it.
     """
     if not filename.endswith(".safetensors"):
         if weights.comm.rank == 0:
@@ -196,8 +196,8 @@ def save_16bit_model(
 def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor under each name.
 
-    The tensors lie in a temporary file, see `on_disk`: besides two gathered units a rank needs no
-    memory. Every rank must call it. Raises OSError, on every rank alike, where the disk cannot take it.
+    The tensors are in a temporary file, see `on_disk`: a rank needs no memory but that of two gathered units. Every
+    rank must call it. Raises OSError, on every rank, if the disk has no space for it.
     """
     names, nbytes = [spec.name for spec in weights.specs], sum(spec.nbytes for spec in weights.specs)
     found = weights.on_first(
@@ -226,8 +226,8 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
 def show_copies_in_state_dicts(model: nn.Module) -> None:
     """Have `state_dict()` of every module of a sharded model give what `consolidated_state_dict` has just gathered.
 
-    Some trainers have the weights gathered, and then call `save_pretrained()` without them, be it on rank 0 or on all
-    ranks, of which rank 0 writes. The others get tensors on the device "meta": who would write them gets an error.
+    Some trainers gather the weights, and then call `save_pretrained()` without passing them, on rank 0 or on all ranks,
+    of which rank 0 writes. The other ranks get tensors on the device "meta": writing them raises an error.
     """
     for module in model.modules():
         if any(unit_of(param) is not None for param in module.parameters(recurse=False)):
@@ -261,8 +261,8 @@ def _warn_of_placeholders() -> None:
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
     """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights.
 
-    On rank 0, which saves it, it lies in a temporary file as that of stage 3 does; other ranks get the values
-    themselves. What was one tensor under several names stays one.
+    On rank 0, which saves it, the copy lies in a temporary file, as at stage 3. Other ranks get the values themselves.
+    One tensor under several names stays one tensor.
     """
     if rank > 0:
         return {name: value.detach() for name, value in state.items()}
@@ -284,9 +284,9 @@ _RESIDENT = 1 << 29
 
 
 def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
-    """Again and again as long as the mapping is used: pages that were read stay in the system's cache alone.
+    """As long as the mapping is used, drop its pages from this process again and again; the system's cache keeps them.
 
-    They would be dropped when memory is short, but limits on resident memory count them until then.
+    The kernel would drop them only when memory is short. Until then, limits on resident memory would count them.
     """
     while (memory := mapped()) is not None:
         memory.madvise(mmap.MADV_DONTNEED)
@@ -295,7 +295,7 @@ def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
 
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory that lie in a file without a name, mapped into memory.
+    """Copies of tensors in host memory, in a file without a name that is mapped into memory.
 
     The kernel reads and drops their pages as needed, so they take none of the process's own memory; the space on the
     disk is free again when the last of them is gone. The file is made where temporary files go (`TMPDIR`), or in the

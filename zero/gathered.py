@@ -1,7 +1,7 @@
-"""`GatheredParameters` shows sharded values for a while.
+"""`GatheredParameters`: a context in which sharded parameters show their values.
 
-A unit is unsharded whole, in one all-gather, if most of it is asked for or if it is to be changed. If less is asked
-for, as by a loop over single parameters, only those are gathered. This file knows nothing of hooks or the optimizer.
+If more than half of a unit is asked for, or if it is to be changed, all of it is unsharded in one all-gather. Otherwise
+only the parameters that are asked for are gathered, by broadcasts. This file knows nothing of hooks or the optimizer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ logger = logging.getLogger("zero")
 
 
 def gather_range(unit: Unit, into: torch.Tensor, start: int, source: torch.Tensor) -> Pending:
-    """Start to fill `into` (1-D) with what `unit.full` would have from element `start` on, out of ranks' `source`.
+    """Start to fill `into` (1-D) with the elements of the unit's full buffer from `start` on.
 
-    `source` is the shard or the master; `into` may have another dtype, the same on all ranks.
+    `source` is each rank's part of them: the shard or the master. `into` may have another dtype, the same on all ranks.
     """
     unit.wait_for_update()
     ranks, owned = unit.comm.shard_group, []
@@ -53,7 +53,7 @@ class GatheredParameters:
 
     Args:
         params: a parameter, an iterable of them, or a module; ordinary parameters among them are left alone.
-        modifier_rank: the rank whose changes become everybody's on exit; None: the values are only read, and
+        modifier_rank: the rank whose changes all ranks get on exit; None: the values are only read, and
             changes are lost with a warning, or a RuntimeError with `zero_optimization.enable_sanity_checks`.
         fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
         enabled: False makes the context do nothing.
@@ -92,7 +92,7 @@ class GatheredParameters:
         self._versions = {param: param._version for param in sharded}
 
     def _one_by_one(self, unit: Unit, indices: Sequence[int]) -> list[int]:
-        """Those to be gathered by themselves: a small part of a sharded unit, to be read only."""
+        """The parameters to be gathered one by one: those that are read only, and at most half of a sharded unit."""
         if self.modifier_rank is not None or unit.state is not State.SHARDED or unit.persistent:
             return []
         numel = sum(unit.layout.slots[i].numel for i in indices)

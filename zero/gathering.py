@@ -1,7 +1,7 @@
-"""What to unshard when: the schedule's decisions carried out on the units of one engine.
+"""When to unshard which unit: carries out the schedule's decisions on the units of one engine.
 
-This file knows nothing of modules, hooks, gradients or the optimizer. No decision depends on whether a transfer happens
-to be finished: all ranks must start the same all-gathers in the same order.
+This file knows nothing of modules, hooks, gradients or the optimizer. No decision depends on whether a transfer has
+finished: all ranks must start the same all-gathers in the same order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zero.unit import State, Unit
 class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
-    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Nothing is done to
-    persistent units.
+    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Persistent units
+    are left alone.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, comm: Communicator, residency: Residency):
@@ -60,7 +60,7 @@ class Gathering:
             unit.reshard()
 
     def release_all_but(self, kept: Collection[Unit]) -> None:
-        """All uses are over, but for one of each unit in `kept`."""
+        """End all uses. Each unit in `kept` keeps one."""
         for unit in self._units:
             while self._uses[unit] > (unit in kept):
                 self.release(unit)
@@ -72,7 +72,7 @@ class Gathering:
             if unit.state is State.SHARDED:
                 if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
                     return
-                # Several ranks wait for the update instead: all must decide alike.
+                # With several ranks `all_gather` waits for the update, because all ranks must decide alike.
                 if not unit.is_ready and self._comm.shard_group.size == 1:
                     return
                 unit.all_gather()
@@ -82,7 +82,7 @@ class Gathering:
                 return
 
     def _make_room(self, numel: int) -> None:
-        """Reshard units out of use, the one needed last first, until `numel` more elements may be gathered."""
+        """Reshard units that are not in use until `numel` more elements fit; first the one that is needed last."""
         limit = self._schedule.max_live_parameters
         if self._residency.live + numel <= limit:
             return

@@ -42,13 +42,13 @@ class _Collected:
 class GradientReducer:
     """Collects each unit's gradients in one flat buffer, reduces it over ranks and adds it to the optimizer's shard.
 
-    Args: shards: where the reduced gradients go, one for each trainable unit; bucket_size: elements that may be on
-    their way between ranks at a time, and in one collective; overlap: reductions run while backward goes on, else each
-    is waited for at once; contiguous: gradients are copied to the flat buffer as they are produced, else kept apart
-    until the unit is complete; dtype: in which gradients travel (None: that of the parameters); sum_dtype: in which the
-    result is kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of
-    full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once.
-    `last_micro_step` tells which that is.
+    Args: shards: where the reduced gradients go, one for each trainable unit; bucket_size: most elements in one
+    reduction and in all reductions in flight; overlap: reductions run while backward goes on, else each is waited for
+    at once; contiguous: gradients are copied to the flat buffer as they are produced, else kept apart until the unit is
+    complete; dtype: of the gradients in a reduction (None: that of the parameters); sum_dtype: in which the result is
+    kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and
+    reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once; last_micro_step: whether
+    the current micro-batch is the last one of its step.
 
     Attributes: backwards: how many have ended since the last step. buffered, peak_buffered: elements in flat buffers.
     """
@@ -81,7 +81,7 @@ class GradientReducer:
         self.peak_buffered = 0
 
     def begin_backward(self, factor: float) -> None:
-        """What the backward produces that begins now is to be multiplied by `factor`."""
+        """A backward begins, whose gradients are to be multiplied by `factor`."""
         self._factor = factor
 
     def end_backward(self) -> None:
@@ -156,7 +156,7 @@ class GradientReducer:
         while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
         if shard.is_offloaded and accumulate:
-            self.drain()  # the sum so far may still be on its way to its tier
+            self.drain()  # the sum so far may not be written to its tier yet
         out = shard.reduction_target(self.sum_dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
         pending = exchange(out, flat, accumulate, self.bucket_size, unit)
@@ -178,7 +178,7 @@ class GradientReducer:
             self._offloading.append(written)
 
     def move_carried(self, units: Iterable[Unit], tier: Tier) -> None:
-        """Bring the sums that wait for a last micro-batch to other memory; nothing may be under way."""
+        """Move the sums that wait for a last micro-batch to `tier`. No reduction may be in flight."""
         for unit in units:
             if unit in self._carried:
                 self._carried[unit] = tier.keep(self._carried[unit])
@@ -192,7 +192,7 @@ class GradientReducer:
         return unit in self._fresh
 
     def carried(self, unit: Unit) -> torch.Tensor | None:
-        """This rank's sum over micro-batches, as long as `unit.full`, that waits for the last one (stages 0, 1)."""
+        """This rank's sum over micro-batches, of the size of `unit.full`, that waits for the last one (stages 0, 1)."""
         return self._carried.get(unit)
 
     def complete(self, unit: Unit) -> None:
@@ -207,7 +207,7 @@ class GradientReducer:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context of backwards whose gradients are reduced at its end. Every rank runs as many backwards in it."""
+        """Context of backwards whose gradients are reduced at its end. Every rank must run the same number of them."""
         deferred, self.deferred = self.deferred, True
         try:
             yield
@@ -234,7 +234,7 @@ class GradientReducer:
         for unit, shard in self._shards.items():
             shard.end_cycle()
             if self.deferred and unit in self._fresh:
-                shard.free_gradient()  # until the last micro-batch the sum of this rank's gradients takes its place
+                shard.free_gradient()  # until the last micro-batch, `_carried` has the sum of this rank's gradients
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()

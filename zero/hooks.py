@@ -49,9 +49,9 @@ def in_backward() -> bool:
 def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, param: nn.Parameter) -> None:
     """The parameter's gradient is complete. This hook owns neither `ModuleHooks` nor the unit.
 
-    Autograd keeps such hooks where Python's garbage collector does not look: they would keep engine and model for ever.
+    Python's garbage collector does not see the hooks that autograd keeps. A hook that owned them would keep them alive.
     """
-    # Autograd also calls where a function returned None for the parameter: there is no gradient then.
+    # Autograd also calls this if a function returned None for the parameter: then there is no gradient.
     if param.grad is not None and (found := hooks()) is not None:
         found.gradient_ready(found.units[number], index)
 
@@ -59,8 +59,8 @@ def _gradient_ready(hooks: weakref.ref[ModuleHooks], number: int, index: int, pa
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
-    Args: model: the root module; units: all of its units; gathering, reductions: the policies. `last_micro_step` tells
-    whether the parameters change before the next forward; `gradients_begin` is called with the first gradient of each
+    Args: model: the root module; units: all of its units; gathering, reductions: the policies. `last_micro_step` says
+    whether the parameters change before the next forward; `gradients_begin` is called at the first gradient of each
     backward. Unless `ignore_unused`, a trainable parameter without a gradient is an error.
 
     Attributes: forward_hooks, backward_hooks: the handles of what is installed.
@@ -80,7 +80,7 @@ class ModuleHooks:
         self._gathering, self._reductions, self._reads = gathering, reductions, OutsideReads(gathering)
         self._missing, self._ignore_unused = MissingGradients(), ignore_unused
         self._last_micro_step, self._gradients_begin = last_micro_step, gradients_begin
-        # Unsharded for the backward that runs or will follow.
+        # Units that are unsharded for the backward that runs, or that will follow.
         self._in_backward: set[Unit] = set()
         # Calls of the root module under way: its forward may call it again.
         self._depth = 0
@@ -88,7 +88,7 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # In the first training pass every read must get a gradient. Later an expert may go without for a step.
+        # Every parameter of a used unit must get a gradient in the first training pass. Later an expert may get none.
         self._is_first = True
         self._unfrozen: set[Unit] = set()
         self._backward_is_open = self._has_gradients = False
@@ -173,7 +173,7 @@ class ModuleHooks:
             self._end_pass()
 
     def forget_broken_pass(self) -> None:
-        """Release what a forward without a backward, or one that raised an exception, has unsharded."""
+        """Release the units of a forward that had no backward, or that raised an exception."""
         self._release_modules()
         self._release_reads()
         self._awaited = 0
@@ -234,14 +234,14 @@ class ModuleHooks:
         passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
         for tensor in tensors_with_grad(output):
             if tensor.grad_fn is not None and id(tensor) not in passed_through:
-                # On the node, not on the tensor. The tensor is the next module's input, and its hooks come first: the
-                # next module's units are released before these are unsharded.
+                # The hook is on the node, not on the tensor. The tensor is also the next module's input, and hooks of
+                # tensors run first. So the next module's units are released before these are unsharded.
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, units))
 
     # -- backward
 
     def _backward_begins(self, *_: object) -> None:
-        """The first sign of a backward: of an output of the root, of a module, or a parameter's gradient."""
+        """Called at each possible start of a backward: a gradient of the root's output, a module's or a parameter's."""
         if not self._backward_is_open:
             self._backward_is_open = self._in_pass = True
             self._has_gradients = False

@@ -47,8 +47,8 @@ class Init:
 
     A module is complete when it is assigned to its parent. So no rank holds more than its shards and the module under
     construction. All ranks get rank 0's values. Each parameter is a unit of its own until `zero.initialize` groups
-    them. Weight initialization that comes later (`param.normal_()` and the like on a whole parameter) unshards the
-    parameter for the moment: all ranks must run it alike.
+    them. Later weight initialization (`param.normal_()` and the like on a whole parameter) unshards the parameter
+    for this call: all ranks must run it alike.
 
     Args:
         module: an already built model to shard at once (then the object need not be used as a context).

@@ -1,4 +1,4 @@
-"""Pure arithmetic: which parameters form a unit, where each lies in the unit's flat buffer, which slice is whose.
+"""Pure arithmetic: which parameters form a unit, where each is in the unit's flat buffer, which slice each rank has.
 
 This file touches no process group and no tensor's values.
 
@@ -99,7 +99,7 @@ class UnitLayout:
         return found
 
     def part(self, slot: int, rank: int) -> Piece:
-        """What `rank`'s shard holds of a slot, possibly nothing; of a unit's only slot the whole shard, padding too."""
+        """The part of a slot in `rank`'s shard, possibly empty. For a unit's only slot: all of the shard."""
         if len(self.slots) == 1:
             return Piece(0, 0, min(self.shard_range(rank)[0], self.numel), self.shard_numel)
         return next((piece for piece in self.pieces(rank) if piece.slot == slot), Piece(slot, 0, 0, 0))
@@ -120,9 +120,10 @@ class UnitPlan:
     shared: bool = False
 
 
-# Attributes of modules, set by the user's calls of `zero.deepspeed.leaf` and `register_external_parameter`.
+# Attributes of modules. The functions of `zero.deepspeed.leaf` and `register_external_parameter` set them.
 LEAF_FLAG = "_z3_leaf"
-# Of the tiles of `zero.deepspeed.tiling.TiledLinear`: units of their own also inside of a block that is no leaf.
+# Marks the tiles of `zero.deepspeed.tiling.TiledLinear`. They are units of their own, also inside a block, but not
+# inside a leaf.
 TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 
@@ -130,8 +131,8 @@ EXTERNAL_PARAMETERS = "_zero_external_parameters"
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then unshard it.
 
-    Effective if called before `zero.initialize`. Without it such a parameter is unsharded at its first read and stays
-    so to the end of the step.
+    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read and stays unsharded to
+    the end of the backward.
     """
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"register_external_parameter: expected a torch.nn.Parameter, got {type(parameter).__name__}")
@@ -168,7 +169,7 @@ def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _called(block: nn.Module) -> list[nn.Module]:
-    """The modules by whose calls a block is used: itself, or its children if it is a container without a forward."""
+    """The modules whose calls use a block: the block itself, or its children if it is a container without a forward."""
     if type(block).forward is nn.Module.forward:
         return [called for child in block.children() for called in _called(child)]
     return [block]

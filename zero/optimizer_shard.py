@@ -18,7 +18,7 @@ from zero.unit import Unit
 
 
 class LateUpdates(Protocol):
-    """What updates masters behind the step; see `zero.optim.updates`."""
+    """What updates masters after `step` has returned; see `zero.optim.updates`."""
 
     def is_late(self, shard: OptimizerShard) -> bool:
         """Whether the shard is still to be updated."""
@@ -31,22 +31,23 @@ class OptimizerShard:
     """This rank's part of a unit's optimization.
 
     Attributes: tier: where master, gradient and optimizer state live. master: 1-D fp32, or None before `make_master`;
-    the unit's shard itself where that is fp32 and in the same place. grad: 1-D, the reduced gradient in the dtype of
-    the reducer's sums, or None; times `comm.mean_factor` it is the mean over ranks.
+    if the unit's shard is fp32 and in the same place, it is the master. grad: 1-D, the reduced gradient in the dtype of
+    the reducer's sums, or None. `grad` times `comm.mean_factor` is the mean over ranks.
     """
 
     def __init__(self, unit: Unit, tier: Tier):
         self.unit, self.tier = unit, tier
         self.master: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
-        # 2-norms of the pieces of an offloaded gradient, by the piece's start; taken on the compute device before.
+        # 2-norms of the pieces of an offloaded gradient, by the piece's start. They are computed on the compute device
+        # before the gradient leaves it.
         self._norms: dict[int, torch.Tensor] = {}
         self._updates: LateUpdates | None = None
         self._writes: list[Pending] = []
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it lives elsewhere than where the model computes."""
+        """Whether it lives on another tier than the compute device."""
         return self.tier != Tier(self.unit.comm.device)
 
     @property
@@ -60,7 +61,7 @@ class OptimizerShard:
     def make_master(self, updates: LateUpdates) -> None:
         """Make the fp32 master. From now on `updates` change it, and the unit's next all-gather waits for them.
 
-        An fp32 shard in the same place is its own master. So is one in host memory where the tier is a file: the
+        An fp32 shard in the same place is its own master. So is an fp32 shard in host memory if the tier is a file: the
         weights are in memory anyway.
         """
         shard = self.unit.shard
@@ -113,7 +114,7 @@ class OptimizerShard:
         return out
 
     def put_gradient(self, values: torch.Tensor) -> Pending:
-        """Keep the reduced gradient `values`, which are on the compute device; start to offload it where it lives."""
+        """Keep the reduced gradient `values`, which is on the compute device. If offloaded, start to write it out."""
         if not self.is_offloaded:
             self.grad = values
             return Pending()
@@ -143,11 +144,11 @@ class OptimizerShard:
     # -- late updates
 
     def is_ready(self) -> bool:
-        """Whether the last step's update is made; it may still be on its way to a file."""
+        """Whether the last step's update is computed. It may not be written to its file yet."""
         return self._updates is None or not self._updates.is_late(self)
 
     def wait(self) -> None:
-        """Block until the last step's update is made and written."""
+        """Block until the last step's update is computed and written."""
         if self._updates is not None:
             self._updates.wait(self)
         writes, self._writes = self._writes, []
@@ -159,14 +160,14 @@ class OptimizerShard:
         self._writes.append(write)
 
     def forget_writes(self) -> None:
-        """Do not wait for the writes under way: they failed, or nobody needs their result."""
+        """Do not wait for the writes in flight: they failed, or their result is not needed."""
         self._writes.clear()
 
     # -- moves
 
     @torch.no_grad()
     def move(self, tier: Tier) -> None:
-        """Bring gradient and master to `tier`. The weights go there too if it is the compute device, else back home."""
+        """Move gradient and master to `tier`. If it is the compute device, the weights follow, else they go `home`."""
         shared, master = self.shares_weights, self.master
         self.move_gradient(tier)
         if not self.unit.persistent:
@@ -179,7 +180,7 @@ class OptimizerShard:
             self.grad = tier.keep(self.grad)
 
     def move_master(self, tier: Tier) -> None:
-        """Bring a master that is not the shard itself to `tier`."""
+        """Move the master to `tier`, unless it is the shard itself."""
         if not self.shares_weights:
             self.master = tier.keep(self.master)
 

@@ -1,7 +1,7 @@
 """Reads and writes one sharded parameter's fp32 value, gradient or optimizer state, outside of forward and backward.
 
-A gradient is the one that the optimizer will see, before clipping: the mean over ranks without the loss scale. Nothing
-exists for a parameter that no engine's optimizer trains. A gradient does not exist before the first backward of a step,
+A gradient is the one that the optimizer will see, before clipping: the mean over ranks without the loss scale. For a
+parameter that no engine's optimizer trains, there is nothing. There is no gradient before the first backward of a step,
 nor after the step. This file knows no configuration and no DeepSpeed.
 """
 
@@ -33,7 +33,7 @@ class ParameterState:
         self.exists = self.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
-            # A rank without a part of the parameter has an empty one, for it takes part in what is collective.
+            # A rank without a part of the parameter has an empty piece, because it must take part in collectives.
             self.piece = unit.layout.part(slot, unit.comm.shard_group.rank)
 
     def _has_values(self, unit: Unit) -> bool:
@@ -52,7 +52,7 @@ class ParameterState:
         return self.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
 
     def _reduced(self) -> torch.Tensor:
-        """The unit's gradient; a copy, reduced for the moment, of one that still waits for its last micro-batch."""
+        """The unit's reduced gradient. If it still waits for its last micro-batch: a copy that is reduced now."""
         unit = self.unit
         waiting = self.optimizer.reducer.carried(unit)
         if waiting is None:

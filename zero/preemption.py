@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers send before they take a machine away, as a question that all ranks answer alike."""
+"""Tells all ranks, at the same step, whether any rank has got SIGTERM. Schedulers send it before they stop a job."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class SigtermWatch:
         return self._ranks.any(self.received)
 
     def close(self) -> None:
-        """Let SIGTERM do what it did before."""
+        """Restore the former handler of SIGTERM."""
         signal.signal(signal.SIGTERM, self._former)

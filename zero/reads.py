@@ -5,8 +5,8 @@ This file knows nothing of modules or of the order of reductions.
 [Note: reads]
 A parameter may be read in another module's forward (`self.embedding.weight`), in a loss after the model's forward, or
 may be returned by its module. Its unit is then unsharded and stays so until as many backwards have ended as there were
-forwards: nothing tells which of them still needs it. Between passes such a read shows NaN: a rank may read alone, and
-an all-gather would wait for the others.
+forwards, because it is unknown which backward still needs it. Between passes such a read shows NaN: a rank may read
+alone, and an all-gather would wait for the others.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class OutsideReads:
     def __init__(self, gathering: Gathering):
         self._gathering = gathering
         self.held: set[Unit] = set()
-        # In the order of the first read. No call of a module tells when a backward needs these.
+        # In the order of the first read. No call of a module shows when a backward needs these units.
         self._needed_in_backward: dict[Unit, None] = {}
 
     def hold(self, unit: Unit) -> None:
@@ -67,7 +67,7 @@ class OutsideReads:
                 self.hold(unit)
 
     def begin_backward(self) -> None:
-        """Hold whatever a forward has ever read outside: its backward may need it at any moment."""
+        """Hold all units that any forward has read this way: the backward may need them at any moment."""
         for unit in list(self._needed_in_backward):
             self.hold(unit)
 
@@ -78,7 +78,7 @@ class OutsideReads:
 
 
 class MissingGradients:
-    """Names, once, the trainable parameters that a training forward read and no backward gave a gradient."""
+    """Warns once of each trainable parameter that a training forward read and that got no gradient."""
 
     def __init__(self) -> None:
         self._waiting: set[tuple[Unit, int]] = set()

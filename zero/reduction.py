@@ -4,8 +4,8 @@ This file knows nothing of modules or of what is gathered. How a reduction is ma
 
 [Note: order of reductions]
 Every rank starts its reductions in one agreed order, each as soon as it and all before it are complete. So ranks whose
-graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first the order is
-that of the units, backwards. After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its units
+graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first this is the
+reversed order of the units. After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its units
 completed, as DistributedDataParallel rebuilds its buckets.
 """
 
@@ -28,7 +28,7 @@ class ReductionOrder:
 
     def __init__(self, units: Sequence[Unit], reducer: GradientReducer, comm: Communicator):
         self._units, self._reducer, self._comm = list(units), reducer, comm
-        # Units that complete last in every model: spread over all of it, or used at both of its ends.
+        # These units complete last: their parameters are used all over the model, or at both of its ends.
         last = [unit for unit in units if unit.persistent or unit.shared]
         first = [unit for unit in units if unit not in last]
         self._order = [unit for unit in [*reversed(first), *reversed(last)] if unit.trainable]

@@ -1,12 +1,12 @@
-"""Pure policy: from one recorded step, what to gather ahead, what to keep and what to reshard.
+"""Pure policy: from one recorded pass, what to prefetch, what to keep and what to reshard.
 
 This file knows neither tensors nor ranks: units are numbers, sizes are elements.
 
 [Note: schedule]
-A *pass* is one training step's forward and backward, or one forward without gradients. Each use of a unit in a pass
-is a *visit*. The first pass of a kind is only recorded; from then on the recorded order predicts the next visits:
+A *pass* is the forward and backward of one micro-batch, or one forward without gradients. Each use of a unit in a pass
+is a *visit*. The first pass of a kind is only recorded. From then on the recorded order predicts the next visits:
 
-    visit(a)    ->  gather b, c, ... ahead while fewer than `prefetch_bucket_size` elements are in flight
+    visit(a)    ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
     release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
                     `max_live_parameters` elements are gathered; reshard otherwise
 
@@ -126,7 +126,7 @@ class Schedule:
         return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
 
     def keep(self, unit: int, live: int) -> bool:
-        """Whether a unit whose last use has ended stays gathered while `live` elements (its own included) are."""
+        """Whether a unit whose last use has ended stays gathered. `live`: gathered elements, its own included."""
         return live <= self.max_live_parameters and self.distance(unit) <= self.max_reuse_distance
 
     def may_prefetch(self, unit: int, in_flight: int, live: int) -> bool:

@@ -1,4 +1,4 @@
-"""Weights for an inference engine: every rank gets them one by one, in bounded memory, with adapters merged on request.
+"""Weights for an inference engine. Every rank gets them one by one, in bounded memory; adapters are merged on request.
 
 Adapters are those of PEFT, recognised by their interface: nothing of PEFT is imported. This file knows nothing of how
 weights are gathered.
@@ -25,8 +25,8 @@ def stream_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass over all weights: (name, tensor on the compute device) for each, the next ones being gathered meanwhile.
 
-    All ranks must iterate, at the same time and equally far. A tensor is valid until the next one is asked for and must
-    not be changed. Tied weights come once, under their first name. Persistent buffers come last.
+    All ranks must iterate at the same time, and stop at the same weight. A tensor is valid until the next one is asked
+    for and must not be changed. Tied weights come once, under their first name. Persistent buffers come last.
 
     Args:
         dtype: of floating-point weights: a torch dtype, "fp16", "bf16" or "fp32"; None: the one they are trained in.

@@ -1,6 +1,6 @@
 """One unit: parameters that are unsharded and resharded as one, and the legal transitions between their states.
 
-This file knows nothing of modules, schedules or gradients. Of the optimizer it knows a handle to wait for.
+This file knows nothing of modules, schedules or gradients. Of the optimizer it knows only a `ShardWriter` to wait for.
 
 [Note: states]
     SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
@@ -9,7 +9,7 @@ This file knows nothing of modules, schedules or gradients. Of the optimizer it 
     UNSHARDED  --release-->             GATHERED    the last use is over; the parameters show NaN again
     any        --reshard-->             SHARDED     the memory of `full` is freed
 
-`unshard` takes all steps that are missing. A persistent unit is UNSHARDED all its life.
+`unshard` makes all missing transitions. A persistent unit is always UNSHARDED.
 
 [Note: storage under autograd]
 `full` is allocated once. Resharding empties its *storage* (`untyped_storage().resize_(0)`), and the next all-gather
@@ -46,12 +46,12 @@ class State(Enum):
 
     SHARDED = "only the shard is in memory; parameters show NaN"
     GATHERING = "the all-gather into `full` is under way; parameters show NaN"
-    GATHERED = "`full` has the values and nobody uses them; parameters show NaN"
+    GATHERED = "`full` has the values, which are not in use; parameters show NaN"
     UNSHARDED = "`full` has the values; parameters are views of it"
 
 
 class ShardWriter(Protocol):
-    """What updates a unit's shard between its uses. A unit knows no more than this of its optimizer."""
+    """What updates a unit's shard between its uses. A unit knows nothing else of its optimizer."""
 
     def is_ready(self) -> bool:
         """Whether the shard has the values of the last step."""
@@ -60,7 +60,7 @@ class ShardWriter(Protocol):
         """Block until the shard has them."""
 
     def shard_was_replaced(self) -> None:
-        """Somebody else has given the shard new values."""
+        """The shard got new values that do not come from this writer."""
 
 
 def unit_of(param: torch.Tensor) -> Unit | None:
@@ -73,9 +73,9 @@ class Unit:
 
     Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), full (1-D, compute dtype, all values with
     padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
-    (what of each parameter lies in the shard), state, users (how many callers need the parameters unsharded now),
-    version (counts changes of the values), serial (order of creation, equal on all ranks), strict (a change of
-    unsharded values that would be lost is an error).
+    (which part of each parameter is in the shard), state, users (how many callers need the parameters
+    unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
+    strict (a change of unsharded values that would be lost is an error).
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class Unit:
 
     @torch.no_grad()
     def _take_values(self) -> torch.Tensor:
-        """A flat buffer with the parameters' values, rank 0's where they are ordinary.
+        """A flat buffer with the parameters' values. Ordinary parameters get rank 0's values.
 
-        Each parameter's former memory is freed before the next one is read. Only this rank's slice of the result
-        counts unless the unit is persistent.
+        Each parameter's former memory is freed before the next one is read. Unless the unit is persistent, only this
+        rank's slice of the result is valid.
         """
         source = self.params[0].dtype
         full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
@@ -169,7 +169,7 @@ class Unit:
 
     @torch.no_grad()
     def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
-        """Copy a parameter's values to `target` (1-D), for another unit. With the last one all memory is freed."""
+        """Copy a parameter's values to `target` (1-D), for another unit. The last one frees this unit's memory."""
         if self._writer is not None:
             logger.warning("%s goes to a new engine: the one that trained it so far must not be used again", self)
         with self.unsharded():
@@ -190,11 +190,11 @@ class Unit:
     # -- the shard
 
     def attach(self, writer: ShardWriter) -> None:
-        """From now on `writer` updates the shard, and an all-gather waits for it."""
+        """From now on `writer` updates the shard, and each all-gather waits for it."""
         self._writer = writer
 
     def detach(self) -> None:
-        """Nobody updates the shard any more."""
+        """The shard has no writer any more."""
         self._writer = None
 
     @property
@@ -210,11 +210,11 @@ class Unit:
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
-        """Start to round updated values into the shard, from `start` on. `refresh` must follow on all ranks."""
+        """Start to round updated values into the shard, from `start` on. All ranks must call `refresh` after it."""
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
     def refresh(self) -> None:
-        """The shard has new values: free what was gathered from the old ones, or gather again if persistent."""
+        """The shard has new values, so `full` is stale: reshard the unit; gather a persistent one again."""
         self.version += 1
         if self.persistent:
             if self.layout.shard_numel < self.layout.padded or self.shard.device != self.full.device:
@@ -239,7 +239,7 @@ class Unit:
 
     @torch.no_grad()
     def move_weights(self, tier: Tier) -> None:
-        """Bring what holds the weights between steps to `tier`: the shard, or all of a persistent unit."""
+        """Move the weights to `tier`: the shard, or all of a persistent unit."""
         if self.persistent:
             self.full = tier.keep(self.full)
             self.shard = self._own_slice(self.full)
@@ -263,9 +263,10 @@ class Unit:
         self.state = State.GATHERING
 
     def _start_all_gather(self) -> Pending:
-        """Start to fill `full`: from the shard's tier, then from other ranks.
+        """Start to fill `full`: read the shard from its tier, then all-gather.
 
-        With a file the all-gather starts when the read has ended: only this rank knows when that is.
+        If the shard is in a file, `wait` starts the all-gather: the ranks' reads do not end at the same time, but all
+        ranks must start their all-gathers in the same order.
         """
         if not self.tier.holds_in_file(self.shard):
             return self.comm.all_gather(self.full, self.shard, self)
@@ -282,7 +283,7 @@ class Unit:
         self.state = State.GATHERED
 
     def unshard(self) -> None:
-        """One more user: gather if need be, and make the parameters views of `full`."""
+        """Add a user: all-gather if need be, and make the parameters views of `full`."""
         self.users += 1
         if self.state is State.SHARDED:
             self.all_gather()
@@ -293,7 +294,7 @@ class Unit:
             self.state = State.UNSHARDED
 
     def release(self) -> bool:
-        """One user less. Returns whether it was the last one: UNSHARDED -> GATHERED, unless persistent."""
+        """Remove a user. If it was the last one, UNSHARDED -> GATHERED, and return True; never if persistent."""
         assert self.users > 0, self.describe()
         self.users -= 1
         if self.users > 0 or self.persistent:
@@ -303,7 +304,7 @@ class Unit:
         return True
 
     def reshard(self) -> None:
-        """GATHERING, GATHERED or UNSHARDED -> SHARDED: really free the memory of `full`."""
+        """GATHERING, GATHERED or UNSHARDED -> SHARDED: free the memory of `full`."""
         assert self.state is not State.SHARDED and not self.persistent, self.describe()
         if self.state is State.GATHERING:
             self.wait_for_all_gather()
@@ -314,7 +315,7 @@ class Unit:
         self.state = State.SHARDED
 
     def reshard_but_keep_aliases(self) -> None:
-        """GATHERED -> SHARDED; tensors made of the parameters (`param.detach()`) keep the values and the memory."""
+        """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and the memory."""
         assert self.state is State.GATHERED, self.describe()
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
@@ -324,13 +325,13 @@ class Unit:
         self.full.untyped_storage().resize_(0)
 
     def unsharded(self) -> AbstractContextManager[None]:
-        """Context in which the parameters show their values; afterwards the unit is as it was found."""
+        """Context in which the parameters show their values. After it the unit has its former state."""
         return unsharded([self])
 
     # -- reads of sharded parameters
 
     def watch_reads(self, hook: ReadHook | None) -> None:
-        """Call `hook` when a function needs a sharded parameter's values; None: nobody is told."""
+        """Call `hook` when a function needs a sharded parameter's values; None removes the hook."""
         self._read_hook = hook
 
     def before_read(self, param: nn.Parameter, func: Callable) -> None:
@@ -342,16 +343,16 @@ class Unit:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether somebody holds unsharded values of this unit."""
+        """Whether unsharded values of this unit are in use."""
         return self.users > 0 or bool(self._views.single)
 
     def add_single(self, index: int, values: torch.Tensor) -> None:
-        """Take `values` (1-D), memory of its own, for what parameter number `index` shows after `show_single`."""
+        """Take `values` (1-D, in memory of their own): after `show_single` parameter number `index` shows them."""
         self.residency.add(values.numel())
         self._views.single[index] = values.view(self.layout.slots[index].shape)
 
     def has_single(self, indices: Iterable[int]) -> bool:
-        """Whether each of these parameters is unsharded by itself."""
+        """Whether each of these parameters is unsharded on its own, outside of `full`."""
         return all(i in self._views.single for i in indices)
 
     def show_single(self, indices: Iterable[int]) -> None:
@@ -368,7 +369,7 @@ class Unit:
 
 @contextmanager
 def unsharded(units: Sequence[Unit]) -> Iterator[None]:
-    """Context in which all parameters of `units` show their values. Units found sharded are sharded again after it."""
+    """Context in which all parameters of `units` show their values. Units that were sharded are resharded after it."""
     found_sharded = [unit.state is State.SHARDED for unit in units]
     for number, unit in enumerate(units):
         for each in units[number : number + 2]:  # the next all-gather runs while this one is waited for

@@ -1,4 +1,4 @@
-"""What the parameters of one unit show: views of the unsharded buffer, NaN, or a single one's own copy.
+"""What the parameters of one unit show: views of the unsharded buffer, NaN, or a copy of one parameter.
 
 Observers hear of each change: so a face can give parameters attributes of its own. This file knows nothing of units and
 their states.

@@ -1,9 +1,10 @@
-"""Ends a job whose ranks wait for one another in vain, and says where each of them is.
+"""Ends a job whose ranks block each other, and says where each of them is.
 
 Ranks that take different paths through a model wait for messages that never come. The timeout of the process group (30
-minutes) would end them with a message about sockets. A thread in each rank notices much sooner. The first one raises an
-alarm through the job's key-value store. Every rank's thread answers with what its main thread is doing. The first one
-prints all answers, and all processes end with exit code 1. This file knows nothing of units or collectives.
+minutes) would end them with a message about sockets. A thread in each rank notices that earlier. The first thread to
+notice raises an alarm through the job's key-value store. Every rank's thread answers with what its main thread is
+doing. The first one prints all answers, and all processes end with exit code 1. This file knows nothing of units or
+collectives.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, as must be done before the interpreter ends: in the store's C++ code it would abort then."""
+        """End the thread. It must end before the interpreter does: it would abort inside the store's C++ code."""
         self._stopped.set()
         if self.world_size > 1:
             self._thread.join()
@@ -56,7 +57,7 @@ class Watchdog:
 
     @property
     def position(self) -> object:
-        """Where the main thread was last: anything with a useful `str()`. It is not kept alive by this."""
+        """Where the main thread was last: an object with a useful `str()`, held by a weak reference."""
         return self._position() or "a module that is gone"
 
     def set_timeout(self, seconds: float) -> None:
@@ -96,7 +97,7 @@ class Watchdog:
         try:
             return self._store.check([self._ended_key(rank)])
         except dist.DistError:
-            return False  # the store has gone with the rank that kept it
+            return False  # the rank that kept the store is gone
 
     def _watch(self) -> None:
         try:
@@ -151,7 +152,7 @@ class Watchdog:
 
 
 def end_with_launcher() -> None:
-    """End this process when torchrun, which started it, was killed: nobody else would, and it would train on."""
+    """End this process when torchrun, which started it, is killed. Otherwise it would go on training."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), name="zero-launcher", daemon=True).start()
 

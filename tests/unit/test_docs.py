@@ -18,14 +18,14 @@ def test_the_page_of_all_keys_is_current():
     assert read("docs/configuration.md") == generate.reference(), REMEDY
 
 
-def test_the_picture_of_the_rooms_is_current():
+def test_the_picture_of_the_imports_is_current():
     page = read("docs/architecture.md")
     assert page == generate.architecture(page), REMEDY
 
 
 def test_the_picture_leaves_out_what_a_longer_way_shows(monkeypatch):
-    monkeypatch.setattr(generate, "imports_of_rooms", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()})
-    assert [line.strip() for line in generate.rooms().splitlines() if "-->" in line] == ["a --> b", "b --> c"]
+    monkeypatch.setattr(generate, "imports_of_modules", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    assert [line.strip() for line in generate.picture().splitlines() if "-->" in line] == ["a --> b", "b --> c"]
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

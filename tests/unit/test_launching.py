@@ -68,7 +68,7 @@ def test_hidden_sitecustomize_runs_too(tmp_path):
     done = python(
         "import sys, sitecustomize\nprint(sitecustomize.mark, type(sys.meta_path[0]).__name__)", tmp_path, paths
     )
-    assert done.stdout.splitlines() == [f"hello from {site / 'sitecustomize.py'}", "1 FirstQuestion"], done.stderr
+    assert done.stdout.splitlines() == [f"hello from {site / 'sitecustomize.py'}", "1 LazyFinder"], done.stderr
 
 
 def test_torchrun_under_zero_run(tmp_path):

@@ -2,8 +2,8 @@
 
 save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a thread
 thread            writes, verifies and renames as a save in the foreground does, over connections of its own
-step              asks, as long as a save is running, whether it has ended on all ranks; if it failed, all raise
-exit              waits for the thread; the exit code is 1 if the save failed and nobody has been told
+step              checks whether a running save has ended on all ranks; if it failed, all ranks raise its error
+exit              waits for the thread; the exit code is 1 if the save failed and no call has raised its error
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _of_engine: WeakKeyDictionary[Trained, BackgroundSaves] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
-    """The saves of one engine, at most one at a time, and the host memory that they are made from."""
+    """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
     def __init__(self, engine: Trained):
         what = "saving a checkpoint"
@@ -42,7 +42,7 @@ class BackgroundSaves:
 
     @classmethod
     def of(cls, engine: Trained) -> BackgroundSaves:
-        """Those of an engine; every rank must ask at the same time, the first time."""
+        """The saves of `engine`. The first call makes connections: every rank must make it at the same time."""
         if engine not in _of_engine:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
@@ -50,11 +50,11 @@ class BackgroundSaves:
     def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
         """Copies of `slices` in host memory, which is kept for the next save.
 
-        What is the optimizer's is copied by the thread: `ZeroOptimizer.wait` keeps it from being changed until then.
+        The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks whoever would change it.
         """
         nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the former goes before the new one comes
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before the new one comes
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device))
         position, copies = 0, {key: Slices(entry.numel) for key, entry in slices.items()}
         self._later.clear()

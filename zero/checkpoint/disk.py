@@ -1,6 +1,6 @@
-"""Files and folders that survive a power cut, and that no link leads elsewhere; the lock of a folder.
+"""Durable writes of files and folders, which follow no symbolic link; the lock of a folder.
 
-What is written is synchronised before its name appears, and the folder after it.
+A file is synced before its name appears. Its folder is synced afterwards.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-# Begins the names of what is being written. No reader looks at them; the next save removes what is left of them.
+# Names of unfinished files and folders begin with this. Readers ignore them; the next save removes those left over.
 UNFINISHED = ".saving-"
 LOCK = ".zero-lock"
 
 
 def unfinished(path: Path) -> Path:
-    """Another name beside `path`, which nobody has."""
+    """A new name in the same folder as `path`."""
     return path.with_name(f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}")
 
 
 @contextmanager
 def create(path: Path, mode: int = 0o666) -> Iterator[int]:
-    """The descriptor of a new file, durable at the end. FileExistsError for any thing of that name, a link too."""
+    """The descriptor of a new file, durable at the end. FileExistsError if the name exists, even as a link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, mode)
     try:
@@ -115,9 +115,9 @@ _held: dict[str, int] = {}
 
 
 def lock(folder: Path) -> None:
-    """Claim a folder for this process until it ends; again is free. The kernel forgets the lock of a dead process.
+    """Lock a folder until this process ends; a second call does nothing. The kernel drops the lock of a dead process.
 
-    Raises UsageError that names host, process and time of another one that has it.
+    Raises UsageError that names host, process and time of the process that has the lock.
     """
     key = os.path.realpath(folder)
     if key in _held:
@@ -142,7 +142,7 @@ def lock(folder: Path) -> None:
 
 
 def _forget_locks() -> None:
-    """In a child of a fork, such as a worker that loads data: it must not keep the lock when the job is dead."""
+    """In a forked child, such as a worker that loads data: it must not keep the lock after the job has ended."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

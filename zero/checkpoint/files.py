@@ -1,13 +1,13 @@
-"""Tensors as slices of their flattened selves, in one safetensors file of each rank.
+"""Tensors in a checkpoint: slices of flattened tensors, in one safetensors file for each rank.
 
 [Note: slices]
-Whatever the units and tiles of a run look like, a checkpoint knows a tensor only by its parameter's name, and its
-values by their position in the flattened tensor. Each rank writes the slices that it holds; the manifest says which
-file holds which range. A reader with other shards asks for other ranges, and gets them put together from the files.
+A checkpoint knows nothing of a run's units and tiles. It knows a tensor by its parameter's name, and values by their
+position in the flattened tensor. Each rank writes the slices that it holds. The manifest says which file holds which
+range. A reader with other shards asks for other ranges, which are assembled from the files.
 
 [Note: blocks]
-A file is written, summed (XXH3) and read in blocks of `BLOCK` bytes, by a few threads: whoever reads a part of a file
-verifies the blocks that it lies in, while they are in the processor's cache, and nobody reads anything twice.
+A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. To read a part of a file, they verify
+the blocks that contain it, while these are in the processor's cache. No block is read twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero.checkpoint.model import TensorSpec, header
 from zero.checkpoint.values import dtype_name, dtype_of
 
 THREADS = 4
-# Bytes after which the disk is asked to begin writing, so that the last synchronisation finds little to do.
+# Bytes after which the file is synced, so that the last sync has little to do.
 _FLUSH = 256 << 20
 
 
@@ -46,7 +46,7 @@ class Slices:
         return sum(part.nbytes for part in self.parts.values())
 
     def share(self, rank: int, world_size: int) -> Slices:
-        """What `rank` writes of parts that all ranks hold: of each an equal share."""
+        """An equal share of each part, for `rank` to write. All ranks hold the same parts."""
         shares = Slices(self.numel)
         for start, part in self.parts.items():
             first, end = (part.numel() * each // world_size for each in (rank, rank + 1))
@@ -55,7 +55,7 @@ class Slices:
 
 
 def whole(tensor: torch.Tensor) -> Slices:
-    """A tensor that this rank holds completely; what is read goes to its memory, so it must be contiguous."""
+    """A tensor that this rank holds completely. A read fills its memory, so it must be contiguous."""
     return Slices(tensor.numel(), {0: tensor.detach().view(-1)})
 
 
@@ -65,7 +65,7 @@ def add(slices: dict[str, Slices], key: str, numel: int, start: int, values: tor
 
 
 def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """`act` for each number, in a few threads; after an error the rest is left out, and the error raised."""
+    """Call `act` for each number, in a few threads. After an error the rest is skipped, and the error is raised."""
     left, errors = iter(list(numbers)), []
 
     def work() -> None:
@@ -95,7 +95,7 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
 
 def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
     """Write this rank's slices to a new file, durable at the end: its size, sums and slices for the manifest."""
-    # Larger elements first: so each lies at a multiple of its own size, and none across two blocks.
+    # Larger elements first: so each element is at a multiple of its size, and in one block only.
     parts = [(key, start, part) for key, entry in slices.items() for start, part in entry.parts.items() if part.numel()]
     parts.sort(key=lambda each: -each[2].itemsize)
     begin = header(TensorSpec(f"{key}@{start}", part.shape, part.dtype) for key, start, part in parts)
@@ -148,7 +148,7 @@ class _Target:
         return self.position + self.values.numel() * self.dtype.itemsize
 
     def take(self, block: torch.Tensor, begin: int) -> None:
-        """Copy what `block`, the bytes of the file from `begin` on, has of the values."""
+        """Copy the values that are in `block`, the bytes of the file from `begin` on."""
         size, end = self.dtype.itemsize, begin + block.numel()
         first, last = max(begin, self.position), min(end, self.end)
         found = block[first - begin : last - begin].view(self.dtype)
@@ -210,7 +210,7 @@ class SliceReader:
                     yield each.file, _Target(position, dtype, part[first - start : last - start])
 
     def _read_file(self, name: str, targets: list[_Target] | None) -> None:
-        """Read and verify the blocks that targets, sorted by position, lie in; all blocks if that is None."""
+        """Read and verify the blocks that contain `targets`, sorted by position. None: all blocks."""
         path, entry = self.folder / name, self.manifest.files[name]
         descriptor = _open(path, entry)
         wanted: dict[int, list[_Target]] = {} if targets is not None else {n: [] for n in range(len(entry.sums))}
@@ -258,6 +258,6 @@ def _open(path: Path, entry: File) -> int:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Whether all files are there in their sizes, which is all that a crash can change; DamagedCheckpointError."""
+    """Raise DamagedCheckpointError unless all files have their sizes: a crash can change nothing else."""
     for name, entry in manifest.files.items():
         os.close(_open(folder / name, entry))

@@ -1,10 +1,10 @@
 """Checkpoint folders on disk: made visible by one rename, found again after a crash.
 
 [Note: life of a checkpoint folder]
-    .saving-TAG-X   being written; whatever happens, readers do not see it. Removed by the next save if left over.
+    .saving-TAG-X   being written; readers ignore it. The next save removes it if it is left over.
     TAG             complete: `checkpoint.json` is in it, and every file that it lists was synced before the rename
-    .replaced-TAG   the former TAG, for the moment between two renames when a checkpoint of that name existed; read in
-                    its place after a crash in that moment, and put back by the next save
+    .replaced-TAG   the former TAG, between two renames, if a checkpoint of that name existed. After a crash between
+                    these renames it is read in place of TAG, and the next save restores it.
     latest          a file with the newest TAG; changes last, and by a rename of its own
     .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one around `checkpoint-N`
 
@@ -34,7 +34,7 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIMIZER_FILE = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _REPLACED = ".replaced-"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
-# Names of folders that this process is writing; and who may rename and remove.
+# Names of folders that this process is writing; the lock for renaming and removing.
 _writing: set[str] = set()
 _turn = threading.Lock()
 
@@ -49,7 +49,7 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-_SIGNPOST = """The values are in the .safetensors files of this folder, in slices that any number of ranks can load.
+_PLACEHOLDER = """The values are in the .safetensors files of this folder, in slices that any number of ranks can load.
 Show them with `python -m zero inspect`, make a model of them with `python -m zero consolidate`.
 """
 
@@ -66,12 +66,12 @@ main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 
 
 def job_folder(save_dir: Path) -> Path:
-    """The folder that belongs to one job: the Trainer makes one for each checkpoint inside of it."""
+    """The folder that belongs to one job. Inside of it, the Trainer makes a folder for each checkpoint."""
     return save_dir.parent if _OF_TRAINER.fullmatch(save_dir.name) else save_dir
 
 
 def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
-    """Clean up after dead saves, check that `nbytes` fit, and make the folder to write to.
+    """Clean up after killed saves, check that `nbytes` fit, and make the folder to write to.
 
     Raises:
         OSError: the folder cannot be written to, or has not enough space; nothing has been written then.
@@ -92,15 +92,15 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     return folder
 
 
-def leave_signposts(folder: Path, stage: int, world_size: int) -> None:
-    """Under the names by which scripts know a DeepSpeed checkpoint: what this one is, and how to read it."""
+def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
+    """Write files with the names of a DeepSpeed checkpoint, whose text says where the values are."""
     patterns = [f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
-        (folder / name).write_text(_SIGNPOST, encoding="utf-8")
+        (folder / name).write_text(_PLACEHOLDER, encoding="utf-8")
 
 
 def make_executable(script: str | os.PathLike) -> None:
-    """As far as the file system lets us; it can be run by `python` anyway."""
+    """Make a script executable, if the file system allows it; `python` can run it anyway."""
     try:
         os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
     except OSError as error:
@@ -108,7 +108,7 @@ def make_executable(script: str | os.PathLike) -> None:
 
 
 def _remove_leftovers(save_dir: Path) -> None:
-    """Remove what saves that died left behind, and put back a checkpoint whose replacement never came."""
+    """Remove what killed saves left behind, and restore a checkpoint whose replacement is missing."""
     for replaced in save_dir.glob(f"{_REPLACED}*"):
         original = save_dir / replaced.name.removeprefix(_REPLACED)
         if original.exists():
@@ -121,7 +121,7 @@ def _remove_leftovers(save_dir: Path) -> None:
 
 
 def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
-    """Write the manifest and make the folder that `begin` returned the checkpoint `tag`, in one step."""
+    """Write the manifest, and rename the folder that `begin` returned to `tag`, which makes the checkpoint visible."""
     save_dir = folder.parent
     for name, entry in manifest["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
@@ -140,7 +140,7 @@ def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
 
 
 def abandon(folder: Path) -> None:
-    """Remove the folder that `begin` returned, as far as the disk lets us; the next save does the rest."""
+    """Remove the folder that `begin` returned. Errors are ignored: the next save removes the rest."""
     shutil.rmtree(folder, ignore_errors=True)
     _writing.discard(folder.name)
 
@@ -177,7 +177,7 @@ def newest_first(folders: Iterable[Path]) -> list[Path]:
     found = {}
     for path in (path.parent for folder in folders for path in sorted(folder.glob(f"*/{MANIFEST}"))):
         if not path.name.startswith(disk.UNFINISHED):
-            # In this order one under its own name comes after the one that it replaces.
+            # In this order a checkpoint comes after its replaced predecessor.
             found[path.with_name(path.name.removeprefix(_REPLACED))] = path
     return [found[path] for path in sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)]
 

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint holds and where. Its types are checked before anything else looks at it."""
+"""`checkpoint.json`: what a checkpoint holds and where. Its types are checked before anything else reads it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MANIFEST = "checkpoint.json"
 FORMAT = "zero-checkpoint"
 FORMAT_VERSION = 2
 DATA_FILE = "rank{:05d}.safetensors"
-# Bytes of a file that have a sum of their own.
+# Bytes of a file that share one checksum.
 BLOCK = 1 << 20
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -62,7 +62,7 @@ class StoredTensor(_Part):
 
 
 class Value(_Part):
-    """A parameter or a buffer: `dtype` is the one it is used in. `group`: of the optimizer's param groups, or None."""
+    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group, or None."""
 
     shape: list[Count]
     dtype: str
@@ -71,7 +71,7 @@ class Value(_Part):
 
 
 class StateKey(_Part):
-    """The dtype of what is sliced like the parameter, or one number for each parameter."""
+    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for each parameter."""
 
     dtype: str | None = None
     numbers: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ class Manifest(_Part):
 
 
 def to_text(manifest: dict) -> str:
-    """As it is written; the checksum is of what everybody computes alike from the content."""
+    """The text of the file. The checksum is of the content as JSON with sorted keys."""
     return json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1)
 
 

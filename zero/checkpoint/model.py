@@ -1,6 +1,6 @@
 """Model folders that `from_pretrained` loads: safetensors files written part by part, their index and `config.json`.
 
-The safetensors library's own writer wants all tensors of a file in memory; the format does not.
+The safetensors library's own writer needs all tensors of a file in memory. The format does not need that.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_model(
     """Write a model whose values come part by part; returns the files written.
 
     Args:
-        folder: made if need be. What an earlier model of the same name had besides is removed at the end.
+        folder: made if need be. Other files of an earlier model of the same name are removed at the end.
         tensors: what will be written. parts: their values in that order, each a tensor or a part of one, in host
         memory and in the dtype announced for it.
         config: for `config.json`, the dtype left out; None: there is none.

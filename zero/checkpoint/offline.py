@@ -24,9 +24,9 @@ PART = 1 << 22
 
 
 def _open(path: str | os.PathLike, tag: str | None = None) -> SliceReader:
-    """Of a checkpoint all of whose files are there: its own folder, or one that has it, as `checkpoint-500`.
+    """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as `checkpoint-500`.
 
-    Raises ValueError if there is none, or a file of it is missing.
+    Raises ValueError if there is no checkpoint, or if a file of it is missing.
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:

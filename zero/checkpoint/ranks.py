@@ -1,4 +1,4 @@
-"""All ranks act together: what one rank finds out all know, and where one fails, all raise the same error."""
+"""Collectives of small values: every rank gets all results, and if one rank fails, all raise the same error."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDi
 
 
 def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
-    """New connections among all ranks on the host, apart from training's; every rank must ask at the same time.
+    """New gloo connections among all ranks, besides those of training; every rank must call it at the same time.
 
-    The watchdog watches, since a rank may die before it connects; `what` is being done, for its message. The
+    The watchdog covers the wait, because a rank may die before it connects; `what` names the action in its message. The
     connections are not registered with torch.distributed: a script may destroy its process groups while a thread uses
     them.
     """
-    # Of a connection of its own: rank 0's would keep the server alive, and its port taken, after the groups are gone.
+    # A clone: rank 0's own store would keep the server alive, and its port in use, after the groups are destroyed.
     store = dist.distributed_c10d._get_default_store().clone()
     store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", store)
     return comm.watchdog.wait(
@@ -38,14 +38,14 @@ def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
 
 
 def _patience() -> float:
-    """Seconds: one rank may write a model while the others wait, longer than they may wait for one another."""
+    """Seconds that a wait may take here at least: one rank may write a whole model while the others wait."""
     return 0.8 * default_timeout().total_seconds()
 
 
 class Ranks:
-    """Collectives of JSON values in host memory, in which no rank fails alone; `what` is being done, for errors.
+    """Collectives of JSON values in host memory. If one rank fails, all do; `what` names the action in errors.
 
-    `watchdog` watches the waits; None in a thread, which has no part in the order of the main thread's waits.
+    `watchdog` covers the waits; None in a thread, because the watchdog knows the main thread's waits only.
     """
 
     def __init__(self, connection: dist.ProcessGroupGloo, what: str, watchdog: Watchdog | None = None):
@@ -54,7 +54,7 @@ class Ranks:
 
     @classmethod
     def of(cls, comm: Communicator, what: str) -> Ranks:
-        """For the main thread; every rank must ask at the same time, the first time."""
+        """For the main thread. The first call makes connections: every rank must make it at the same time."""
         if comm not in _connections:
             _connections[comm] = connect(comm, what)
         return cls(_connections[comm], what, comm.watchdog)
@@ -84,11 +84,11 @@ class Ranks:
         return bool(flags)
 
     def each(self, act: Callable[[], T]) -> list[T]:
-        """`act()` on every rank, every rank's result for all; if any fails, its error, naming the rank, on all."""
+        """Run `act` on every rank; return all results. If it fails on one, all raise an error that names that rank."""
         return self.gather(self.run(act))
 
     def run(self, act: Callable[[], T]) -> T:
-        """As `each`, but a rank's own result, which may be anything."""
+        """As `each`, but return this rank's own result only, which may be of any type."""
         failure, result = None, None
         try:
             result = act()
@@ -101,7 +101,7 @@ class Ranks:
         return result
 
     def on_first(self, act: Callable[[], T]) -> T:
-        """Rank 0's `act()`, for all ranks."""
+        """Run `act` on rank 0; return its result on all ranks."""
         return self.each(lambda: act() if self.rank == 0 else None)[0]
 
     def _portable(self, error: Exception) -> tuple[str, list]:

@@ -1,10 +1,10 @@
-"""What can be loaded: checkpoints whose sums are right, and the Trainer's folders that a resume reads to the end.
+"""Which checkpoints can be loaded: those with correct checksums, and the Trainer's folders that are complete.
 
 [Note: the Trainer's folders]
 The Trainer fills `checkpoint-N` in its own order: the model, the engine's checkpoint, `scheduler.pt`, random states of
-each rank, `trainer_state.json`; nobody is told of the end, and nothing has a checksum. So the next step, save or exit
-puts a seal there: sizes and sums of those files, which are synchronised before. A folder without a seal, which a run
-left that died just then, is complete if every file is there and whole as far as its own format tells.
+each rank, `trainer_state.json`. It does not say when it has finished, and its files have no checksums. So the next
+step, save or exit syncs those files and writes a seal: their checksums. If a run was killed before that, its folder has
+no seal. Such a folder counts as complete if every file is there and is whole, as far as its own format shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
 
 
 def read_verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint all of whose files are what was written.
+    """The manifest of a checkpoint whose files all have the right checksums.
 
     Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
     """
@@ -48,7 +48,7 @@ def read_verified(folder: Path) -> Manifest:
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
-    """The newest checkpoint under `folder` whose every checksum is right, or None.
+    """The newest checkpoint under `folder` with correct checksums only, or None.
 
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
     `before`, a checkpoint's folder, only older ones count.
@@ -62,7 +62,7 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
 
 
 def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
-    """The first candidate that `check` has nothing against; of the others rank 0 says what it is."""
+    """The first candidate for which `check` raises nothing. For each one before it, rank 0 logs the reason."""
     for candidate in candidates:
         try:
             check(candidate)
@@ -96,9 +96,9 @@ def offer(damaged: Path) -> str:
 
 
 def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
-    """Whether `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices are not read.
+    """Check that `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices are not read.
 
-    Raises DamagedCheckpointError that names the file that is missing or not whole.
+    Raises DamagedCheckpointError that names the file that is missing or incomplete.
     """
     _check_trainer_state(folder)
     _check_seal(folder)
@@ -183,7 +183,7 @@ _saved_here: set[Path] = set()
 
 
 def seal_later(folder: Path, world_size: int) -> None:
-    """On rank 0: from now on `seal` looks whether the Trainer has completed its folder, which is incomplete so far."""
+    """On rank 0: from now on `seal` checks whether the Trainer has completed this folder."""
     global _to_seal
     seal()
     _to_seal = (folder, world_size) if job_folder(folder) != folder else None
@@ -199,8 +199,8 @@ def seal_later(folder: Path, world_size: int) -> None:
 def _clean_up_after_kill(folder: Path) -> None:
     """Before the first save of a run: have the Trainer delete the right folders (`save_total_limit`).
 
-    It keeps those that were changed last. A killed run may have left incomplete folders of later steps, which would
-    count; and it may have begun to delete an old one, which so became the last changed.
+    It keeps the folders that were changed last. A killed run may have left incomplete folders of later steps, which
+    would count. It may also have begun to delete an old folder, which is then the last changed one.
     """
     others = [other for other in of_trainer(folder.parent) if other != folder]
     for newer in (other for other in others if number_of(other) > number_of(folder)):
@@ -216,7 +216,7 @@ def _clean_up_after_kill(folder: Path) -> None:
 
 @atexit.register
 def seal() -> None:
-    """Synchronise the Trainer's files and write down their sums, once they are complete."""
+    """If the Trainer's files are complete: sync them, and write their checksums to the seal."""
     global _to_seal
     if _to_seal is None or not (_to_seal[0] / TRAINER_STATE).exists():
         return
@@ -224,7 +224,7 @@ def seal() -> None:
     try:
         check_resumable(folder, world_size, sums=False)
     except (ValueError, OSError):
-        return  # another rank, or a save in the background, is still at it
+        return  # another rank, or a save in the background, has not finished
     _to_seal = None
     paths = sorted({path for pattern in _SEALED for path in folder.glob(pattern)})
     for path in paths:
@@ -237,8 +237,8 @@ def seal() -> None:
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:
     """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
 
-    Every file that this number of ranks reads is there and whole. What a run that was killed left incomplete, and what
-    was damaged since, is passed over, with a line for each.
+    Every file that this number of ranks reads is there and whole. Incomplete and damaged folders are skipped, with a
+    line for each.
     """
     return _first(lambda folder: check_resumable(folder, _world_size()), of_trainer(Path(output_dir)))
 
@@ -250,7 +250,7 @@ def _world_size() -> int:
 def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
     """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until a complete one is the newest.
 
-    Rank 0 does so, unless another job is at work here; the others wait for it, for `wait` seconds at most.
+    Rank 0 does so, unless another job has locked the folder. The others wait for it, for `wait` seconds at most.
     """
     deadline = time.monotonic() + wait
     while (found := _newest_incomplete(output_dir)) is not None:
@@ -284,10 +284,10 @@ def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
 
 
 def _incomplete(folder: Path) -> str | None:
-    """Why nobody can resume from one of the Trainer's folders; None if one can.
+    """Why a run cannot resume from one of the Trainer's folders; None if it can.
 
-    One without any checkpoint of the engine is complete if the Trainer ended it: `save_only_model` makes such folders,
-    and so do other backends.
+    A folder without a checkpoint of the engine is complete if the Trainer has finished it: `save_only_model` and other
+    backends make such folders.
     """
     try:
         _check_trainer_state(folder)

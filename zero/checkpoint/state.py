@@ -1,4 +1,4 @@
-"""What of an engine goes into a checkpoint, under which names, and how it comes back.
+"""Which state of an engine goes into a checkpoint, under which names, and how it is restored.
 
     weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that, rounded), else the weights
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter
@@ -33,12 +33,12 @@ from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
 
-# Of a param group: the tensors, and how to compute, which is for the present run to say.
+# Entries of a param group that are not stored: the tensors, and how to compute, which each run decides.
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 class Trained(Protocol):
-    """What a checkpoint needs of an engine; the attributes are those of `zero.engine.ZeroEngine`."""
+    """What a checkpoint needs from an engine; the attributes are those of `zero.engine.ZeroEngine`."""
 
     module: nn.Module
     units: Sequence[Unit]
@@ -107,8 +107,8 @@ def _parts(tile: Tile) -> Iterator[tuple[str, int, int, slice]]:
 def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
-    Returns (slices, kinds): kinds tells of each state key the dtype, if it is sliced like the parameter, or, if it is
-    one number for each parameter, the numbers of those that begin on this rank, by name.
+    Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like the parameter. If it
+    is one number for each parameter, kinds has the numbers of the parameters that begin on this rank, by name.
     """
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
@@ -141,7 +141,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
     """
     optimizer, slices = engine.optimizer, {}
-    optimizer.state.clear()  # what is read needs its room
+    optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
     for tile in optimizer.tiles:
         parts = list(_parts(tile))
@@ -159,7 +159,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
 
 
 def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, groups: list[dict]) -> object:
-    """The number of a tile that is the one of all of its parameters."""
+    """A tile's number, such as `step`, which must be equal for all parameters in the tile."""
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:
@@ -188,7 +188,7 @@ def group_of(engine: Trained) -> dict[str, int]:
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names by which optimizers that share their state's meaning are recognised: AdamW is an Adam."""
+    """The class and its bases: optimizers with a class in common can exchange their state, as AdamW and Adam."""
     return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (torch.optim.Optimizer, object)]
 
 

@@ -1,11 +1,11 @@
 """Training checkpoints: written by any number of ranks, safe against crashes, read by any other number of ranks.
 
     save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all ranks write their slices
-           -> rank 0 writes `checkpoint.json`, renames the folder and points `latest` to it
+           -> rank 0 writes `checkpoint.json`, renames the folder and updates `latest`
     load   find the folder -> all ranks verify a share of the files -> compare names and shapes -> read into the masters
-           and the optimizer state -> round the masters into the shards, renew what is gathered
+           and the optimizer state -> round the masters into the shards, reshard units or gather them again
 
-Where one rank fails, every rank raises the same error.
+If one rank fails, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-# An upper bound of what is said of each slice, in its file and in the manifest.
+# An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
 
 
@@ -59,7 +59,7 @@ def save_checkpoint(
 
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
-        be stored. On every rank alike; the checkpoints that existed are still there.
+        be stored. Every rank raises it. The former checkpoints are still there.
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
@@ -67,7 +67,7 @@ def save_checkpoint(
     ranks = Ranks.of(engine.comm, what)
     tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
-    # A copy in host memory of what is in files because it does not fit there would be no help.
+    # What is in files does not fit into host memory. So it cannot be copied there for a save in the background.
     tiers = [unit.tier for unit in engine.units]
     if engine.optimizer is not None:
         tiers += [shard.tier for shard in engine.optimizer.shards.values()]
@@ -127,7 +127,7 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
     slices, kinds, description = ranks.run(collect)
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
-    for kinds, _ in gathered:  # a rank whose shards are all padding knows none
+    for kinds, _ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
             merged = description["optimizer"]["state"].setdefault(key, kind)
             merged.get("numbers", {}).update(kind.get("numbers", {}))
@@ -184,10 +184,10 @@ def _parameters(engine: Trained, exclude_frozen: bool = False) -> dict[str, dict
 
 
 def _finish(ranks: Ranks, folder: Path, slices: dict[str, Slices], description: dict, latest: bool) -> None:
-    """Write into the folder that was begun and make it visible, or remove it; every rank must call it."""
+    """Write into the folder that `begin` made. Then make it visible, or remove it. Every rank must call it."""
 
     def commit() -> None:
-        folders.leave_signposts(folder, description["stage"], description["world_size"])
+        folders.write_placeholders(folder, description["stage"], description["world_size"])
         folders.commit(folder, description["tag"], description, latest=latest)
 
     try:
@@ -261,7 +261,7 @@ def load_checkpoint(
 
 
 def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
-    """The manifest; whether all files are there, the Trainer's too if it has ended this checkpoint."""
+    """The manifest. Checks that all files are there; also the Trainer's files, if it has completed its folder."""
     try:
         manifest = read_manifest(folder)
         if ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly, without pickle: what of a training state is not a large tensor.
+"""Python values as JSON and back, exactly, without pickle: the parts of a training state that are no large tensors.
 
 None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an object with the
 one key `KIND` that names its type and what describes it. Floats survive bit for bit: Python prints the shortest digits

@@ -67,14 +67,14 @@ class Section(BaseModel):
 
 
 class IdleSection(Section):
-    """A section without effect: its keys are known, their values are not looked at."""
+    """A section without effect: its keys are checked, their values are not."""
 
     model_config = ConfigDict(use_attribute_docstrings=False)  # made by a function: pydantic would search for long
     lenient = True
 
 
 def idle(keys: str, **typed: Any) -> Any:
-    """A section without effect with these keys, or None. Any value is right for all but the `typed` ones."""
+    """A section without effect with these keys, or None. Only the values of the `typed` keys are checked."""
     fields = {**dict.fromkeys(keys.split(), Any), **typed}
     section = create_model("IdleSection", __base__=IdleSection, **{key: (kind, None) for key, kind in fields.items()})
     return section | None
@@ -83,9 +83,9 @@ def idle(keys: str, **typed: Any) -> Any:
 def acts(default: Any, text: str | None = None, *, needs: str = "", auto: str = "") -> Any:
     """A field for a key with an effect.
 
-    ``text`` says what it does; None: the docstring below the field does. ``needs`` names what the section must say for
-    the key to act. ``auto`` names the argument of transformers or accelerate that replaces "auto"; without it "auto" is
-    an error.
+    ``text`` says what it does; None: the docstring below the field does. ``needs`` names the setting without which the
+    key does not act. ``auto`` names the argument of transformers or accelerate that replaces "auto"; without it "auto"
+    is an error.
     """
     return Field(default, description=text, json_schema_extra={"needs": needs, "auto": auto})
 
@@ -325,5 +325,5 @@ DEPRECATED_KEYS = {
 }
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# Somebody must have replaced "auto" in these by the time the engine starts: DeepSpeed has no default for them.
+# "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for them.
 AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")

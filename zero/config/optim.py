@@ -1,8 +1,8 @@
 """The ``optimizer`` and ``scheduler`` sections: which kinds there are, and the settings of each.
 
-``params`` is one section with the settings of all kinds, so a misspelt key finds its neighbour. ``contradictions``
-names those that the chosen kind does not have. Settings that the user did not write are left to the optimizer or
-schedule. Their defaults are those of DeepSpeed. Nothing here makes an optimizer.
+``params`` is one section with the settings of all kinds, so that the message about a misspelt key can name the right
+one. ``contradictions`` names the settings that the chosen kind does not have. Settings that the user did not write are
+left to the optimizer or schedule. Their defaults are those of DeepSpeed. Nothing here makes an optimizer.
 """
 
 import inspect

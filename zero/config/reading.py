@@ -275,8 +275,8 @@ def _unknown_key(section: tuple[str, ...], key: str, model: type[Section], top: 
     here += [name for name in old if name[:-1] == section]
     # A short name in another section may resemble this one by chance.
     for names in (here, [name for name in everywhere if len(name[-1]) >= 8]):
-        if near := [name for name in names if _is_misspelt(key, name[-1])]:
-            best = max(near, key=lambda name: _likeness(key, name[-1]))
+        if similar := [name for name in names if _is_misspelt(key, name[-1])]:
+            best = max(similar, key=lambda name: _likeness(key, name[-1]))
             return f"unknown key; did you mean {'.'.join(best)}?"
     if model.lenient:
         return None

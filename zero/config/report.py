@@ -56,7 +56,7 @@ def _original(config: Config) -> dict:
 
 
 def _became(original: Any, filled: Any) -> bool:
-    """Whether `filled` is `original` with "auto" filled in. Keys that a trainer took out do not count."""
+    """Whether `filled` is `original` with "auto" filled in. Keys that a trainer removed do not count."""
     if isinstance(original, dict) and isinstance(filled, dict):
         # accelerate overwrites that key, whatever the file says.
         kept = {key: value for key, value in original.items() if key in filled and key != "steps_per_print"}

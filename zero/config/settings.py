@@ -69,16 +69,16 @@ class OffloadParamConfig(OffloadConfig):
     buffer_count: Positive = acts(5, needs=_FILES)
     """With `buffer_size`: their product is how many elements are read from files ahead of use."""
     buffer_size: Positive = acts(int(1e8), "See `buffer_count`. In elements.", needs=_FILES)
-    max_in_cpu: Count = acts(int(1e9), "This many elements stay in host memory instead of files.", needs=_FILES)
+    max_in_cpu: Count = acts(int(1e9), "This many elements of each process stay in host memory.", needs=_FILES)
 
 
 class OffloadOptimizerConfig(OffloadConfig):
     """Where gradients, fp32 masters and optimizer state live. The section needs stage 1 or higher."""
 
-    buffer_count: Positive = unused(4, "as many buffers are made as the tensors of a tile need")
-    pipeline_read: bool = acts(False, "The next tile is read while one is updated.", needs=_FILES)
-    pipeline_write: bool = acts(False, "The last tile is written while one is updated.", needs=_FILES)
-    fast_init: bool = unused(False, "new moments are holes in the file: nothing is written for them")
+    buffer_count: Positive = unused(4, "the engine makes as many buffers as the tensors of a tile need")
+    pipeline_read: bool = acts(False, "Read the next tile while one is updated.", needs=_FILES)
+    pipeline_write: bool = acts(False, "Write the last tile while the next one is updated.", needs=_FILES)
+    fast_init: bool = unused(False, "new moments are never written: they are holes in the file")
     ratio: Fraction | choice("auto") = 1.0
     """Fraction of the optimizer state that is offloaded. `"auto"` (not a value of DeepSpeed): offload only as much as
     needed to keep a tenth of device memory (at least 1 GiB) free."""
@@ -141,11 +141,11 @@ class ZeroConfig(Section):
     stage: integer(0, 3) = acts(0, auto="accelerate's zero_stage")
     """0: nothing is sharded. 1: the optimizer state. 2: gradients too. 3: parameters too."""
     contiguous_gradients: bool = True
-    """Gradients move to their unit's flat buffer as they are produced. false: when the unit is complete."""
+    """Copy each gradient to its unit's flat buffer as it is produced. false: when the unit has all gradients."""
     overlap_comm: bool | None = None
-    """Reduce gradients during backward. false: wait for each unit's before going on. Default: true at stage 3."""
+    """Reduce gradients while backward goes on. false: wait for each reduction at once. Default: true at stage 3."""
     reduce_bucket_size: Positive = acts(int(5e8), auto="the model's hidden size")
-    """Most gradient elements that are on their way between processes at a time, and in one collective."""
+    """Most gradient elements in one reduction, and in all reductions in flight. A larger unit goes alone."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = int(1e9)
     """Elements that the optimizer updates at a time. 0: all at once."""
     offload_param: OffloadParamConfig | None = acts(None, needs=_STAGE_3)
@@ -155,9 +155,9 @@ class ZeroConfig(Section):
     )
     """Most elements that are gathered ahead of their use. 0: none."""
     stage3_param_persistence_threshold: Count = acts(int(1e5), needs=_STAGE_3, auto="the model's hidden size")
-    """Parameters of at most this many elements are whole on every process."""
+    """Parameters of at most this many elements stay whole on every process."""
     stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3)
-    """Most elements that such small parameters may have together."""
+    """Most elements that all of these small parameters may have in sum."""
     stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3)
     """Most elements that stay gathered, beyond the unit in use."""
     stage3_max_reuse_distance: Count = acts(int(1e9), needs=_STAGE_3)
@@ -213,7 +213,7 @@ class ZeroConfig(Section):
 
     @property
     def offloads_params(self) -> bool:
-        """Only at stage 3: below it every rank computes with parameters that it holds whole."""
+        """Only at stage 3: below it, every rank holds all parameters on its device."""
         return self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none"
 
     @property
@@ -240,7 +240,7 @@ class FP16Config(_SixteenBit):
     initial_scale_power: integer(0, 127) = acts(16, "The first scale is 2 to this power.")
     loss_scale_window: Positive = acts(1000, "Steps without overflow after which the scale doubles.")
     hysteresis: Positive = 2
-    """Overflows that it takes to halve the scale. The count starts again when the scale doubles. Stage 0: 1."""
+    """Overflows that halve the scale. The count starts again when the scale doubles. Default at stage 0: 1."""
     consecutive_hysteresis: bool = acts(False, "true: the count of overflows starts again after each good step.")
     min_loss_scale: Positive = acts(1, "The smallest scale.")
     fp16_master_weights_and_grads: bool = unused(False, "masters and moments are always fp32")
@@ -267,7 +267,7 @@ _NO_MODEL_PARALLEL = "acts on model-parallel ranks, of which there are none: eve
 class ActivationCheckpointingConfig(Section):
     """What happens to activations between forward and backward."""
 
-    cpu_checkpointing: bool = acts(False, "Activations wait in host memory. Use it with gradient checkpointing.")
+    cpu_checkpointing: bool = acts(False, "On a GPU, keep activations in host memory. Use gradient checkpointing too.")
     partition_activations: bool = unused(False, _NO_MODEL_PARALLEL)
     number_checkpoints: Count | None = unused(None, "only sizes the buffers of contiguous_memory_optimization")
     contiguous_memory_optimization: bool = unused(False, "torch's caching allocator reuses the blocks of activations")
@@ -300,7 +300,7 @@ class CheckpointConfig(Section):
 
 
 class Config(SectionsWithoutEffect):
-    """Made by :func:`zero.config.load_config`, which also checks what a single key cannot tell."""
+    """Made by :func:`zero.config.load_config`, which also checks keys against each other."""
 
     train_batch_size: Positive | None = acts(
         None, auto="per_device_train_batch_size x gradient_accumulation_steps x ranks"
@@ -328,7 +328,7 @@ class Config(SectionsWithoutEffect):
     zero_allow_untested_optimizer: Flag = True
     """false: an optimizer object that is neither torch's nor DeepSpeed's is refused. DeepSpeed's default is false."""
     zero_force_ds_cpu_optimizer: bool = True
-    """Given as true: an offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like. accelerate makes one."""
+    """If the file sets true: an offloaded optimizer object must be a `DeepSpeedCPUAdam` or the like."""
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     fp16: FP16Config = Field(default_factory=FP16Config)

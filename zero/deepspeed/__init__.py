@@ -1,4 +1,4 @@
-"""DeepSpeed's names for what the engine does. What is here exists only because DeepSpeed has something of that name.
+"""DeepSpeed's names for what the engine does. Everything here exists only because DeepSpeed has this name.
 
-It lies on top of the engine, which knows nothing of it. No module here does the engine's work.
+It is built on the engine, which knows nothing of it. No module here does the engine's work.
 """

@@ -1,7 +1,7 @@
 """What `deepspeed.accelerator.get_accelerator()` returns: the device that this rank computes on, by DeepSpeed's names.
 
-That is torch's accelerator, or the CPU where torch sees none. A CPU has no index, no memory of its own, and nothing to
-wait for. Which device the engine takes is known to `zero.comm` alone.
+That is torch's accelerator, or the CPU if torch sees none. A CPU has no index, no memory of its own, and nothing to
+wait for. `zero.comm` decides which device the engine takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from zero import comm
 
-_there = torch.accelerator.is_available
+_has_accelerator = torch.accelerator.is_available
 
 
 class Accelerator:
@@ -27,7 +27,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in ("synchronize", "empty_cache", "memory_allocated", "max_memory_allocated"):
             raise AttributeError(f"get_accelerator().{name} is not provided by zero", name=name, obj=self)
-        return getattr(torch.accelerator, name) if _there() else lambda *args, **kwargs: 0
+        return getattr(torch.accelerator, name) if _has_accelerator() else lambda *args, **kwargs: 0
 
     @property
     def _name(self) -> str:
@@ -38,25 +38,25 @@ class Accelerator:
 
     def device_name(self, device_index: int | None = None) -> str:
         """The kind of device ("cuda", "cpu"), or with an index that device ("cuda:1", "cpu")."""
-        kind = torch.accelerator.current_accelerator().type if _there() else "cpu"
+        kind = torch.accelerator.current_accelerator().type if _has_accelerator() else "cpu"
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def current_device(self) -> int:
         """The index of this rank's device; 0 on a CPU."""
-        return torch.accelerator.current_device_index() if _there() else 0
+        return torch.accelerator.current_device_index() if _has_accelerator() else 0
 
     def current_device_name(self) -> str:
         """This rank's device, as `torch.device` takes it: "cuda:0", "cpu"."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Accelerators of this host; on a CPU, its ranks as the launcher counts them: DeepSpeed's by LOCAL_SIZE."""
-        if _there():
+        """Accelerators of this host. On a CPU, the ranks of this host: `LOCAL_SIZE`, else `LOCAL_WORLD_SIZE`."""
+        if _has_accelerator():
             return torch.accelerator.device_count()
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def set_device(self, device_index: int) -> None:
-        if _there():
+        if _has_accelerator():
             torch.accelerator.set_device_index(device_index)
 
     def device(self, device_index: int | None = None) -> torch.device:
@@ -68,14 +68,14 @@ class Accelerator:
 
     def is_fp16_supported(self) -> bool:
         """Whether the device computes in fp16; CPUs without such instructions only emulate it, very slowly."""
-        return _there() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return _has_accelerator() or torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
     def supported_dtypes(self) -> list[torch.dtype]:
         wanted = {torch.float16: self.is_fp16_supported(), torch.bfloat16: self.is_bf16_supported()}
         return [torch.float32, *(dtype for dtype, supported in wanted.items() if supported)]
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.get_device_module(self._name).manual_seed_all(seed) if _there() else torch.manual_seed(seed)
+        torch.get_device_module(self._name).manual_seed_all(seed) if _has_accelerator() else torch.manual_seed(seed)
 
     def communication_backend_name(self) -> str:
         """The backend of `torch.distributed` for this device: "nccl" or "gloo"."""

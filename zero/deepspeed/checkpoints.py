@@ -1,4 +1,4 @@
-"""What scripts call of DeepSpeed's checkpoint tools. Checkpoints are read and written by `zero.checkpoint` alone."""
+"""DeepSpeed's checkpoint tools that scripts call. Only `zero.checkpoint` reads and writes checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:
-    """The file that stands for the model in a checkpoint's folder; the values themselves are in slices."""
+    """The placeholder file of the model in a checkpoint's folder. The values themselves are in slices."""
     return os.path.join(base_folder, MODEL_FILE.replace("00", mp_rank_str))
 
 
@@ -70,7 +70,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 # Lightning makes one file of a checkpoint by the two functions below. Its converter unpickles a file of the optimizer,
 # for the stage, and one of the model, for what the script saved beside the weights. A checkpoint here has no pickle
-# files. They are made for the one who asks, and are gone at the end of the process.
+# files. These functions make them, and they are removed at the end of the process.
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:

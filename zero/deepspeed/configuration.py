@@ -21,7 +21,7 @@ GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str)
 OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", {name: name for name in STATES}, type=str)
 
-# Mixtures of experts, whose ranks may choose differently. Their blocks are gathered as a whole anyway.
+# Mixtures of experts, in which ranks may choose different experts. Their blocks are gathered as a whole anyway.
 DEFAULT_LEAF_MODULE_CLASSES = [
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
     for model, name in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
@@ -41,7 +41,7 @@ def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:
 
 
 class DeepSpeedConfig:
-    """A configuration by itself, its batch sizes completed for the present ranks; attributes are those of `Config`."""
+    """A configuration without an engine. Missing batch sizes are computed; attributes are those of `Config`."""
 
     def __init__(self, config: object, mpu: object | None = None, mesh_device: object | None = None):
         vars(self)["_settings"] = load_config(config)

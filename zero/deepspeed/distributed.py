@@ -1,6 +1,6 @@
-"""`deepspeed.comm` and `deepspeed.utils.groups`, where `zero.comm` alone will not do. No collective is made here.
+"""The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm` does not have. No collective is here.
 
-Every rank is a data-parallel rank, and there is no other kind of parallelism: its groups have one rank.
+Every rank is a data-parallel rank. There is no other kind of parallelism: groups of other kinds have one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_initialized() -> bool:
 def _tell_accelerate_the_backend() -> None:
     """Complete the state that accelerate is making, if it found no backend for its device.
 
-    It finds none on a machine without an accelerator. It would then take each rank for a world of one.
+    It finds none on a machine without an accelerator. Then it would treat each rank as the only one.
     """
     accelerate_state = sys.modules.get("accelerate.state")
     if accelerate_state is None or not accelerate_state.PartialState._shared_state:
@@ -60,5 +60,5 @@ def one() -> int:
 
 
 def zero() -> int:
-    """The rank in such a group; also the rank whose values all get where they must be equal."""
+    """The rank in such a group; also the rank from which values are broadcast."""
     return 0

@@ -1,6 +1,7 @@
 """`initialize`, and the engine that it returns: `ZeroEngine` with the methods that DeepSpeed's users know.
 
-Here the configuration becomes objects: an optimizer, a schedule, leaf modules. How an engine trains is not known here.
+This file makes objects from the configuration: an optimizer, a schedule, leaf modules. It does not know how an engine
+trains.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class DeepSpeedEngine(ZeroEngine):
     _change_recovery_script_permissions = staticmethod(make_executable)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
-        """The file that stands for a rank's optimizer state in a checkpoint; the state itself is in slices."""
+        """The placeholder file of a rank's optimizer state in a checkpoint. The state itself is in slices."""
         return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
 
 
@@ -159,8 +160,8 @@ def initialize(
             precedence over the configuration's `optimizer`.
         model_parameters: parameters or param groups for the configured optimizer; default: all that require grad.
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
-        training_data: a dataset; the dataloader returned for it has micro-batches of this rank's part, put together
-            by `collate_fn`.
+        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of it, made by
+            `collate_fn`.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
 
     Raises:
@@ -193,7 +194,7 @@ def initialize(
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
-    """Micro-batches of this rank's part of `dataset`, shuffled anew by `loader.sampler.set_epoch`."""
+    """Micro-batches of this rank's part of `dataset`. `loader.sampler.set_epoch` shuffles it again."""
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)

@@ -6,8 +6,8 @@ The model trains in 16 bits by Adam. A parameter takes, in bytes:
 
 All of it is sharded over the ranks; at stage 2 each device holds all weights. At stage 3 a device also holds the
 weights and the gradient of the unit in use. Without `Init`, the host of a node builds the fp32 model once for each of
-its ranks. Activations, and what torch itself takes, come on top. Results are bytes. Those of a host are for a node, and
-are multiplied by `additional_buffer_factor`. Nothing is measured here.
+its ranks. Activations, and the memory of torch itself, are not included. Results are bytes. Those of a host are for a
+node, and are multiplied by `additional_buffer_factor`. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def estimate_zero3_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
     """(bytes of a node's host, of a device, and of the largest unit in use) at stage 3."""
-    away = (_OPTIMIZER if cpu_offload else 0) + (_WEIGHTS if cpu_offload and cpu_offload_params else 0)
+    offloaded = (_OPTIMIZER if cpu_offload else 0) + (_WEIGHTS if cpu_offload and cpu_offload_params else 0)
     in_use = 2 * _WEIGHTS * largest_layer_params
-    device = in_use + (_WEIGHTS + _OPTIMIZER - away) * total_params // (num_gpus_per_node * num_nodes)
+    device = in_use + (_WEIGHTS + _OPTIMIZER - offloaded) * total_params // (num_gpus_per_node * num_nodes)
     built = (largest_layer_params if zero_init else total_params) * _BUILT * num_gpus_per_node
-    host = max(away * total_params // num_nodes, built)
+    host = max(offloaded * total_params // num_nodes, built)
     return int(host * additional_buffer_factor), device, in_use
 
 
@@ -56,9 +56,9 @@ def estimate_zero2_model_states_mem_needs(
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
     """(bytes of a node's host, of a device) at stage 2."""
-    away = _OPTIMIZER if cpu_offload else 0
-    device = _WEIGHTS * total_params + (_OPTIMIZER - away) * total_params // (num_gpus_per_node * num_nodes)
-    host = max(away * total_params // num_nodes, total_params * _BUILT * num_gpus_per_node)
+    offloaded = _OPTIMIZER if cpu_offload else 0
+    device = _WEIGHTS * total_params + (_OPTIMIZER - offloaded) * total_params // (num_gpus_per_node * num_nodes)
+    host = max(offloaded * total_params // num_nodes, total_params * _BUILT * num_gpus_per_node)
     return int(host * additional_buffer_factor), device
 
 

@@ -1,8 +1,8 @@
 """The import hook: one object on `sys.meta_path` that answers to the name `deepspeed`.
 
 It follows two documented protocols of the import system: `find_spec` (for `import deepspeed` and
-`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched. `names` alone knows
-what a name means.
+`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched. `names` has the
+meaning of each name.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FacadeFinder(importlib.metadata.DistributionFinder):
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
         context = context or importlib.metadata.DistributionFinder.Context()
-        # A search in named folders asks what lies in them, and the facade lies in none.
+        # A search in named folders is for what they contain. No folder contains the facade.
         if context.path is sys.path and (context.name or PACKAGE).lower() == PACKAGE:
             yield FacadeDistribution()
 
@@ -103,7 +103,7 @@ def is_installed() -> bool:
 
 
 def install() -> FacadeFinder:
-    """Put the facade before every other finder, so that it is found first also where DeepSpeed is installed."""
+    """Put the facade before every other finder: it is then found first, even if DeepSpeed is installed."""
     facade = FacadeFinder()
     sys.meta_path.insert(0, facade)
     return facade

@@ -10,8 +10,8 @@ sent, except that a parameter follows its new fp32 value: every rank must call `
 
 The result is an fp32 copy, or None for a parameter that no engine's optimizer trains. A gradient is also None before
 the first backward of a step and after the step. It is the mean over ranks, before clipping, without the loss scale.
-The key of an optimizer state is torch's name of it, such as "exp_avg". How values are stored is known to
-`zero.parameter_state` alone.
+The key of an optimizer state is torch's name of it, such as "exp_avg". `zero.parameter_state` knows how values are
+stored.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace each accumulated gradient by `update_func(gradient, param)`. Every rank must call, alike."""
+    """Replace each accumulated gradient by `update_func(gradient, param)`. Every rank must make the same call."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:

@@ -1,10 +1,10 @@
 """DeepSpeed's functions for leaf modules: modules that are gathered as a whole.
 
-A module whose forward chooses among its children (a mixture of experts) must be a leaf wherever ranks may choose
-differently: what a unit needs is gathered by all ranks or by none. Transformer blocks are whole units anyway.
-Leaves are for modules outside of them, and for models that do not name their blocks. Call these before `initialize`.
+A module whose forward chooses among its children (a mixture of experts) must be a leaf if ranks may choose differently,
+because all ranks must take part in an all-gather. Transformer blocks are whole units anyway. Leaves are for modules
+outside of them, and for models that do not name their blocks. Call these functions before `initialize`.
 
-A leaf is a module with the attribute `zero.layout.LEAF_FLAG`; nothing else is known here of how units are made.
+A leaf is a module with the attribute `zero.layout.LEAF_FLAG`. This file knows nothing else of how units are made.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class WarmupCosineLR(WarmupLR, parameters=_COSINE):
 
 
 class LRRangeTest(Schedule, parameters=_RANGE_TEST):
-    """Rates that rise without end, to see where training diverges (arXiv 1803.09820).
+    """Rates that rise all the time, to see where training diverges (arXiv 1803.09820).
 
     The rate is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * (n + 1) / lr_range_test_step_size)``; with
     ``lr_range_test_staircase`` the quotient is rounded down.
@@ -195,13 +195,13 @@ class LRRangeTest(Schedule, parameters=_RANGE_TEST):
 
 
 class OneCycle(Schedule, parameters=_CYCLE):
-    """One cycle of the rate, and of the momentum the other way round, then decay (arXiv 1803.09820).
+    """One cycle of the rate, and of the momentum in the other direction, then decay (arXiv 1803.09820).
 
-    The rate goes in straight lines from ``cycle_min_lr`` to ``cycle_max_lr`` and back, in ``cycle_first_step_size``
-    steps up and ``cycle_second_step_size`` down, by default as many; or in stairs where their number is not 0.
-    Afterwards it is divided by ``1 + decay_lr_rate * steps / decay_step_size`` (if that is not 0), and the momentum
-    multiplied by the same with ``decay_mom_rate``. Momentum is the first of the optimizer's ``betas``; the second
-    becomes 0.99. ``cycle_momentum=False``, or an optimizer without ``betas``: both are left alone.
+    The rate rises from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` steps, and falls back in
+    ``cycle_second_step_size`` steps (by default as many). It follows straight lines, or stairs if their number is not
+    0. After the cycle the rate is divided by ``1 + decay_lr_rate * steps / decay_step_size``, if ``decay_step_size`` is
+    not 0. The momentum is multiplied by the same with ``decay_mom_rate``. The momentum is the first of the optimizer's
+    ``betas``; the second becomes 0.99. With ``cycle_momentum=False``, or if the optimizer has no ``betas``, both stay.
     """
 
     def _prepare(self) -> None:

@@ -1,7 +1,7 @@
 """The names under `deepspeed` that transformers, accelerate and training scripts use, and what each of them is here.
 
 A name that is not listed is an error that says so: a clear message is better than a stub that does nothing. This file
-imports nothing of what it lists. `finder` resolves a name when it is first used.
+does not import what it lists. `finder` resolves a name when it is first used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _OFFLOAD = """zero.config DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerCo
     DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"""
 _CHECKPOINTING = "zero.activations checkpoint configure is_configured reset non_reentrant_checkpoint=checkpoint"
 
-# A line without indentation is a module and where its names are found, then the names. `new=old`: it is called `new`
-# under DeepSpeed and `old` there. A module that begins with a dot is one of `zero.deepspeed`. `*` is every other name.
+# A line without indentation has: DeepSpeed's module, the module here, the names. `new=old`: the name is `new` in
+# DeepSpeed's module and `old` in the module here. A module that begins with a dot is one of `zero.deepspeed`. `*`
+# stands for all other names.
 _TABLE = f"""
 deepspeed .names __version__=REPORTED_VERSION __version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH
     __git_hash__=GIT_HASH __git_branch__=GIT_BRANCH
@@ -114,8 +115,8 @@ deepspeed.zero {_ZERO}
 deepspeed.zero {_TILES}
 """
 
-# Scripts import these names, often for one use among many. Nothing here is an instance of them, and calling one is an
-# error that says so.
+# Names that scripts import and that have nothing behind them here. Each becomes a class that has no instances and
+# raises an error when it is called.
 _ABSENT = """
 deepspeed.checkpoint.constants BASE_OPTIMIZER_STATE FP32_FLAT_GROUPS OPTIMIZER_STATE_DICT
 deepspeed.moe.layer MoE
@@ -140,7 +141,7 @@ deepspeed.runtime.zero.partition_parameters MultipleAllGatherHandles partitioned
 deepspeed.runtime.zero.stage_1_and_2 split_half_float_double
 """
 
-# By module and name: "module:attribute" of what it is; `*`: the module that has all others.
+# By DeepSpeed's module and name: "module:attribute" here; by `*`: the module here that has all other names.
 NAMES: dict[str, dict[str, str]] = {}
 ABSENT: dict[str, list[str]] = {}
 

@@ -42,7 +42,7 @@ class LossScalerView:
 
 
 class ParameterOffload:
-    """The engine's hooks, as scripts know them that take them off while a model generates.
+    """The engine's hooks under DeepSpeed's names, for scripts that take them off while a model generates.
 
     Such a script gathers all parameters, removes the handles in `forward_hooks` and `backward_hooks`, sets both to
     empty lists, and calls `_register_deepspeed_module(module)` afterwards. It also reads the model's
@@ -59,7 +59,7 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Put the hooks on again."""
-        self._hooks.remove()  # the script has emptied lists of its own
+        self._hooks.remove()  # the script has replaced this object's lists, not those of `ModuleHooks`
         self._hooks.install()
         self.forward_hooks, self.backward_hooks = self._hooks.forward_hooks, self._hooks.backward_hooks
 

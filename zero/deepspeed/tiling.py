@@ -1,7 +1,7 @@
 """DeepSpeed's `TiledLinear`: a linear layer in tiles that are gathered one after another.
 
 It is for layers that are too large to be gathered as a whole. A tile is a module with the attribute
-`zero.layout.TILE_FLAG`; nothing else is known here of how units are made.
+`zero.layout.TILE_FLAG`. This file knows nothing else of how units are made.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """`TiledLinear` of layers that return (output, bias or None) without adding the bias, and does so itself."""
+    """`TiledLinear` of layers that return (output, bias or None) without adding the bias. It returns the same."""
 
     @staticmethod
     def _sum(outputs: list[tuple[torch.Tensor, torch.Tensor | None]]) -> tuple[torch.Tensor, torch.Tensor | None]:

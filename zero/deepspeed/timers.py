@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: stopwatches by name, and samples per second. What the engine measures is in `zero.clock`."""
+"""`deepspeed.utils.timer`: stopwatches by name, and samples per second. The engine's own clock is `zero.clock`."""
 
 from __future__ import annotations
 

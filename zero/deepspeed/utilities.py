@@ -1,4 +1,4 @@
-"""Small functions and constants that scripts import from DeepSpeed and that the engine has no use for."""
+"""Small functions and constants that scripts import from DeepSpeed and that the engine does not use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 # Tensors below this many bytes are never offloaded to files.
 MIN_SWAPPABLE_BYTES = 1024**2
 
-# Of torch's build, without touching a device; "0.0": there is none, or it is to be asked for at run time.
+# About torch's build, without touching a device. "0.0": there is none, or it is known only at run time.
 TORCH_INFO = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": torch.version.cuda is not None,
@@ -128,6 +128,6 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, *
     """Return the tensor constructor `fn` as it is.
 
     transformers replaces this name while a model is built, to keep DeepSpeed's `Init` from changing the dtype of
-    `torch.arange`. `zero.Init` wraps no constructor, so there is nothing to keep it from.
+    `torch.arange`. `zero.Init` wraps no constructor, so this does nothing.
     """
     return fn

@@ -1,4 +1,4 @@
-"""The entrance for users of Hugging Face: `zero.hf.enable()`, and what helps an unpatched `transformers.Trainer`."""
+"""For Hugging Face libraries: `zero.hf.enable()`, and what an unpatched `transformers.Trainer` needs to resume."""
 
 from zero.hf.hook import STARTUP, enable
 

@@ -1,6 +1,7 @@
 """`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
 
-It sets up the process: variables, the import hook, what happens at an exception. It knows nothing of the engine.
+It sets up the process: environment variables, the import hook, the handling of exceptions. It knows nothing of the
+engine.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from zero.device import accelerator
 from zero.errors import end_process_on_exception
 from zero.hf.resume import guard_checkpoints
 
-# A folder for PYTHONPATH: `answer` is then called in every process that asks for DeepSpeed.
+# A folder for PYTHONPATH: every process that looks for DeepSpeed then calls `set_up`.
 STARTUP = str(Path(__file__).parent / "startup")
 
-# These ask whether DeepSpeed is there while they are imported, and keep the answer.
+# These modules look for DeepSpeed while they are imported, and keep the result.
 _ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
 _LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
@@ -29,12 +30,12 @@ def enable() -> None:
 
     Call it before transformers or accelerate are imported; a second call does nothing. It also
 
-    - makes a script started by plain `python` a world of one, by setting the variables a launcher would set, unless it
-      imports Lightning, which starts the other ranks by itself;
+    - makes a script started by plain `python` the only rank: it sets the variables that a launcher would set. A script
+      that imports Lightning is left alone, because Lightning starts the other ranks itself;
     - on a machine without a CUDA device, has accelerate use the CPU;
     - before transformers looks for the last checkpoint, sets aside what a killed run left incomplete;
     - in a job of several ranks, ends a rank's process when an exception reaches the top of its main thread, so that the
-      launcher stops the others; of ranks that fail alike one prints the exception.
+      launcher stops the others; if several ranks fail, one prints the exception.
 
     Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was imported, or after
     the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set on a machine with a GPU.
@@ -49,11 +50,11 @@ def enable() -> None:
             f"{' and '.join(imported)} already imported, and looked for deepspeed then: call zero.hf.enable() before "
             "importing transformers or accelerate, or start the script by `python -m zero run SCRIPT.py`"
         )
-    answer()
+    set_up()
 
 
-def answer() -> finder.FacadeFinder:
-    """Do what `enable` promises. `startup/sitecustomize.py` calls this at the first question for DeepSpeed."""
+def set_up() -> finder.FacadeFinder:
+    """Do what `enable` says. `startup/sitecustomize.py` calls this when DeepSpeed is looked for the first time."""
     _choose_device()
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
@@ -66,7 +67,7 @@ def answer() -> finder.FacadeFinder:
 
 
 class _WorldOfOne:
-    """Takes the variables back when Lightning is imported, which starts ranks by itself unless it sees them."""
+    """Removes the variables when Lightning is imported: with them, Lightning would not start the other ranks."""
 
     def __init__(self, variables: list[str]):
         self.variables = variables
@@ -81,7 +82,7 @@ def _choose_device() -> None:
     """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where there is none."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "t", "yes", "y", "on")
     if accelerator() is None:
-        # Set, this variable makes accelerate leave the DeepSpeed plugin aside and wrap the model in DDP instead.
+        # With this variable accelerate would ignore its DeepSpeed plugin, and wrap the model in DDP instead.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     elif use_cpu:
@@ -92,7 +93,7 @@ def _choose_device() -> None:
 
 
 def _say_if_the_real_one_is_installed() -> None:
-    # With named folders the search finds installed packages only, not this package under DeepSpeed's name.
+    # A search in named folders finds only installed packages, not zero under DeepSpeed's name.
     real = next(iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None)
     if real is not None and os.environ.get("RANK", "0") == "0":
         print(f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place", file=sys.stderr)

@@ -20,8 +20,8 @@ from zero.preemption import EXIT_CODE, SigtermWatch
 class SaveOnSigterm(TrainerCallback):
     """When SIGTERM comes to any rank while training, all save a checkpoint of the step at hand and exit (code 143).
 
-    The Trainer's own checkpoint, in the folder and with the arguments of every other one. A scheduler must leave time
-    for one step and one save before it kills; under torchrun `--shutdown-timeout` says how many seconds it leaves (30).
+    It is one of the Trainer's own checkpoints, like every other one. A scheduler must leave time for one step and one
+    save before it kills the job. Under torchrun, `--shutdown-timeout` sets the seconds (30).
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,8 @@ class SaveOnSigterm(TrainerCallback):
         if not self._stopping:
             return
         wait_for_background_saves()
-        self.watch.seen()  # a rank that ends now would take the others along: rank 0 writes the Trainer's own files
+        # Wait for all ranks: if one ended now, the launcher would stop rank 0, which writes the Trainer's own files.
+        self.watch.seen()
         if args.process_index == 0:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             print(

@@ -1,9 +1,9 @@
 """`resume_from_checkpoint=True` after a kill: the Trainer takes the newest folder, whether it is complete or not.
 
-The Trainer has no callback there. But the interpreter tells every audit hook (PEP 578) which folder is about to be
-listed or made. So incomplete folders of a dead run are set aside before transformers looks, and a folder in which
-another job is at work is refused before the Trainer writes to it. A checkpoint that a script names is checked before
-the Trainer reads it. Nothing is patched. How checkpoints are stored is known to `zero.checkpoint` alone.
+The Trainer has no callback at these moments. But the interpreter calls an audit hook (PEP 578) before it lists or makes
+a folder, or opens a file. So this file renames incomplete folders of a killed run before transformers looks for the
+newest one. It refuses a folder that another job has locked before the Trainer writes to it. It checks a checkpoint that
+a script names before the Trainer reads it. Nothing is patched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def guard_checkpoints() -> None:
-    """From now on, for as long as the process lives."""
+    """Install the audit hook. It stays until the process ends."""
     sys.addaudithook(_audit)
 
 
@@ -31,7 +31,7 @@ def _audit(event: str, arguments: tuple) -> None:
     elif event == "os.listdir" and _called_by("get_last_checkpoint", 2):
         set_incomplete_aside(Path(arguments[0]))
     elif event == "os.mkdir" and _called_by("_save", 3) and os.environ.get("RANK", "0") == "0":
-        folder = Path(os.fsdecode(arguments[0]))  # `Trainer._save` by way of `os.makedirs`
+        folder = Path(os.fsdecode(arguments[0]))  # made by `Trainer._save`, through `os.makedirs`
         if _CHECKPOINT.fullmatch(folder.name) and folder.parent.is_dir():
             lock(folder.parent)
 

@@ -1,1 +1,1 @@
-"""Where shards lie: device memory, host memory or a file."""
+"""Where shards and the optimizer's tensors live: device memory, host memory or a file."""

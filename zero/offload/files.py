@@ -3,9 +3,9 @@
 ScratchFile.empty  a tensor mapped onto a region of the file: any code may use it, through the page cache
 read, write        move its bytes in threads past the page cache (`O_DIRECT`), which the hot path does
 
-Linux keeps both ways coherent: a direct transfer first writes back what is dirty of its range in the page cache, and a
-direct write then drops the range from it. Slices of a tensor may be transferred at the same time, whatever pages they
-share; but do not change a slice through its mapping while a neighbour in the same tensor is written.
+Linux keeps both ways coherent. A direct transfer first writes back the dirty part of its range in the page cache, and a
+direct write then drops the range from it. Slices of a tensor may be transferred at the same time, even if they share
+pages. But do not change a slice through its mapping while a neighbour in the same tensor is written.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from zero.offload.memory import PAGE, HostMemory, round_up
 logger = logging.getLogger("zero")
 
 _NVME_PATH = "zero_optimization.offload_*.nvme_path"
-# The page cache drops and writes back whole folios, which have up to 2 MiB: no two tensors share one.
+# The page cache drops and writes back whole folios of up to 2 MiB. So no two tensors share one.
 _FOLIO = 2 << 20
-# What the file grows by at least; that takes no space on disk.
+# The file grows by at least this. Growing takes no space on disk.
 _SEGMENT = 1 << 30
 
 
 def request_bytes(aio: AioConfig) -> int:
-    """Bytes of one request, a multiple of `PAGE`: as many blocks on end as fall to a thread, of all under way.
+    """Bytes of one request, a multiple of `PAGE`: a thread's share of the `queue_depth` blocks.
 
-    The kernel hands all of a request to the disk at once.
+    The kernel sends all blocks of a request to the disk at once.
     """
     return round_up(aio.block_size * max(1, aio.queue_depth // aio.thread_count), PAGE)
 
 
 class Transfer:
-    """A number of requests under way."""
+    """Some requests in flight."""
 
     def __init__(self, ends: list[Future[None]]):
         self._ends = ends
 
     def wait(self) -> None:
-        """Until all requests have ended; raises the OSError of the first that failed. Any thread may wait."""
+        """Block until all requests have ended; raises the OSError of the first that failed. Any thread may wait."""
         concurrent.futures.wait(self._ends)
         for end in self._ends:
             end.result()
@@ -66,10 +66,10 @@ Requests = SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
 
 
 class ScratchFile:
-    """One rank's file in `folder`, which is made if it is missing; the file goes with the process, however that ends.
+    """One rank's file in `folder`, which is made if it is missing. The file has no name and ends with the process.
 
-    Raises UsageError where the folder cannot be made or written to. All methods may be called by any thread of the
-    process that made the object, and by atexit handlers too; transfers still under way at exit are abandoned.
+    Raises UsageError if the folder cannot be made or written to. All methods may be called by any thread of the process
+    that made the object, and by atexit handlers too. Transfers in flight at exit are abandoned.
     """
 
     def __init__(self, folder: str | os.PathLike[str], settings: AioConfig | None = None):
@@ -78,7 +78,7 @@ class ScratchFile:
         self._regions, self._bounces, self._process = _Regions(self._file), HostMemory(), os.getpid()
         self._requests: Requests = SimpleQueue()
         threads = [
-            # Daemons: at exit nobody has to wait for a file that goes anyhow, and an executor would refuse work then.
+            # Daemons, not an executor: at exit the file is not needed, and an executor would refuse work from atexit.
             threading.Thread(target=_work, args=(self._requests,), name="zero files", daemon=True)
             for _ in range(self.settings.thread_count)
         ]
@@ -88,14 +88,14 @@ class ScratchFile:
         self._close.atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor (numel,) on the CPU; its place on disk is reserved now, and is free again when its storage dies.
+        """A tensor (numel,) on the CPU. Its place on disk is reserved now, and freed with the tensor's storage.
 
         It holds zeros, or what an earlier tensor held in the same place. Raises OSError where there is no space.
         """
         return self._allocate(numel, dtype)[0]
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """`empty`, filled with zeros: which costs nothing in a place that was never used."""
+        """`empty`, filled with zeros. That costs nothing in a place that was never used."""
         tensor, fresh = self._allocate(numel, dtype)
         return tensor if fresh else tensor.zero_()
 
@@ -115,7 +115,7 @@ class ScratchFile:
         return self._start(target, source, is_read=False)
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads. Tensors stay as they are, and their space with them."""
+        """Wait for all transfers and end the threads. Tensors and their space on disk stay."""
         self._close()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
@@ -151,11 +151,11 @@ class ScratchFile:
     ) -> None:
         """In a thread: move `nbytes` between a position in the file and memory; `direct`: whole pages of the file.
 
-        `kept`: the tensors, which must not die before the end.
+        `kept`: the tensors, which must not be freed before the end.
         """
         try:
             if direct and self._direct != self._file and (address - position) % PAGE:
-                # By an aligned buffer, as the memory is not aligned as the file is.
+                # Through an aligned buffer, because the memory does not have the file's alignment.
                 buffer = self._bounces.take(request_bytes(self.settings))
                 if not is_read:
                     ctypes.memmove(buffer.data_ptr(), address, nbytes)
@@ -163,9 +163,9 @@ class ScratchFile:
                 if is_read:
                     ctypes.memmove(address, buffer.data_ptr(), nbytes)
             else:
-                # Pages that other slices may share go by system calls, not through the mapping: the kernel lets these
-                # and direct writes exclude one another, so that a folio is not made dirty while one of its pages is
-                # written past it.
+                # Pages that other slices may share are written by system calls, not through the mapping. The kernel
+                # lets these and direct writes exclude each other. So a folio is not made dirty while one of its pages
+                # is written past the page cache.
                 self._move(self._direct if direct else self._file, position, address, nbytes, is_read)
         except OSError as error:
             action = "reading from" if is_read else "writing to"
@@ -190,7 +190,7 @@ class ScratchFile:
 
 
 def _open(folder: Path) -> tuple[int, int]:
-    """Descriptors of a new file without a name: through the page cache, and past it; one if the latter is refused."""
+    """Two descriptors of a new file without a name: through the page cache, and past it; the same one if refused."""
     try:
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -219,15 +219,15 @@ def _log_buffered(folder: Path) -> None:
 
 
 def _work(requests: Requests) -> None:
-    """A thread: requests until None comes. It keeps no file alive while it waits for one."""
+    """Run by a thread: carry out requests until None comes. Between requests it keeps no file alive."""
     while (request := requests.get()) is not None:
         end, carry_out = request
         failure = None
         try:
             carry_out()
         except Exception as error:
-            failure = error  # for the one who waits; the thread goes on
-        del request, carry_out  # and the tensors with them, before the one who waits wants their memory
+            failure = error  # raised by `Transfer.wait`; the thread goes on
+        del request, carry_out  # frees the tensors before the waiting thread needs their memory
         if failure is None:
             end.set_result(None)
         else:
@@ -246,7 +246,7 @@ def _close(requests: Requests, threads: list[threading.Thread], files: set[int])
 
 
 def _pieces(position: int, nbytes: int, step: int) -> Iterator[tuple[int, int, bool]]:
-    """(start, bytes, direct) of each request: the whole pages in steps, and what is left of the pages at both edges."""
+    """(start, bytes, direct) of each request: the whole pages in steps, and the partial pages at both edges."""
     head = min(-position % PAGE, nbytes)
     tail = head + (nbytes - head) // PAGE * PAGE
     if head:
@@ -258,7 +258,7 @@ def _pieces(position: int, nbytes: int, step: int) -> Iterator[tuple[int, int, b
 
 
 class _Regions:
-    """Parts of an open file for tensors to be mapped onto: reserved on disk, given back when these die, used again."""
+    """Parts of an open file that tensors are mapped onto: reserved on disk, freed with the tensors, used again."""
 
     def __init__(self, file: int):
         self._file, self._lock = file, threading.Lock()
@@ -267,9 +267,9 @@ class _Regions:
         self._taken, self._top = bytearray(), 0
 
     def take(self, nbytes: int) -> tuple[memoryview, bool]:
-        """Mapped memory, the caller's until it dies, and whether it was never used: then it holds zeros.
+        """Mapped memory, in use as long as the result lives; and whether it was never used before: then it holds zeros.
 
-        `nbytes` > 0. Raises OSError where the disk has no space for them, or the process no addresses.
+        `nbytes` > 0. Raises OSError if the disk has no space, or the process no addresses.
         """
         count = -(-nbytes // _FOLIO)
         with self._lock:
@@ -286,18 +286,18 @@ class _Regions:
         return view, fresh
 
     def position(self, address: int) -> int | None:
-        """Where in the file the byte at an address is; None where it is in no region."""
+        """The position in the file of the byte at an address; None if it is in no region."""
         for start, begin, memory in self._segments:
             if begin <= address < begin + len(memory):
                 return start + address - begin
         return None
 
     def _give_back(self, first: int, count: int) -> None:
-        """The garbage collector calls this in the middle of anything, so that it takes no lock."""
+        """The garbage collector may call this at any moment, so it takes no lock."""
         self._taken[first : first + count] = bytes(count)
 
     def _grow(self, count: int) -> int:
-        """Map some more of the file; the number of its first folio. No region is in two mappings: a gap is between."""
+        """Map more of the file; return the number of its first folio. A gap separates it from the last mapping."""
         first, size = len(self._taken) + 1, max(count * _FOLIO, _SEGMENT)
         os.ftruncate(self._file, first * _FOLIO + size)
         memory = memoryview(mmap.mmap(self._file, size, offset=first * _FOLIO))

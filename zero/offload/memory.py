@@ -17,20 +17,20 @@ from zero import device
 
 logger = logging.getLogger("zero")
 
-# What disk, page cache and mappings want positions, sizes and addresses to be multiples of.
+# Disk, page cache and mappings need positions, sizes and addresses that are multiples of this.
 PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
 
 
 class HostMemory:
-    """Buffers in page-aligned host memory, each of which is used again when no tensor refers to it any more.
+    """Buffers in page-aligned host memory. A buffer is used again when no tensor refers to it any more.
 
-    With `pin` and a GPU the memory is registered with CUDA; where that fails, one warning, and it is pageable. CUDA's
-    own allocator does not know these buffers: synchronize with asynchronous copies before a buffer is dropped.
+    With `pin` and a GPU the memory is registered with CUDA. If that fails, it is pageable, and one warning says so.
+    CUDA's own allocator does not know these buffers: wait for asynchronous copies before a buffer is dropped.
     """
 
     def __init__(self, pin: bool = False):
         self._pin, self._lock = pin, threading.Lock()
-        # The garbage collector may give back in the middle of anything, so that takes no lock: it appends.
+        # The garbage collector may return a buffer at any moment. So this takes no lock: it appends.
         self._free: list[memoryview] = []
 
     def take(self, nbytes: int, phase: int = 0) -> torch.Tensor:

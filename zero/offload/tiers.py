@@ -19,7 +19,7 @@ from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 from zero.pending import Pending
 
-# A tensor of fewer bytes is not worth a transfer: with the file tier it stays in host memory.
+# With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay.
 LEAST_BYTES_IN_A_FILE = 1 << 20
 
 # Pinned buffers between a file and a GPU.
@@ -87,7 +87,7 @@ class Tier:
         return kept
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Start to write `values` to `target`, a tensor of this tier; they must stay as they are until the end."""
+        """Start to write `values` to `target`, a tensor of this tier. Do not change `values` before the end."""
         if is_accelerator(values.device) and target.is_pinned():
             return _copy_out(target, values)
         if not self.holds_in_file(target):
@@ -104,7 +104,7 @@ class Tier:
         if target.device.type == "cpu":
             return Pending([self.file.read(source, target)])
         staged = _staging.like(source)
-        # Blocking, as the buffer is used again.
+        # This copy must block, because the buffer is used again.
         return Pending([self.file.read(source, staged)], lambda: target.copy_(staged))
 
 
@@ -112,7 +112,7 @@ _copy_stream = functools.cache(new_stream)
 
 
 class _Arrival:
-    """A copy's end on a device's stream, for any number of threads to wait for."""
+    """The end of a copy on a device's stream. Any number of threads may wait for it."""
 
     def __init__(self, event: torch.Event):
         self.wait = event.synchronize
@@ -131,9 +131,9 @@ def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
 class HostTrimmer:
     """Gives freed host memory back to the system while a model is built or loaded.
 
-    glibc raises its mmap threshold as large blocks are freed, serves the next ones from the heap, and shards that stay
-    come to lie between gathered buffers that go: what was freed is never returned. A building of 1B parameters held
-    1.9 GiB too much for that (benchmarks/LOG.md). Elsewhere than on glibc this does nothing.
+    When large blocks are freed, glibc raises its mmap threshold and serves the next blocks from the heap. Shards, which
+    stay, then lie between gathered buffers, which are freed. So the freed memory is never returned to the system. A
+    model of 1B parameters took 1.9 GiB too much while it was built (benchmarks/LOG.md). This acts on glibc only.
     """
 
     def __init__(self, every: int = 1 << 25):

@@ -41,8 +41,8 @@ def adam(values: TileInMemory, group: dict, factor: float, out: torch.Tensor | N
 class TorchStep:
     """The `step()` of any element-wise torch optimizer, for one tile at a time.
 
-    The tile goes through a twin of the optimizer, which shares its settings and hooks but not its param groups and
-    state: the user's own `zero_grad()` or scheduler may run at the same time in another thread.
+    A twin of the optimizer updates the tile. It shares the optimizer's settings and hooks, but not its param groups and
+    state, because the user's own `zero_grad()` or scheduler may run at the same time in another thread.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict]):
@@ -64,7 +64,7 @@ class TorchStep:
         group["params"], self._twin.state = [], {}
 
     def _refuse_changed(self, before: dict, group: dict) -> None:
-        """Numbers in a param group that a step changes would change once for each tile."""
+        """Raise UsageError if the step has changed a number of the param group: it would change once for each tile."""
 
         def is_same(key: str, value: object) -> bool:
             return value is before.get(key) or (not isinstance(value, torch.Tensor) and value == before.get(key))

@@ -11,16 +11,16 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path with one exception: its square root is the exactly rounded
-one, as a GPU's, while torch on x86 CPUs takes MKL's, which is one unit in the last place off in a fifth of all values.
-`fma` rounds once where torch's kernels do, which is at all but the lowest of their levels of x86 instructions: the
-build asks torch. After a step from equal state and an equal fp32 gradient the moments are equal bit by bit, the master
-up to an error of 2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too, in half as much time again,
-and everything is equal. With the kernel an element's bits depend on its own numbers alone, not on where pieces or
-threads begin.
+The compiled kernel gives the bits of torch's default path, with one exception. Its square root is exactly rounded, as
+on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit for a fifth of all values. So after a
+step from equal state and an equal fp32 gradient, the moments are equal bit by bit, and the master differs by at most
+2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too. Then everything is equal, and a step takes
+half as much time again. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
+instructions; the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or threads
+begin.
 
-The kernel needs a C++ compiler, on first use only; without one torch's fused Adam does the same, with other last bits
-of `exp_avg_sq` and of the master, which depend on an element's place in its piece.
+The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It gives other last bits of
+`exp_avg_sq` and of the master, which depend on an element's place in its piece.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ logger = logging.getLogger("zero")
 SOURCE = Path(__file__).with_suffix(".cpp")
 # No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and selections.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Elements that a thread takes at a time, 7 MB of memory, which a cache holds for the casts around the kernel. A thread
-# on a disturbed core takes fewer of them. Tensors of up to this size are updated by the calling thread.
+# Elements that a thread takes at a time: 7 MB of memory, which stays in a cache for the casts around the kernel. A
+# thread on a busy core takes fewer pieces. The calling thread alone updates tensors of up to this size.
 PIECE = 1 << 18
 
 
@@ -152,7 +152,7 @@ def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tupl
     others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(pieces)) - 1)]
     try:
         work()
-    finally:  # nobody may write to the tensors after this
+    finally:  # no thread may write to the tensors after this
         for other in others:
             if not other.cancel():
                 other.result()
@@ -162,17 +162,17 @@ _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def computes_as_torch_adam(kind: type) -> type:
-    """Class decorator for a subclass of torch's Adam that changes nothing in `step`: `adam` may act for it."""
+    """Class decorator for a subclass of torch's Adam with the same `step`: `adam` may replace its step."""
     _served.add(kind)
     return kind
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `adam` can stand for `optimizer.step()`: plain Adam or AdamW, and nobody listens to its steps.
+    """Whether `adam` may replace `optimizer.step()`: it is plain Adam or AdamW, and has no hooks on its steps.
 
     The class must be torch's or this project's, since another one may do more; `step` must be the class's, at most
-    counted by a learning-rate scheduler. Whoever calls `adam` in its place sets `optimizer._opt_called = True` for that
-    scheduler, which otherwise warns.
+    counted by a learning-rate scheduler. The caller of `adam` sets `optimizer._opt_called = True`; otherwise that
+    scheduler warns.
     """
     if type(optimizer) not in _served:
         return False
@@ -202,7 +202,7 @@ def new_state(master: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def _roots() -> ctypes.c_void_p | None:
-    """Where MKL's square root is in torch's library; None where it is not, or where torch does not use it."""
+    """The address of MKL's square root in torch's library; None if it is not there, or torch does not use it."""
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).VMSSQRT_
     except (OSError, AttributeError):
@@ -217,8 +217,8 @@ def _roots() -> ctypes.c_void_p | None:
 def thread_count() -> int:
     """The threads that one step may use: this rank's part of the cores that the process may run on, at least 1.
 
-    `OMP_NUM_THREADS` goes before that, up to the number of those cores. With several ranks a 1 does not count: torchrun
-    sets that by itself, to keep torch's operations from crowding each other.
+    `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a machine a 1 is ignored:
+    torchrun sets it by itself, to limit the threads of torch's operations.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -238,13 +238,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_compiled() -> bool:
-    """Whether the kernel is there; builds it if need be."""
+    """Whether the kernel is available; builds it if need be."""
     return _kernel() is not None
 
 
 @functools.cache
 def _kernel() -> Callable[..., None] | None:
-    """The compiled function, built by the first call on a machine, or None where that cannot be done."""
+    """The compiled function, built by the first call on a machine; None if it cannot be built."""
     try:
         kernel = _library().zero_cpu_adam
     except (OSError, RuntimeError, ValueError, AttributeError, subprocess.CalledProcessError) as error:
@@ -260,11 +260,12 @@ def _kernel() -> Callable[..., None] | None:
 
 
 def _library() -> ctypes.CDLL:
-    """The compiled kernel, made unless it is there.
+    """The compiled kernel, built unless it is in the cache.
 
-    Its name has a hash of all that it depends on: the command and what the preprocessor says, the source and, as
-    macros, the compiler's version and the CPU's instructions: machines may share a home folder. (torch's loader looks
-    at no CPU, and guards a build by a lock file that outlives a killed process.) The other half is of its content.
+    The first half of its name is a hash of all that it depends on: the command and the preprocessor's output, which is
+    the source and, as macros, the compiler's version and the CPU's instructions. (Machines may share a home folder.)
+    The second half is a hash of the library's content. torch's own loader does not look at the CPU, and its lock file
+    outlives a killed process.
     """
     compiler = [
         *shlex.split(os.environ.get("CXX") or "c++"),
@@ -277,7 +278,7 @@ def _library() -> ctypes.CDLL:
     for library in folder.glob(f"{name}-*.so") if folder else ():
         if library.name == f"{name}-{_hash(library.read_bytes())}.so":
             return ctypes.CDLL(str(library))
-    with tempfile.TemporaryDirectory(dir=folder) as private:  # where nobody else may write
+    with tempfile.TemporaryDirectory(dir=folder) as private:  # a folder where no other user may write
         library = Path(private, "kernel.so")
         _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
         loaded = ctypes.CDLL(str(library))
@@ -287,7 +288,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _cache() -> Path | None:
-    """The folder that keeps compiled kernels; None if others may write to it: what they put there would run here."""
+    """The folder of compiled kernels; None if other users may write to it, because their files would be run."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "zero_cpu_adam"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -305,7 +306,7 @@ def _hash(content: bytes) -> str:
 
 
 def _torch_fuses() -> bool:
-    """Whether torch's kernels round a product and a sum once: at its lowest level of x86 instructions they do not."""
+    """Whether torch's kernels fuse a product and a sum, rounding once: not at its lowest level of x86 instructions."""
     values = torch.tensor([1 + 2.0**-12, -1.0], dtype=torch.float32, device="cpu")
     return torch.addcmul(values[1], values[0], values[0]).item() != 2.0**-11
 

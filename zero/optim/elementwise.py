@@ -1,6 +1,6 @@
 """Which optimizers can update shards: those that are element-wise, and what torch's Adagrad needs for it; Lion.
 
-Shards cut across rows and matrices. So the update of an element may depend on nothing but the history of that element.
+Shards cut rows and matrices at any element. So the update of an element may depend only on that element's history.
 This file knows nothing of units, ranks or the configuration's words.
 """
 
@@ -22,8 +22,10 @@ def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:
-    """Have Adagrad make its state at the first step, as other optimizers do; torch makes it for the parameters given
-    on construction, which tiles replace."""
+    """Make Adagrad create its state at the first step, as other optimizers do.
+
+    torch creates it on construction, for parameters that the tiles replace.
+    """
     if isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
         optimizer.register_step_pre_hook(_make_adagrad_state)
@@ -31,7 +33,7 @@ def make_state_late(optimizer: torch.optim.Optimizer) -> None:
 
 def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dict) -> None:
     for group in optimizer.param_groups:
-        # As in torch, the sum begins at the optimizer's value, whatever the group says.
+        # As in torch, the sum begins at the optimizer's value. The group's value is ignored.
         begin = optimizer.defaults["initial_accumulator_value"]
         settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
         for param in group["params"]:

@@ -1,8 +1,8 @@
-"""Loss scaling for float16: the factor on the loss, and how it answers overflows. Pure Python, the same on every rank.
+"""Loss scaling for float16: the factor on the loss, and how it reacts to overflows. Pure Python, equal on all ranks.
 
 The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the loss by
-:attr:`LossScaler.scale`, finds out whether any rank's gradient is not finite, skips the optimizer step if so (or gives
-up if the scaler is :attr:`~LossScaler.exhausted`), and calls :meth:`LossScaler.update` once for each optimizer step.
+:attr:`LossScaler.scale` and finds out whether any rank's gradient is not finite. If so, it skips the optimizer step, or
+ends the run if the scaler is :attr:`~LossScaler.exhausted`. It calls :meth:`LossScaler.update` once for each step.
 """
 
 from dataclasses import dataclass, fields
@@ -54,7 +54,7 @@ class LossScaler:
         return self.at_minimum and self._overflows_left == 1
 
     def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step; ``overflow``: it was skipped for a gradient that is not finite."""
+        """Count one optimizer step; ``overflow``: it was skipped, because a gradient is not finite."""
         if not self.dynamic:
             return
         if overflow:

@@ -1,9 +1,9 @@
 """Which units' optimizer state is offloaded, and which stays on the compute device: `offload_optimizer.ratio`.
 
-This file decides and moves nothing. A number is the share that is offloaded. With "auto" everything is offloaded at
-first. When some steps have shown how much memory training takes, as many units as fit are taken back, with gradient,
-master, moments and weights. A reserve stays free. When half of it is used, units are offloaded again, and later steps
-show whether they fit after all. Results do not depend on it.
+This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto" everything is offloaded at
+first. After some steps have shown how much memory training takes, as many units as fit move to the device, with
+gradient, master, moments and weights. A reserve stays free. If more than half of it is used, units are offloaded again.
+Later steps show whether they fit after all. Results do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
 from zero.unit import Unit
 
-# Steps after which memory has been seen at its fullest: the first makes the optimizer's state, the second runs with it.
+# Steps that show the peak of memory: the first one makes the optimizer's state, the second one runs with it.
 STEPS_TO_WATCH = 2
-# Steps after a change before units are taken back again: batches differ in size.
+# Steps after a change before units move to the device again: batches differ in size.
 STEPS_TO_RETURN = 50
 
 
 class Placement:
     """Decides for each unit where its optimizer's part lives.
 
-    Args: units: in the order in which a forward needs them: the first ones stay, since their update is the one that
-    cannot overlap with anything; here: the compute device; away: where state is offloaded to; ratio: a number from 0
-    to 1, or "auto".
+    Args: units: in the order in which a forward needs them: the first ones stay on the device, because their update
+    cannot overlap with anything; device_tier: the compute device; offload_tier: where state is offloaded to; ratio: a
+    number from 0 to 1, or "auto".
 
     Attributes: shards: one for each unit, in the same order. offloads: whether anything may be offloaded.
     """
 
-    def __init__(self, units: Sequence[Unit], here: Tier, away: Tier, ratio: float | str):
-        self._here, self._away, self.offloads = here, away, here != away
+    def __init__(self, units: Sequence[Unit], device_tier: Tier, offload_tier: Tier, ratio: float | str):
+        self._device_tier, self._offload_tier = device_tier, offload_tier
+        self.offloads = device_tier != offload_tier
         self._automatic = ratio == "auto" and self.offloads
         # Bytes that were free in each step since the last change, and how many steps to wait for the next one.
         self._free: list[int] = []
@@ -46,42 +47,42 @@ class Placement:
         for unit in units:
             fits = unit.layout.shard_numel <= stays
             stays -= unit.layout.shard_numel if fits else 0
-            self.shards.append(OptimizerShard(unit, here if fits else away))
+            self.shards.append(OptimizerShard(unit, device_tier if fits else offload_tier))
 
     def changes(
         self, comm: Communicator, bytes_of: Callable[[OptimizerShard], int]
     ) -> list[tuple[OptimizerShard, Tier]]:
-        """At the beginning of a step: what to move, and where to. `bytes_of` is what a shard takes in all."""
+        """At the beginning of a step: what to move, and where to. `bytes_of` gives all bytes of a shard."""
         if not self._automatic:
             return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
-        room = torch.tensor(device.room(self._here.device), device=comm.device)
+        room = torch.tensor(device.room(self._device_tier.device), device=comm.device)
         free, total = comm.all_reduce(room, op="min").tolist()
         self._free.append(free)
         reserve, found = max(1 << 30, total // 10), []
-        kept = [shard for shard in self.shards if shard.tier == self._here]
+        kept = [shard for shard in self.shards if shard.tier == self._device_tier]
         if kept and free < reserve // 2:
             while kept and free < reserve:
                 free += bytes_of(kept[-1])
-                found.append((kept.pop(), self._away))
+                found.append((kept.pop(), self._offload_tier))
         elif len(self._free) >= self._patience:
             free, self._patience = min(self._free), STEPS_TO_RETURN
             self._free.clear()
             for shard in self.shards:
-                if shard.tier != self._here and free - bytes_of(shard) >= reserve:
+                if shard.tier != self._device_tier and free - bytes_of(shard) >= reserve:
                     free -= bytes_of(shard)
-                    found.append((shard, self._here))
+                    found.append((shard, self._device_tier))
         if found:
             self._free.clear()
             if comm.rank == 0:
-                self._tell([*kept, *(shard for shard, tier in found if tier == self._here)], free, reserve)
+                self._tell([*kept, *(shard for shard, tier in found if tier == self._device_tier)], free, reserve)
         return found
 
     def _tell(self, kept: Sequence[OptimizerShard], free: int, reserve: int) -> None:
         numel, total = (sum(shard.unit.layout.shard_numel for shard in shards) for shards in (kept, self.shards))
         print(
             f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(kept)} of "
-            f"{len(self.shards)} units stay in the memory of {self._here.device}, of which {free / 2**30:.1f} GiB "
-            f"are left, {reserve / 2**30:.1f} GiB in reserve",
+            f"{len(self.shards)} units stay in the memory of {self._device_tier.device}, of which "
+            f"{free / 2**30:.1f} GiB are left, {reserve / 2**30:.1f} GiB in reserve",
             file=sys.stderr,
         )

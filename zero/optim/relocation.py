@@ -1,6 +1,6 @@
-"""Parts of the training state that lie in host memory for a while, for a script that needs the device's memory.
+"""Moves parts of the training state to host memory and back, for a script that needs the device's memory meanwhile.
 
-Values never change. Until they are back nothing may be computed with them; saving is allowed. This file knows nothing
+Values never change. Until they are back, nothing may be computed with them. Saving is allowed. This file knows nothing
 of the step.
 """
 
@@ -16,8 +16,8 @@ from zero.offload.tiers import Tier
 from zero.optim.step import ZeroOptimizer
 from zero.unit import Unit
 
-# By DeepSpeed's names. The weights of a unit that is gathered for use are its shard, else all of it. In fp32 training
-# the masters are the weights, and move with them. The last one does not exist here between two backwards.
+# DeepSpeed's names. WEIGHTS are the shard of a unit, or all of a persistent unit. In fp32 training the masters are the
+# weights, and move with them. BUCKET is accepted, but there is no such buffer here between two backwards.
 MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET = (
     *("optim_states", "hp_params", "lp_params", "lp_grads"),
     "contiguous_grad_buffer",
@@ -37,7 +37,7 @@ class Relocation:
         self.offloaded: set[str] = set()
 
     def refuse_absent(self, what: str) -> None:
-        """UsageError if `what` cannot be done now."""
+        """Raise UsageError if states are on the host: `what` needs them on the device."""
         if self.offloaded:
             raise UsageError(
                 f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call engine.reload_states() first"

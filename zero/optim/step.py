@@ -3,7 +3,7 @@
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
 gradients (sum over ranks, times the loss scale)
-  -> global norm, overflow known on every rank alike
+  -> global norm and overflow, the same on every rank
   -> per tile, now or during the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
      the shard
 """
@@ -61,17 +61,18 @@ class NonFiniteGradientError(RuntimeError):
 
 
 class ZeroOptimizer:
-    """Drives `optimizer`, whose param groups named the model's parameters, over this rank's shards of the masters.
+    """Runs `optimizer`, which was made for the model's parameters, on this rank's masters.
 
-    The param groups stay the optimizer's own (learning-rate schedulers act on them); their `params` become tiles,
-    1-D fp32 views of the masters, of at most `sub_group_size` elements. Adam on host memory is `zero.optim.cpu_adam`'s.
+    The param groups stay the optimizer's own (learning-rate schedulers act on them). Their `params` become tiles: 1-D
+    fp32 views of the masters, of at most `sub_group_size` elements. `zero.optim.cpu_adam` computes Adam on host memory.
 
-    Args: placement: has made the shards and decided where they live; checks_overflow: False takes a step with gradients
-    that are not finite, too; overlap: what can wait is updated during the next forward; read_ahead, write_behind: as
-    for `Updates`; forward_order: gives the units in the order in which a forward needs them, as far as is known.
+    Args: placement: has made the shards and decided where they live; checks_overflow: False takes a step even if
+    gradients are not finite; overlap: units that are not persistent are updated during the next forward;
+    read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
+    them, as far as is known.
 
-    Attributes: shards: what it keeps of each trainable unit. tiles: the pieces of their masters. grad_norm, overflow:
-    of the last step.
+    Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters. grad_norm,
+    overflow: of the last step.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class ZeroOptimizer:
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
-        # torch's own step where nothing is offloaded and the compiled kernel, which gives the same bits, is missing.
+        # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
         self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
@@ -115,7 +116,7 @@ class ZeroOptimizer:
         self._state = TiledState(optimizer, placement.shards, group_of, sub_group_size)
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
-        """Number what is trained in the order of the param groups, and find this rank's pieces of it."""
+        """Number the trained parameters in the order of the param groups, and find this rank's pieces of them."""
         names = {p: name for unit in self.shards for p, name in zip(unit.params, unit.param_names, strict=True)}
         idle = [name for param, name in names.items() if param not in group_of]
         if idle and self.comm.rank == 0:
@@ -189,13 +190,13 @@ class ZeroOptimizer:
     def wait(self) -> None:
         """Block until the last step's update is complete. Raises the error of a late update that failed.
 
-        The caller may change the state after it. So this also waits for a save that still has to read it.
+        The caller may change the state afterwards. So this also waits for a save that still has to read it.
         """
         self.read_by_saves.wait()
         self._updates.wait()
 
     def end_updates(self) -> None:
-        """Finish late updates, or forget them if they have failed: other values, or none, take their place."""
+        """Finish late updates, or forget them if they have failed: the values will be replaced or freed."""
         try:
             self.wait()
         except Exception as error:
@@ -211,14 +212,14 @@ class ZeroOptimizer:
             _optimizer_of.pop(unit, None)
 
     def spoil(self, why: str) -> None:
-        """Raise this error wherever values are needed, until `end_updates`."""
+        """Mark the values as unusable: until `end_updates`, everything that waits for them raises this error."""
         self._updates.fail(RuntimeError(why))
 
     def _update(self, factor: float) -> None:
         # The settings as they are now: a scheduler may change them while tiles are still to be updated.
         groups = [arithmetic.frozen(group) for group in self.param_groups]
         self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called
-        # Asked each time: scripts put hooks on their optimizers.
+        # Checked in each step: scripts put hooks on their optimizers at any time.
         by_kernel = self._has_kernel and cpu_adam.serves(self.optimizer)
         torch_step = arithmetic.TorchStep(self.optimizer, groups)
         update = partial(self._update_tile, factor, groups, by_kernel, torch_step)
@@ -245,7 +246,7 @@ class ZeroOptimizer:
         tile, result = values.tile, values.master
         if by_kernel and tile.master.device.type == "cpu":
             out = self._rounding_target(tile)
-            # Where the model computes on the CPU its updates have torch's bits, offloaded or not.
+            # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             arithmetic.adam(values, groups[tile.group], factor, out, torch_sqrt=self.comm.device.type == "cpu")
             result = values.master if out is None else out
         else:
@@ -264,7 +265,7 @@ class ZeroOptimizer:
     # -- moves
 
     def _place(self) -> None:
-        """Move what the placement wants elsewhere."""
+        """Move the shards that the placement wants on another tier."""
         changes = self._placement.changes(self.comm, self._bytes_of)
         for shard, tier in changes:
             self._state.move(shard, tier)
@@ -278,7 +279,7 @@ class ZeroOptimizer:
         return self._state.nbytes(shard) + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def move(self, tier: Tier, *, gradients: bool, masters: bool, moments: bool) -> None:
-        """Bring these parts of all shards that are not offloaded to `tier`. Masters that are weights go with those."""
+        """Move these parts of all shards that are not offloaded to `tier`. Masters that are weights go with those."""
         for unit, shard in self.shards.items():
             if shard.is_offloaded:
                 continue
@@ -303,10 +304,10 @@ class ZeroOptimizer:
     # -- norm
 
     def _global_norm(self) -> float:
-        """2-norm of the reduced, still scaled gradient over all ranks, computed as torch does: of parameters' norms."""
+        """2-norm of the reduced, still scaled gradient over all ranks: as in torch, the norm of parameters' norms."""
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
-        # Beside the norms, in the same reduction: whether all ranks are about to take the same step.
-        # Without the number of tiles: a rank may have no part of a small unit.
+        # The same reduction shows whether all ranks are about to take the same step. The number of tiles is left out: a
+        # rank may have no part of a small unit.
         facts = {key: each for key, each in hyper_parameters(self.param_groups).items() if not key.endswith(", params")}
         facts["backwards since the last step"] = self.reducer.backwards
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64, device=squares.device)

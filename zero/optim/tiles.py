@@ -105,7 +105,7 @@ class TiledState:
                         state[key] = tier.keep(value)
 
     def follow_masters(self) -> None:
-        """Masters lie elsewhere now: make the tiles pieces of them again."""
+        """The masters have moved: make the tiles pieces of them again."""
         state = self._optimizer.state
         for tile in self.tiles:
             former, tile.master = tile.master, tile.shard.master[tile.start : tile.end]

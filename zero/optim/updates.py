@@ -1,14 +1,14 @@
-"""When tiles are updated, and how those in files come to memory for it.
+"""When tiles are updated, and how tiles in files are read and written for it.
 
 This file does not know what an update computes.
 
 [Note: late updates]
-With the norm and the overflow known, the update of a tile depends on nothing but the tile. So `step` may return at
-once: a thread updates tiles in the order in which the next forward needs them. An all-gather waits for its own unit
-alone, whose tiles then come first. The numbers are those of a step that waits.
+Once norm and overflow are known, the update of a tile depends on nothing but the tile. So `step` may return at once. A
+thread then updates the tiles, in the order in which the next forward needs them. An all-gather waits for its own unit
+only, whose tiles are then updated first. The results are those of a step that waits.
 
 [Note: files]
-Tensors of a tile that lie in a file are read into host buffers, updated there, and written back. While one tile is
+Tensors of a tile that are in a file are read into host buffers, updated there, and written back. While one tile is
 updated the next one is read (`pipeline_read`) and the last one is written (`pipeline_write`).
 """
 
@@ -58,18 +58,18 @@ class TileInMemory:
             read.wait()
 
     def put_state(self, state: dict) -> None:
-        """Replace the state by what the optimizer has made of it."""
+        """Replace the state by the updated one."""
         self.state = state
 
     def write(self, rounded: Pending) -> Pending:
         """Start to store what the update has changed; `rounded` is the write to the weights.
 
-        State that is new gets its place in the file.
+        If tiles are in a file, new state gets a place in it.
         """
         shard, tier, writes, stored = self.tile.shard, self._tier, [rounded], {}
         if self.master is not self.tile.master:
             writes.append(tier.store(self.tile.master, self.master))
-        in_file = tier.puts_in_file(shard.master.nbytes)  # tiles may be small: they are many
+        in_file = tier.puts_in_file(shard.master.nbytes)  # of all tiles: each one may be small
         for key, value in self.state.items():
             place = self._stored.get(key)
             if not is_elementwise(value):
@@ -95,7 +95,7 @@ _all: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 @atexit.register
 def _drop_all() -> None:
-    """At exit nobody needs the rest of the updates, and no thread may still run when the interpreter ends."""
+    """At exit the remaining updates are not needed, and no thread may still run when the interpreter ends."""
     for updates in list(_all):
         updates.drop()
 
@@ -103,7 +103,7 @@ def _drop_all() -> None:
 class Updates:
     """Updates tiles by a function, now or in a thread.
 
-    Args: read_ahead, write_behind: see the note on files; shows: a slow run tells its progress.
+    Args: read_ahead, write_behind: see the note on files; shows: print the progress of slow updates.
     """
 
     def __init__(self, read_ahead: bool, write_behind: bool, shows: bool):
@@ -154,7 +154,7 @@ class Updates:
         return self._left[shard] > 0
 
     def drop(self) -> None:
-        """Skip what is not updated yet, and forget a failure: nobody needs the values any more."""
+        """Skip the remaining updates, and forget a failure: the values are not needed any more."""
         with self._changed:
             self._todo.clear()
             self._changed.wait_for(lambda: not self._busy)

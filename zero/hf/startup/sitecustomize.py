@@ -1,7 +1,7 @@
 """Python runs this file at its start where PYTHONPATH has this folder: zero then answers to the name `deepspeed`.
 
-`zero run` puts the folder there for all processes that come of its command; `zero hook` prints its name. A process that
-never asks for DeepSpeed imports nothing of zero. A `sitecustomize` that this one hides is run as well.
+`zero run` puts the folder there for all processes that its command starts; `zero hook` prints its name. A process that
+never looks for DeepSpeed imports nothing of zero. If this file hides another `sitecustomize`, that one is run as well.
 """
 
 import os
@@ -12,11 +12,11 @@ FOLDER = os.path.dirname(os.path.realpath(__file__))
 PARENT = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))  # of the package that this file belongs to
 
 
-class FirstQuestion:
-    """Stands on `sys.meta_path` until somebody asks for DeepSpeed; then it has zero's own finder put before it."""
+class LazyFinder:
+    """Waits on `sys.meta_path`. When DeepSpeed is looked for, it has zero's own finder put before itself."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname == "zero":  # a checkout may not be on sys.path
+        if fullname == "zero":  # a checkout need not be in `sys.path`
             return PathFinder.find_spec(fullname, [PARENT])
         if fullname == "deepspeed" and (facade := self._facade()):
             return facade.find_spec(fullname)
@@ -30,18 +30,18 @@ class FirstQuestion:
         from zero.deepspeed import finder  # here: these import torch
         from zero.hf import hook
 
-        return None if finder.is_installed() else hook.answer()
+        return None if finder.is_installed() else hook.set_up()
 
 
-def run_the_hidden_one() -> None:
+def run_hidden_sitecustomize() -> None:
     elsewhere = [folder for folder in sys.path if os.path.realpath(folder) != FOLDER]
     spec = PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
-        from importlib.util import module_from_spec  # here: most machines have no other one
+        from importlib.util import module_from_spec  # here: most machines have no other sitecustomize
 
         module = sys.modules["sitecustomize"] = module_from_spec(spec)
         spec.loader.exec_module(module)
 
 
-sys.meta_path.insert(0, FirstQuestion())
-run_the_hidden_one()
+sys.meta_path.insert(0, LazyFinder())
+run_hidden_sitecustomize()
