@@ -303,7 +303,8 @@ class ZeroEngine(Accumulation, nn.Module):
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
         """Stream the weights to safetensors files: `zero.export.save_16bit_model`; False if the setting forbids it."""
-        if not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
+        zero = self.settings.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning("stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename)
             return False
         weights = Weights(self.module, self.units, self.comm, save_dtype, exclude_frozen_parameters)
