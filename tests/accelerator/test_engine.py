@@ -1,0 +1,132 @@
+"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain torch on it.
+
+Without offload the updates are torch's own, and so are the bits. What is offloaded is updated by `cpu_adam`, with exact
+square roots: there the numbers are plain torch's up to rounding, and the same bits wherever state lies and however late
+it moves.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from tests.accelerator import device
+from tests.dist.training import (
+    Batch,
+    Curve,
+    assert_equal,
+    assert_same_training,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_in_slices,
+    train_zero,
+)
+from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_mixed_precision import SECTIONS
+from tests.parity.test_offload import BOTH, NVME
+from tests.tolerance import rounding
+from zero.offload import tiers
+
+pytestmark = pytest.mark.skipif(bool(device.why_not()), reason=device.why_not())
+
+STEPS = 5
+
+
+def model_on_device() -> torch.nn.Module:
+    return build("t5").to(device.NAME)
+
+
+def data_on_device() -> list[Batch]:
+    return [{name: value.to(device.NAME) for name, value in batch.items()} for batch in batches("t5", STEPS)]
+
+
+def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
+    curve = train_in_slices(model_on_device(), data_on_device(), ranks, accumulation, dtype=dtype)
+    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
+    assert device.mistakes() == []
+    return curve
+
+
+def sharded(rank: int, world_size: int, folder: str, accumulation: int, sections: dict, saves: bool) -> Curve:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    sections = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in sections.items()}
+    config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
+    config["checkpoint"] = {"async_save": saves}
+    engine, _ = start(model_on_device(), config)
+    assert engine.comm.device == torch.device(device.NAME, 0)
+    curve = Curve()
+    for number, batch in enumerate(data_on_device()):
+        step = train_zero(engine, [batch])
+        curve.losses += step.losses
+        curve.norms += step.norms
+        curve.weights = step.weights
+        if saves:
+            engine.save_checkpoint(folder, tag=str(number))
+    engine.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return curve
+
+
+@cache
+def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
+    return curve_on(1, plain, ranks, accumulation, dtype, simulated=True)
+
+
+def found(world_size: int, folder: object, accumulation: int = 1, saves: bool = False, **sections: object) -> Curve:
+    return curve_on(world_size, sharded, str(folder), accumulation, sections, saves, simulated=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stage_3_trains_as_plain_torch_does(tmp_path, world_size):
+    assert_same_training(found(world_size, tmp_path), expected(world_size, 1, None))
+
+
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+OFFLOADS = {
+    "optimizer": {"offload_optimizer": {"device": "cpu"}},
+    "parameters": {"offload_param": {"device": "cpu"}},
+    "both": HOST,
+    "both, pageable": {name: section | {"pin_memory": False} for name, section in HOST.items()},
+    "files": {"offload_param": NVME, "offload_optimizer": {"device": "nvme", **BOTH}},
+}
+RUNS = [(1, "optimizer"), (1, "parameters"), (1, "both, pageable"), (1, "files"), (2, "both"), (2, "files")]
+
+
+@pytest.mark.parametrize("world_size, case", RUNS)
+def test_offload_is_free_of_mistakes_and_changes_nothing(tmp_path, world_size, case):
+    curve = found(world_size, tmp_path, **OFFLOADS[case])
+    if "offload_optimizer" in OFFLOADS[case]:
+        assert_close_to_plain(curve, expected(world_size, 1, None))
+    else:
+        assert_same_training(curve, expected(world_size, 1, None))
+
+
+def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
+    longest = max(value.numel() for value in plain.weights.values())
+    assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, VOCABULARY, STEPS)
+    assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
+
+
+def test_late_updates_have_the_bits_of_those_that_wait(tmp_path):
+    at_once = {**HOST, "offload_optimizer": {"device": "cpu", "overlap_step": False}}
+    assert_equal(found(1, tmp_path, **HOST), found(1, tmp_path, **at_once))
+
+
+def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
+    sections = SECTIONS[torch.bfloat16]
+    assert_same_training(found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16))
+
+
+def test_stage_2_trains_as_plain_torch_does(tmp_path):
+    assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
+
+
+@pytest.mark.parametrize("sections", [{}, HOST], ids=["on the device", "offloaded"])
+def test_asynchronous_saves_change_nothing(tmp_path, sections):
+    curve = found(1, tmp_path, saves=True, **sections)
+    assert_equal(curve, found(1, tmp_path, **sections))
+    assert (tmp_path / str(STEPS - 1)).is_dir()
