@@ -336,8 +336,9 @@ def default_timeout() -> timedelta:
 
 
 def group_timeout() -> timedelta:
-    """The timeout of the default process group, whoever made it."""
-    return dist.group.WORLD._get_backend(compute_device()).options._timeout
+    """The timeout of the default process group, whoever made it; our own where its backend does not tell."""
+    options = getattr(dist.group.WORLD._get_backend(compute_device()), "options", None)
+    return default_timeout() if options is None else options._timeout
 
 
 def init_distributed(

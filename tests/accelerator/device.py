@@ -4,7 +4,8 @@ Its memory is the host's, behind torch's PrivateUse1 interface, and every operat
 behaves as badly as a real device may, and says who relies on more:
 
 late        Copies on side streams, copies from and to pinned memory, and collectives run when somebody waits for them, not
-            before. Pinned memory holds NaN until a copy to it is known to be done.
+            before. Pinned memory holds NaN until a copy to it has run. (With several ranks late work also runs when
+            nothing has moved for a while: a device goes on while the host waits for other ranks' hosts.)
 freed       Freed memory holds NaN at once, unless work that may still use it was announced by `record_stream`.
 ordered     Vector clocks check every use of memory. Two streams that use the same bytes, one of them writing, must be
             ordered by an event or by the host. New memory counts as used by the stream that allocates it, as a caching
@@ -31,6 +32,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -96,8 +99,20 @@ def register() -> None:
 
 
 def _collectives(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
+    if world_size > 1:
+        _go_on()
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
     return _simulated().collectives(gloo, int(timeout.total_seconds() * 1000))
+
+
+@functools.cache
+def _go_on() -> None:
+    def forever() -> None:
+        while True:
+            time.sleep(0.1)
+            _simulated().go_on_if_idle()
+
+    threading.Thread(target=forever, name="simulated accelerator", daemon=True).start()
 
 
 def mistakes() -> list[str]:

@@ -30,12 +30,13 @@ def ones() -> torch.Tensor:
 
 
 def side_stream_waits_for_its_source(right: bool) -> None:
-    source, copy = ones(), torch.empty(N, device=device.NAME)
-    with side_stream(waits=right):
+    source, copy, side = ones(), torch.empty(N, device=device.NAME), side_stream(waits=right)
+    with side:
         copy.copy_(source)
+    now().wait_stream(side)
 
 
-def compute_waits_for_the_side_stream(right: bool) -> torch.Tensor:
+def compute_waits_for_the_side_stream(right: bool) -> None:
     source, copy, side = ones(), torch.zeros(N, device=device.NAME), side_stream()
     with side:
         copy.copy_(source)
@@ -53,6 +54,7 @@ def source_is_not_overwritten_early(right: bool) -> None:
     if right:
         now().wait_stream(side)
     source.zero_()
+    now().wait_stream(side)
 
 
 def freed_memory_is_recorded(right: bool) -> None:
