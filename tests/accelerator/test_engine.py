@@ -5,6 +5,7 @@ square roots: there the numbers are plain torch's up to rounding, and the same b
 it moves.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -195,24 +196,29 @@ def collectives_are_not_awaited() -> None:
     comm.Pending._wait_for_works = lambda self: None
 
 
-def with_mistake(rank: int, world_size: int, folder: str, prepare: Prepare) -> list[str]:
-    prepare()
+def with_mistake(rank: int, world_size: int, folder: str, prepare: Prepare) -> tuple[list[str], list[float]]:
     engine = engine_with(folder, HOST)
-    for batch in data_on_device()[:2]:
-        step(engine, split(batch, world_size)[rank : rank + 1])
+    prepare()
+    losses = []
+    for batch in data_on_device()[:3]:
+        losses += step(engine, split(batch, world_size)[rank : rank + 1])
     torch.accelerator.synchronize()
-    return device.mistakes()
+    return device.mistakes(), losses
 
 
-@pytest.mark.parametrize(
-    "world_size, prepare, expected",
-    [
-        (1, gradients_are_not_awaited, "pinned memory"),
-        (1, gradients_leave_too_early, "nothing orders them"),
-        (1, weights_come_too_early, "nothing orders them"),
-        (2, collectives_are_not_awaited, "nothing orders them"),
-    ],
-)
-def test_a_mistake_in_the_engine_is_found(tmp_path, world_size, prepare, expected):
-    texts = run_on(world_size, with_mistake, str(tmp_path), prepare, simulated=True)[0]
-    assert [text for text in texts if expected in text], texts
+RACES = [
+    (1, gradients_leave_too_early),
+    (1, weights_come_too_early),
+    (2, collectives_are_not_awaited),
+]
+
+
+@pytest.mark.parametrize("world_size, prepare", RACES)
+def test_a_missing_wait_in_the_engine_is_found(tmp_path, world_size, prepare):
+    texts, _ = run_on(world_size, with_mistake, str(tmp_path), prepare, simulated=True)[0]
+    assert [text for text in texts if "nothing orders them" in text], texts
+
+
+def test_a_host_that_does_not_wait_for_gradients_computes_with_nan(tmp_path):
+    _, losses = run_on(1, with_mistake, str(tmp_path), gradients_are_not_awaited, simulated=True)[0]
+    assert not all(math.isfinite(loss) for loss in losses), losses
