@@ -7,6 +7,21 @@
 
 namespace {
 
+struct Started : c10d::Work {
+  Point end;
+  explicit Started(Point end) : end(std::move(end)) {}
+  bool wait(std::chrono::milliseconds) override {
+    Guarded guard(state);
+    streams[current].join(end);
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  bool isCompleted() override {
+    Guarded guard(state);
+    return is_done(end);
+  }
+};
+
 // One process runs all its collectives in the order of their launch: else ranks that wait for them in another order, as
 // threads may, would block each other where hardware runs two communicators at a time.
 Clock before_collectives;

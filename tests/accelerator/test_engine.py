@@ -39,8 +39,6 @@ from zero.checkpoint.background import wait_for_background_saves
 from zero.device import new_stream
 from zero.offload import tiers
 
-pytestmark = pytest.mark.skipif(bool(device.why_not()), reason=device.why_not())
-
 STEPS = 5
 # Changes something in the process before the engine is made.
 Prepare = Callable[[], None]
