@@ -146,15 +146,18 @@ def fork_ranks(
     return subprocess.CompletedProcess(command, code, stdout, stderr)
 
 
-def run_on(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_on(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, simulated: bool = False
+) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank of a gloo group; the results in order of rank.
 
+    `simulated`: each rank has the accelerator of `tests.accelerator.device`, and its group that one's backend as well.
     `fn` is a function at the top level of a module. Raises `RuntimeError` with the first failing rank's traceback, or
     `TimeoutError` naming the ranks not done after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
-        request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd()}
+        request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd(), "simulated": simulated}
         code, stdout, stderr = _ask("tests", request, Path(folder), timeout)
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
@@ -304,8 +307,12 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     """Call the function of `run_on`, and write down its result."""
     folder, world_size = Path(request["folder"]), request["ranks"]
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False)
-    limit = timedelta(seconds=request["timeout"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    limit, backend = timedelta(seconds=request["timeout"]), "gloo"
+    if request["simulated"]:
+        device = importlib.import_module("tests.accelerator.device")
+        device.register()
+        backend = f"cpu:gloo,{device.NAME}:{device.BACKEND}"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     fn, args = pickle.loads((folder / "task").read_bytes())

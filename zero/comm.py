@@ -299,8 +299,9 @@ def default_timeout() -> timedelta:
 
 
 def group_timeout() -> timedelta:
-    """The timeout of the default process group, made by the engine or by the script."""
-    return dist.group.WORLD._get_backend(compute_device()).options._timeout
+    """The timeout of the default process group, made by the engine or by the script; else `default_timeout`."""
+    options = getattr(dist.group.WORLD._get_backend(compute_device()), "options", None)
+    return default_timeout() if options is None else options._timeout
 
 
 def init_distributed(

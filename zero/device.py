@@ -93,24 +93,24 @@ def _of_container(name: str, line: str = "") -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def can_pin() -> bool:
-    """Whether `pin` can work on this machine: only CUDA can register existing memory."""
-    return torch.cuda.is_available()
+def can_register() -> bool:
+    """Whether `pin` can work on this machine: CUDA and ROCm can register existing memory."""
+    return torch.accelerator.is_available() and hasattr(torch.get_device_module(), "cudart")
 
 
 def pin(address: int, nbytes: int) -> int:
-    """Page-lock memory for copies to the accelerator. Returns 0, or CUDA's error code."""
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    """Page-lock memory for copies to the accelerator. Returns 0, or the runtime's error code."""
+    code = int(torch.get_device_module().cudart().cudaHostRegister(address, nbytes, 0))
     if code != 0:
         # CUDA raises the error of a failed call at the next launch of a kernel. So launch one here.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")
+            torch.ones(1, device=torch.accelerator.current_accelerator())
     return code
 
 
 def unpin(address: int, memory: mmap.mmap) -> None:
     """Undo `pin`. `memory` is an argument so that it is unmapped after this."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+    torch.get_device_module().cudart().cudaHostUnregister(address)
 
 
 # -- random numbers

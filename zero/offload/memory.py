@@ -24,8 +24,8 @@ PAGE = max(4096, mmap.ALLOCATIONGRANULARITY)
 class HostMemory:
     """Buffers in page-aligned host memory. A buffer is used again when no tensor refers to it any more.
 
-    With `pin` and a GPU the memory is registered with CUDA. If that fails, it is pageable, and one warning says so.
-    CUDA's own allocator does not know these buffers: wait for asynchronous copies before a buffer is dropped.
+    With `pin` and an accelerator the memory is pinned, see `new_block`. No allocator waits for copies from and to
+    these buffers: synchronize with them before a buffer is dropped.
     """
 
     def __init__(self, pin: bool = False):
@@ -52,11 +52,17 @@ _pins = True
 
 
 def new_block(size: int, pin: bool) -> memoryview:
-    """Page-aligned memory of `size` bytes, a multiple of `PAGE`; `pin`: registered with CUDA if it can be."""
+    """Page-aligned memory of `size` bytes, a multiple of `PAGE`; `pin`: pinned, where there is an accelerator.
+
+    It is registered with CUDA or ROCm; where that fails, one warning, and it is pageable. Elsewhere it is torch's.
+    """
     global _pins
+    if pin and torch.accelerator.is_available() and not device.can_register():
+        pinned = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True).numpy()
+        return memoryview(pinned)[-pinned.ctypes.data % PAGE :][:size]
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block = memoryview(memory)
-    if pin and _pins and device.can_pin():
+    if pin and _pins and device.can_register():
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         code = device.pin(address, size)
         if code == 0:

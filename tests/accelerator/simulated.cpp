@@ -1,0 +1,245 @@
+// A pretend accelerator in host memory, for tests: its operators, and what Python sees of it. What it models, and what
+// not, is said in device.py.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/view_native.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/library.h>
+
+#include "collectives.h"
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
+
+namespace {
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   dtype.value_or(at::get_default_dtype_as_scalartype()), format);
+}
+
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, &device_memory,
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           dtype.value_or(at::get_default_dtype_as_scalartype()));
+}
+
+// What this stream launched and waits for has run, so that a kernel may read it.
+void run_what_is_needed() { run_late(point_of(current).needs); }
+
+// From pinned memory, to it, or between tensors of the device: late. From the default stream a copy to pinned memory
+// has read its source, but not written yet: so later kernels need not wait for it.
+void copy_late(const Tensor& from, const Tensor& to, const std::string& what) {
+  bool out = !on_device(to), in = !on_device(from), snapshot = out && current == kDefault;
+  Range source = range_of(from), target = range_of(to);
+  if (in || out) run_what_touches(in ? source : target);
+  if (snapshot) run_what_is_needed();
+  Tensor a = on_host(from), b = on_host(to);
+  if (snapshot) a = a.clone();
+  Guarded guard(state);
+  begin(current, what, {from}, {to});
+  // Who reads too early reads this.
+  if (out && to.is_contiguous()) memset((void*)target.low, 0xFF, target.high - target.low);
+  if (in) {
+    auto content = std::string((char*)source.low, source.high - source.low);
+    loans.push_back({{source, current, streams[current].before.at(current), false, what}, std::move(content)});
+  }
+  enqueue(current, !snapshot, {source, target}, [a, b] { b.copy_(a); });
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  bool in = !on_device(from), out = !on_device(to);
+  std::string what = in ? "a copy from the host" : out ? "a copy to the host" : "a copy";
+  bool is_late = in || out ? non_blocking && is_pinned((in ? from : to).const_data_ptr()) : current != kDefault;
+  if (!to.numel()) return to;
+  if (is_late) {
+    copy_late(from, to, what);
+    return to;
+  }
+  run_what_is_needed();
+  if (in || out) run_what_touches(range_of(in ? from : to));
+  {
+    Guarded guard(state);
+    begin(current, what, {from}, {to});
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  on_host(to).copy_(on_host(from));
+  if (in || out) wait_on_host(point_of(current));
+  return to;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  at::native::resize_(to, from.sizes());
+  return copy_from(from, to, false);
+}
+
+at::Scalar local_scalar(const Tensor& tensor) {
+  {
+    Guarded guard(state);
+    begin(current, "item", {tensor}, {});
+  }
+  wait_on_host(point_of(current));
+  return at::_local_scalar_dense(on_host(tensor));
+}
+
+void record_stream(Tensor& tensor, c10::Stream stream) {
+  device_memory.recordStream(tensor.storage().data_ptr(), stream);
+}
+
+// 0 is the one made of plain operators.
+int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
+                         std::optional<double>, bool) {
+  return 0;
+}
+
+// One call of an operator's kernel for the CPU, on the memory of tensors of the device.
+struct Call {
+  const c10::FunctionSchema& schema;
+  torch::jit::Stack& stack;
+  size_t first;  // of the arguments in the stack
+  std::vector<c10::IValue> given;
+  std::vector<Tensor> reads, writes, stand_ins, originals;
+
+  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : schema(op.schema()), stack(stack), first(stack.size() - schema.arguments().size()),
+        given(stack.begin() + (int64_t)first, stack.end()) {
+    for (size_t i = 0; i < given.size(); i++) {
+      auto* alias = schema.arguments()[i].alias_info();
+      stack[first + i] = argument(given[i], alias && alias->isWrite());
+    }
+  }
+
+  c10::IValue argument(const c10::IValue& value, bool writes) {
+    if (value.isTensor()) return stand_in(value.toTensor(), writes);
+    if (value.isDevice()) return c10::Device(at::kCPU);
+    if (value.isTensorList()) {
+      c10::List<Tensor> list;
+      for (const Tensor& each : value.toTensorVector()) list.push_back(stand_in(each, writes));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<Tensor>> list;
+      for (const std::optional<Tensor>& each : value.toOptionalTensorVector())
+        list.push_back(each ? std::optional<Tensor>(stand_in(*each, writes)) : each);
+      return list;
+    }
+    return value;
+  }
+
+  Tensor stand_in(const Tensor& tensor, bool is_written) {
+    if (!on_device(tensor)) return tensor;
+    (is_written ? writes : reads).push_back(tensor);
+    // What an `out` without elements becomes is the kernel's to say.
+    bool to_be_sized = is_written && !tensor.numel();
+    auto made = to_be_sized ? at::empty({0}, at::TensorOptions().dtype(tensor.dtype())) : on_host(tensor);
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    originals.push_back(tensor);
+    stand_ins.push_back(made);
+    return made;
+  }
+
+  // Replaces what the kernel returned by tensors of the device; whether there was anything else than tensors.
+  bool take_results() {
+    bool values = false;
+    size_t count = schema.returns().size(), at = stack.size() - count;
+    for (size_t i = 0; i < count; i++) {
+      auto& slot = stack[at + i];
+      if (slot.isTensor()) {
+        slot = result(slot.toTensor());
+      } else if (slot.isTensorList()) {
+        c10::List<Tensor> list;
+        for (const Tensor& each : slot.toTensorVector()) list.push_back(result(each));
+        slot = list;
+      } else {
+        values = values || !slot.isNone();
+      }
+    }
+    return values;
+  }
+
+  Tensor result(const Tensor& made) {
+    if (!made.defined() || on_device(made)) return made;
+    for (size_t i = 0; i < stand_ins.size(); i++) {
+      if (made.is_same(stand_ins[i])) {
+        if (originals[i].sizes() != made.sizes()) fill(at::native::resize_(originals[i], made.sizes()), made);
+        return originals[i];
+      }
+      if (made.numel() && made.storage().data() == stand_ins[i].storage().data())  // a view
+        return at::native::as_strided_tensorimpl(originals[i], made.sizes(), made.strides(),
+                                                 originals[i].storage_offset() + made.storage_offset());
+    }
+    auto kept = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, {}, {});
+    fill(kept, made);
+    return kept;
+  }
+
+  void fill(const Tensor& kept, const Tensor& made) {
+    on_host(kept).copy_(made);
+    Guarded guard(state);
+    begin(current, schema.name(), {}, {kept});
+  }
+};
+
+void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  run_what_is_needed();
+  Call call(op, *stack);
+  {
+    Guarded guard(state);
+    begin(current, call.schema.name(), call.reads, call.writes);
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  if (call.take_results()) wait_on_host(point_of(current));
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", local_scalar);
+  library.impl("record_stream", record_stream);
+  library.impl("_fused_sdp_choice", choose_attention);
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("view", at::native::view);
+  library.impl("_reshape_alias", at::native::_reshape_alias);
+  library.impl("resize_", at::native::resize_);
+  library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  library.impl("set_.source_Storage", at::native::set_);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(simulated, module) {
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  using released = pybind11::call_guard<pybind11::gil_scoped_release>;
+  module.def("collectives", [](c10::intrusive_ptr<c10d::Backend> gloo, int64_t milliseconds) {
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Collectives>(gloo, milliseconds));
+  });
+  module.def("register_memory", &register_memory, released());
+  module.def("unregister_memory", &unregister_memory, released());
+  module.def("go_on_if_idle", &go_on_if_idle, released());
+  module.def("pending", [] { return late.size(); }, released());
+  module.def("mistakes", [] {
+    Guarded guard(state);
+    settle_loans([](const Loan&) { return false; });
+    auto found = std::move(mistakes);
+    mistakes.clear();
+    return found;
+  }, released());
+  module.def("set_limit", [](size_t bytes) { limit = bytes; }, released());
+}

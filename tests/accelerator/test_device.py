@@ -1,0 +1,184 @@
+"""The simulated accelerator finds each kind of mistake that it is there for, and none in the same code done right."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.accelerator import device
+from tests.processes import run_on
+
+N = 1000
+
+
+def now() -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+def side_stream(waits: bool = True) -> torch.Stream:
+    side = torch.Stream(device.NAME)
+    if waits:
+        side.wait_stream(now())
+    return side
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(N, device=device.NAME)
+
+
+def side_stream_waits_for_its_source(right: bool) -> None:
+    source, copy, side = ones(), torch.empty(N, device=device.NAME), side_stream(waits=right)
+    with side:
+        copy.copy_(source)
+    now().wait_stream(side)
+
+
+def compute_waits_for_the_side_stream(right: bool) -> None:
+    source, copy, side = ones(), torch.zeros(N, device=device.NAME), side_stream()
+    with side:
+        copy.copy_(source)
+    if right:
+        now().wait_stream(side)
+    result = copy + 1
+    assert result[0].item() == (2 if right else 1), "the copy is late"
+    now().wait_stream(side)
+
+
+def source_is_not_overwritten_early(right: bool) -> None:
+    source, side = ones(), side_stream()
+    with side:
+        source.clone()
+    if right:
+        now().wait_stream(side)
+    source.zero_()
+    now().wait_stream(side)
+
+
+def freed_memory_is_recorded(right: bool) -> None:
+    source, target, side = ones(), torch.empty(N, pin_memory=True), side_stream()
+    with side:
+        target.copy_(source, non_blocking=True)
+    if right:
+        source.record_stream(side)
+    del source
+    side.synchronize()
+    assert target.isnan().all().item() is not right
+    assert (target == 1).all().item() is right
+
+
+def new_memory_is_used_in_order(right: bool) -> None:
+    """It may be memory that the default stream has just given back."""
+    side = side_stream()
+    fresh = torch.empty(N, device=device.NAME)
+    if right:
+        side.wait_stream(now())
+    with side:
+        fresh.fill_(1)
+    now().wait_stream(side)
+
+
+def pinned_memory_is_not_reused_early(right: bool) -> None:
+    source = torch.ones(N, pin_memory=True)
+    target = torch.empty(N, device=device.NAME)
+    target.copy_(source, non_blocking=True)
+    if right:
+        now().synchronize()
+    source.fill_(2)
+    now().synchronize()
+
+
+def registered_memory_is_not_given_back_early(right: bool) -> None:
+    source = torch.ones(N)
+    device.cudart().cudaHostRegister(source.data_ptr(), source.nbytes, 0)
+    target = torch.empty(N, device=device.NAME)
+    target.copy_(source, non_blocking=True)
+    if right:
+        now().synchronize()
+    device.cudart().cudaHostUnregister(source.data_ptr())
+    assert not source.is_pinned()
+
+
+def gathered_values_are_waited_for(right: bool) -> None:
+    shard, full = ones(), torch.zeros(N, device=device.NAME)
+    work = dist.all_gather_single(full, shard, async_op=True)
+    if right:
+        work.wait()
+    assert full.sum().item() == (N if right else 0), "collectives are late"
+    work.wait()
+
+
+CASES: list[tuple[Callable[[bool], None], str]] = [
+    (side_stream_waits_for_its_source, "nothing orders them"),
+    (compute_waits_for_the_side_stream, "nothing orders them"),
+    (source_is_not_overwritten_early, "nothing orders them"),
+    (freed_memory_is_recorded, "there was no record_stream"),
+    (new_memory_is_used_in_order, "an earlier use of that memory"),
+    (pinned_memory_is_not_reused_early, "changed pinned memory before it knew"),
+    (registered_memory_is_not_given_back_early, "pinned memory is given back before"),
+    (gathered_values_are_waited_for, "nothing orders them"),
+]
+
+
+def found_in_each(rank: int, world_size: int) -> list[tuple[list[str], list[str]]]:
+    found = []
+    for case, _ in CASES:
+        of_case = []
+        for right in (True, False):
+            case(right)
+            torch.accelerator.synchronize()
+            of_case.append(device.mistakes())
+        found.append(tuple(of_case))
+    return found
+
+
+def test_each_planted_mistake_is_found():
+    found = run_on(1, found_in_each, simulated=True)[0]
+    for (case, expected), (in_right_code, in_wrong_code) in zip(CASES, found, strict=True):
+        assert in_right_code == [], case.__name__
+        assert [text for text in in_wrong_code if expected in text], (case.__name__, in_wrong_code)
+
+
+def read_before_the_event(rank: int, world_size: int) -> None:
+    """On a side stream and on the default one: a host that reads before the event finds no values."""
+    for stream in (now(), side_stream()):
+        host = torch.zeros(N, pin_memory=True)
+        with stream:
+            host.copy_(ones(), non_blocking=True)
+            event = now().record_event()
+        assert host.isnan().all(), "read too early"
+        assert device.pending() > 0
+        event.synchronize()
+        assert (host == 1).all()
+    polled = side_stream()
+    with polled:
+        host.copy_(ones(), non_blocking=True)
+    event = polled.record_event()
+    assert not event.query(), "nothing has run yet"
+    while not event.query():  # a host that asks again and again comes to an end
+        pass
+    assert (host == 1).all() and device.mistakes() == []
+
+
+def test_a_host_that_reads_before_the_event_finds_nan():
+    run_on(1, read_before_the_event, simulated=True)
+
+
+def memory(rank: int, world_size: int) -> None:
+    free, total = torch.accelerator.get_memory_info()
+    held = torch.empty(1 << 20, dtype=torch.uint8, device=device.NAME)
+    assert torch.accelerator.get_memory_info() == (free - held.nbytes, total)
+    assert torch.accelerator.memory_allocated() == torch.accelerator.max_memory_allocated() >= held.nbytes
+    storage = held.untyped_storage()
+    storage.resize_(0)
+    assert torch.accelerator.get_memory_info() == (free, total)
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() == total - free
+    with pytest.raises(RuntimeError, match="memory was freed"):
+        held.add_(1)
+    with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
+        torch.empty(total + 1, dtype=torch.uint8, device=device.NAME)
+
+
+def test_memory_is_counted_and_ends():
+    run_on(1, memory, simulated=True)

@@ -1,0 +1,222 @@
+"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain torch on it.
+
+Without offload the updates are torch's own, and so are the bits. What is offloaded is updated by `cpu_adam`, with exact
+square roots: there the numbers are plain torch's up to rounding, and the same bits wherever state lies and however late
+it moves.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+import zero
+from tests.accelerator import device
+from tests.dist.training import (
+    Batch,
+    Curve,
+    assert_equal,
+    assert_same_training,
+    curve_on,
+    ds_config,
+    relative,
+    split,
+    start,
+    step,
+    train_in_slices,
+    train_zero,
+)
+from tests.parity.models import VOCABULARY, batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_mixed_precision import SECTIONS
+from tests.parity.test_offload import BOTH, NVME
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero import comm
+from zero.checkpoint.background import wait_for_background_saves
+from zero.device import new_stream
+from zero.offload import tiers
+
+STEPS = 5
+# Changes something in the process before the engine is made.
+Prepare = Callable[[], None]
+
+
+def model_on_device() -> torch.nn.Module:
+    return build("t5").to(device.NAME)
+
+
+def data_on_device() -> list[Batch]:
+    return [{name: value.to(device.NAME) for name, value in batch.items()} for batch in batches("t5", STEPS)]
+
+
+def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
+    curve = train_in_slices(model_on_device(), data_on_device(), ranks, accumulation, dtype=dtype)
+    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
+    assert device.mistakes() == []
+    return curve
+
+
+def engine_with(folder: str, sections: dict, accumulation: int = 1, saves: bool = False) -> zero.ZeroEngine:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    sections = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in sections.items()}
+    config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
+    config["checkpoint"] = {"async_save": saves}
+    engine, _ = start(model_on_device(), config)
+    assert engine.comm.device == torch.device(device.NAME, 0)
+    return engine
+
+
+def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulation: int, prepare: Prepare) -> Curve:
+    prepare()
+    engine = engine_with(folder, sections, accumulation)
+    curve = train_zero(engine, data_on_device())
+    engine.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return curve
+
+
+def as_it_is() -> None:
+    """The engine and the device as they are."""
+
+
+@cache
+def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
+    return curve_on(1, plain, ranks, accumulation, dtype, simulated=True)
+
+
+def found(
+    world_size: int, folder: object, accumulation: int = 1, prepare: Prepare = as_it_is, **sections: object
+) -> Curve:
+    return curve_on(world_size, sharded, str(folder), sections, accumulation, prepare, simulated=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stage_3_trains_as_plain_torch_does(tmp_path, world_size):
+    assert_same_training(found(world_size, tmp_path), expected(world_size, 1, None))
+
+
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+OFFLOADS = {
+    "optimizer": {"offload_optimizer": {"device": "cpu"}},
+    "parameters": {"offload_param": {"device": "cpu"}},
+    "both": HOST,
+    "both, pageable": {name: section | {"pin_memory": False} for name, section in HOST.items()},
+    "files": {"offload_param": NVME, "offload_optimizer": {"device": "nvme", **BOTH}},
+}
+RUNS = [(1, "optimizer"), (1, "parameters"), (1, "both, pageable"), (1, "files"), (2, "both"), (2, "files")]
+
+
+@pytest.mark.parametrize("world_size, case", RUNS)
+def test_offload_is_free_of_mistakes_and_changes_nothing(tmp_path, world_size, case):
+    curve = found(world_size, tmp_path, **OFFLOADS[case])
+    if "offload_optimizer" in OFFLOADS[case]:
+        assert_close_to_plain(curve, expected(world_size, 1, None))
+    else:
+        assert_same_training(curve, expected(world_size, 1, None))
+
+
+def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
+    longest = max(value.numel() for value in plain.weights.values())
+    assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, VOCABULARY, STEPS)
+    assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
+
+
+def test_late_updates_have_the_bits_of_those_that_wait(tmp_path):
+    at_once = {**HOST, "offload_optimizer": {"device": "cpu", "overlap_step": False}}
+    assert_equal(found(1, tmp_path, **HOST), found(1, tmp_path, **at_once))
+
+
+def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
+    sections = SECTIONS[torch.bfloat16]
+    assert_same_training(found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16))
+
+
+def test_stage_2_trains_as_plain_torch_does(tmp_path):
+    assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
+
+
+def without_registration() -> None:
+    """A device that has no call to pin memory that is there: torch's own pinned allocator serves."""
+    del device.cudart
+
+
+def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
+    assert_equal(found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST))
+
+
+def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list[float], list[float]]:
+    """Losses with an asynchronous save after each step, and those of the last steps again, from a save before them."""
+    engine, losses = engine_with(folder, sections, saves=True), []
+    for number, batch in enumerate(data_on_device()):
+        losses += step(engine, [batch])
+        engine.save_checkpoint(folder, tag=str(number))
+    wait_for_background_saves()
+    engine.destroy()
+    again = engine_with(folder, sections)
+    again.load_checkpoint(folder, tag="1")
+    repeated = [loss for batch in data_on_device()[2:] for loss in step(again, [batch])]
+    again.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return losses, repeated
+
+
+@pytest.mark.parametrize("sections", [{}, HOST], ids=["on the device", "offloaded"])
+def test_asynchronous_saves_hold_their_step_and_change_nothing(tmp_path, sections):
+    losses, repeated = run_on(1, saved_on_the_way, str(tmp_path), sections, simulated=True)[0]
+    assert [losses] == [[loss for of_step in found(1, tmp_path, **sections).losses for loss in of_step]]
+    assert repeated == losses[2:]
+
+
+# -- mistakes in the engine
+
+
+def gradients_are_not_awaited() -> None:
+    """The host's Adam reads gradients that may be on their way."""
+    tiers._Arrival.__init__ = lambda self, event: setattr(self, "wait", lambda: None)
+
+
+def gradients_leave_too_early() -> None:
+    """The stream that copies gradients out waits for another stream than the one that computes them."""
+    tiers.compute_stream = new_stream
+
+
+def weights_come_too_early() -> None:
+    """The stream that copies weights in, and the one that uses them, do not wait for each other."""
+    comm.compute_stream = new_stream
+
+
+def collectives_are_not_awaited() -> None:
+    comm.Pending._wait_for_works = lambda self: None
+
+
+def with_mistake(rank: int, world_size: int, folder: str, prepare: Prepare) -> tuple[list[str], list[float]]:
+    engine = engine_with(folder, HOST)
+    prepare()
+    losses = []
+    for batch in data_on_device()[:3]:
+        losses += step(engine, split(batch, world_size)[rank : rank + 1])
+    torch.accelerator.synchronize()
+    return device.mistakes(), losses
+
+
+RACES = [
+    (1, gradients_leave_too_early),
+    (1, weights_come_too_early),
+    (2, collectives_are_not_awaited),
+]
+
+
+@pytest.mark.parametrize("world_size, prepare", RACES)
+def test_a_missing_wait_in_the_engine_is_found(tmp_path, world_size, prepare):
+    texts, _ = run_on(world_size, with_mistake, str(tmp_path), prepare, simulated=True)[0]
+    assert [text for text in texts if "nothing orders them" in text], texts
+
+
+def test_a_host_that_does_not_wait_for_gradients_computes_with_nan(tmp_path):
+    _, losses = run_on(1, with_mistake, str(tmp_path), gradients_are_not_awaited, simulated=True)[0]
+    assert not all(math.isfinite(loss) for loss in losses), losses
