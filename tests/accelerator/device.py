@@ -1,11 +1,11 @@
 """A simulated accelerator: the device "sim" for torch on a machine that has none, and its collectives, "simccl".
 
-Its memory is the host's, behind torch's PrivateUse1 interface, and every operator is the CPU's kernel on that memory. It
-behaves as badly as a real device may, and says who relies on more:
+Its memory is the host's, behind torch's PrivateUse1 interface, and every operator is the CPU's kernel on that memory.
+It behaves as badly as a real device may, and says who relies on more:
 
-late        Copies on side streams, copies from and to pinned memory, and collectives run when somebody waits for them, not
-            before. Pinned memory holds NaN until a copy to it has run. (With several ranks late work also runs when
-            nothing has moved for a while: a device goes on while the host waits for other ranks' hosts.)
+late        Copies on side streams, copies from and to pinned memory, and collectives run when somebody waits for them,
+            not before. Pinned memory holds NaN until a copy to it has run. (With several ranks late work also runs
+            when nothing has moved for a while: a device goes on while the host waits for other ranks' hosts.)
 freed       Freed memory holds NaN at once, unless work that may still use it was announced by `record_stream`.
 ordered     Vector clocks check every use of memory. Two streams that use the same bytes, one of them writing, must be
             ordered by an event or by the host. New memory counts as used by the stream that allocates it, as a caching
@@ -65,7 +65,8 @@ def build() -> Path:
     command = [compiler(), "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{_HEADERS}"]
     command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    key = hashlib.sha256(repr((command, torch.__version__)).encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
+    key = hashlib.sha256(repr((command, torch.__version__, sources)).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"zero-simulated-accelerator-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from tests.accelerator import device
 from tests.processes import run_on
 
-pytestmark = pytest.mark.skipif(bool(device.why_not()), reason=device.why_not())
-
 N = 1000
 
 

@@ -5,11 +5,14 @@ square roots: there the numbers are plain torch's up to rounding, and the same b
 it moves.
 """
 
+import math
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
 
+import zero
 from tests.accelerator import device
 from tests.dist.training import (
     Batch,
@@ -19,7 +22,9 @@ from tests.dist.training import (
     curve_on,
     ds_config,
     relative,
+    split,
     start,
+    step,
     train_in_slices,
     train_zero,
 )
@@ -27,12 +32,16 @@ from tests.parity.models import VOCABULARY, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.parity.test_offload import BOTH, NVME
+from tests.processes import run_on
 from tests.tolerance import rounding
+from zero import activations, comm
+from zero.checkpoint.background import wait_for_background_saves
+from zero.device import new_stream
 from zero.offload import tiers
 
-pytestmark = pytest.mark.skipif(bool(device.why_not()), reason=device.why_not())
-
 STEPS = 5
+# Changes something in the process before the engine is made.
+Prepare = Callable[[], None]
 
 
 def model_on_device() -> torch.nn.Module:
@@ -50,25 +59,28 @@ def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torc
     return curve
 
 
-def sharded(rank: int, world_size: int, folder: str, accumulation: int, sections: dict, saves: bool) -> Curve:
+def engine_with(folder: str, sections: dict, accumulation: int = 1, saves: bool = False) -> zero.ZeroEngine:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     sections = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in sections.items()}
     config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
     config["checkpoint"] = {"async_save": saves}
     engine, _ = start(model_on_device(), config)
     assert engine.comm.device == torch.device(device.NAME, 0)
-    curve = Curve()
-    for number, batch in enumerate(data_on_device()):
-        step = train_zero(engine, [batch])
-        curve.losses += step.losses
-        curve.norms += step.norms
-        curve.weights = step.weights
-        if saves:
-            engine.save_checkpoint(folder, tag=str(number))
+    return engine
+
+
+def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulation: int, prepare: Prepare) -> Curve:
+    prepare()
+    engine = engine_with(folder, sections, accumulation)
+    curve = train_zero(engine, data_on_device())
     engine.destroy()
     torch.accelerator.synchronize()
     assert device.mistakes() == []
     return curve
+
+
+def as_it_is() -> None:
+    """The engine and the device as they are."""
 
 
 @cache
@@ -76,8 +88,10 @@ def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
     return curve_on(1, plain, ranks, accumulation, dtype, simulated=True)
 
 
-def found(world_size: int, folder: object, accumulation: int = 1, saves: bool = False, **sections: object) -> Curve:
-    return curve_on(world_size, sharded, str(folder), accumulation, sections, saves, simulated=True)
+def found(
+    world_size: int, folder: object, accumulation: int = 1, prepare: Prepare = as_it_is, **sections: object
+) -> Curve:
+    return curve_on(world_size, sharded, str(folder), sections, accumulation, prepare, simulated=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -125,8 +139,93 @@ def test_stage_2_trains_as_plain_torch_does(tmp_path):
     assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
 
 
+def without_registration() -> None:
+    """A device that has no call to pin memory that is there: torch's own pinned allocator serves."""
+    del device.cudart
+
+
+def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
+    assert_equal(found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST))
+
+
+def even_the_smallest() -> None:
+    activations.MIN_BYTES = 1
+
+
+def test_activations_on_the_host_change_nothing(tmp_path):
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert_equal(found(1, tmp_path, prepare=even_the_smallest, **HOST, **section), found(1, tmp_path, **HOST))
+
+
+def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list[float], list[float]]:
+    """Losses with an asynchronous save after each step, and those of the last steps again, from a save before them."""
+    engine, losses = engine_with(folder, sections, saves=True), []
+    for number, batch in enumerate(data_on_device()):
+        losses += step(engine, [batch])
+        engine.save_checkpoint(folder, tag=str(number))
+    wait_for_background_saves()
+    engine.destroy()
+    again = engine_with(folder, sections)
+    again.load_checkpoint(folder, tag="1")
+    repeated = [loss for batch in data_on_device()[2:] for loss in step(again, [batch])]
+    again.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return losses, repeated
+
+
 @pytest.mark.parametrize("sections", [{}, HOST], ids=["on the device", "offloaded"])
-def test_asynchronous_saves_change_nothing(tmp_path, sections):
-    curve = found(1, tmp_path, saves=True, **sections)
-    assert_equal(curve, found(1, tmp_path, **sections))
-    assert (tmp_path / str(STEPS - 1)).is_dir()
+def test_asynchronous_saves_hold_their_step_and_change_nothing(tmp_path, sections):
+    losses, repeated = run_on(1, saved_on_the_way, str(tmp_path), sections, simulated=True)[0]
+    assert [losses] == [[loss for of_step in found(1, tmp_path, **sections).losses for loss in of_step]]
+    assert repeated == losses[2:]
+
+
+# -- mistakes in the engine
+
+
+def gradients_are_not_awaited() -> None:
+    """The host's Adam reads gradients that may be on their way."""
+    tiers._Arrival.__init__ = lambda self, event: setattr(self, "wait", lambda: None)
+
+
+def gradients_leave_too_early() -> None:
+    """The stream that copies gradients out waits for another stream than the one that computes them."""
+    tiers.compute_stream = new_stream
+
+
+def weights_come_too_early() -> None:
+    """The stream that copies weights in, and the one that uses them, do not wait for each other."""
+    comm.compute_stream = new_stream
+
+
+def collectives_are_not_awaited() -> None:
+    comm.Pending._wait_for_works = lambda self: None
+
+
+def with_mistake(rank: int, world_size: int, folder: str, prepare: Prepare) -> tuple[list[str], list[float]]:
+    engine = engine_with(folder, HOST)
+    prepare()
+    losses = []
+    for batch in data_on_device()[:3]:
+        losses += step(engine, split(batch, world_size)[rank : rank + 1])
+    torch.accelerator.synchronize()
+    return device.mistakes(), losses
+
+
+RACES = [
+    (1, gradients_leave_too_early),
+    (1, weights_come_too_early),
+    (2, collectives_are_not_awaited),
+]
+
+
+@pytest.mark.parametrize("world_size, prepare", RACES)
+def test_a_missing_wait_in_the_engine_is_found(tmp_path, world_size, prepare):
+    texts, _ = run_on(world_size, with_mistake, str(tmp_path), prepare, simulated=True)[0]
+    assert [text for text in texts if "nothing orders them" in text], texts
+
+
+def test_a_host_that_does_not_wait_for_gradients_computes_with_nan(tmp_path):
+    _, losses = run_on(1, with_mistake, str(tmp_path), gradients_are_not_awaited, simulated=True)[0]
+    assert not all(math.isfinite(loss) for loss in losses), losses

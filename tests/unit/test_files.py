@@ -416,7 +416,7 @@ class Runtime:
 
 def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
     runtime = Runtime(code)
-    monkeypatch.setattr(device, "can_pin", lambda: True)
+    monkeypatch.setattr(device, "can_register", lambda: True)
     monkeypatch.setattr(device, "pin", runtime.pin)
     monkeypatch.setattr(device, "unpin", runtime.unpin)
     return runtime, HostMemory(pin=True)

@@ -1,0 +1,251 @@
+// What torch wants of a device: memory, streams and events, and tensors of it seen as tensors of the host.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "order.h"
+
+namespace {
+
+using at::Tensor;
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+
+// ---- allocators
+
+void give_back(void* memory) {
+  Guarded guard(state);
+  auto found = blocks.find((Address)memory);
+  auto& block = found->second;
+  Range range{found->first, found->first + block.size};
+  loans.erase(
+      std::remove_if(loans.begin(), loans.end(), [&](Loan& loan) { return loan.use.range.overlaps(range); }),
+      loans.end());
+  if (!block.pinned) {
+    live -= block.size;
+    Clock before = streams[block.home].before;
+    before.join(host);
+    bool wrong = false;
+    for (auto& each : block.uses)
+      if (!each.known_to(before) && !block.recorded.count(each.stream)) {
+        wrong = true;
+        mistake("memory of stream " + std::to_string(block.home) + " is freed while " + each.text() +
+                " may still use it: nothing waited for that, and there was no record_stream");
+      }
+    if (wrong || late.empty()) memset(memory, 0xFF, block.size);
+  }
+  blocks.erase(found);
+  graves.push_back({issued, memory});
+  bury();
+}
+
+void* take(size_t size, size_t alignment, bool pinned) {
+  if (!size) return nullptr;
+  Guarded guard(state);
+  TORCH_CHECK_WITH(OutOfMemoryError, pinned || live + size <= limit, "sim out of memory: ", size, " bytes wanted, ",
+                   live, " of ", limit, " are in use");
+  void* memory;
+  if (posix_memalign(&memory, alignment, (size + 511) / 512 * 512)) throw std::bad_alloc();
+  memset(memory, 0xFF, size);
+  auto& block = blocks[(Address)memory] = Block{size, pinned, current};
+  if (!pinned) {
+    live += size;
+    peak = std::max(peak, live);
+    // A caching allocator hands on what tensors of the same stream have used, maybe just now.
+    Range whole{(Address)memory, (Address)memory + size};
+    block.uses.push_back({whole, current, launch(current), true, "an earlier use of that memory"});
+  }
+  return memory;
+}
+
+struct DeviceMemory : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* memory = take(size, 512, false);
+    return {memory, memory, raw_deleter(), c10::Device(kSim, 0)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* memory) { give_back(memory); };
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    Guarded guard(state);
+    if (auto* block = block_at((Address)memory.get())) block->recorded.insert((int)stream.id());
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    Guarded guard(state);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes[0], &stats.reserved_bytes[0]}) {
+      bytes->current = (int64_t)live;
+      bytes->peak = (int64_t)peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {
+    Guarded guard(state);
+    peak = live;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    Guarded guard(state);
+    return {limit - live, limit};
+  }
+};
+
+// As torch's: memory that dies is used again only after the copies from and to it.
+struct PinnedMemory : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* memory = take(size, 4096, true);
+    return {memory, memory, raw_deleter(), c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* memory) { give_back(memory); };
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+};
+
+DeviceMemory device_memory;
+PinnedMemory pinned_memory;
+REGISTER_ALLOCATOR(kSim, &device_memory);
+
+// Memory that was there before is pinned, as by cudaHostRegister.
+void register_memory(Address address, size_t size) {
+  Guarded guard(state);
+  blocks[address] = Block{size, true, kDefault};
+}
+
+void unregister_memory(Address address) {
+  Clock all;
+  {
+    Guarded guard(state);
+    all = everything_late();
+    auto& block = blocks.at(address);
+    Range range{address, address + block.size};
+    for (auto& each : block.uses)
+      if (!each.known_to(host)) mistake("pinned memory is given back before the host knows that " + each.text() + " is done");
+    loans.erase(
+        std::remove_if(loans.begin(), loans.end(), [&](Loan& loan) { return loan.use.range.overlaps(range); }),
+        loans.end());
+    blocks.erase(address);
+  }
+  run_late(all);  // the memory will be unmapped
+}
+
+// ---- streams and events
+
+struct Guard : c10::impl::DeviceGuardImplInterface {
+  c10::Device only() const { return c10::Device(kSim, 0); }
+  c10::Stream numbered(int stream) const { return c10::Stream(c10::Stream::UNSAFE, only(), stream); }
+  c10::DeviceType type() const override { return kSim; }
+  c10::Device exchangeDevice(c10::Device) const override { return only(); }
+  c10::Device getDevice() const override { return only(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Stream getStream(c10::Device) const override { return numbered(current); }
+  c10::Stream getDefaultStream(c10::Device) const override { return numbered(kDefault); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    Guarded guard(state);
+    streams.emplace_back();
+    return numbered((int)streams.size() - 1);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    auto former = numbered(current);
+    current = (int)stream.id();
+    return former;
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Point();
+    *(Point*)*event = point_of((int)stream.id());
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Point*)event; }
+  void block(void* event, const c10::Stream& stream) const override {
+    Guarded guard(state);
+    if (event) streams[stream.id()].join(*(Point*)event);
+  }
+  bool is_over(const Point& point) const {
+    {
+      Guarded guard(state);
+      if (is_done(point)) {
+        host.join(point.before);
+        return true;
+      }
+    }
+    run_late(point.late);  // so a host that asks again and again comes to an end
+    return false;
+  }
+  bool queryEvent(void* event) const override { return !event || is_over(*(Point*)event); }
+  bool queryStream(const c10::Stream& stream) const override { return is_over(point_of((int)stream.id())); }
+  void synchronizeStream(const c10::Stream& stream) const override { wait_on_host(point_of((int)stream.id())); }
+  void synchronizeEvent(void* event) const override {
+    if (event) wait_on_host(*(Point*)event);
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_everything(); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    device_memory.recordStream(memory, stream);
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Hooks : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  void setCurrentDevice(c10::DeviceIndex) const override {}
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  at::Device getDeviceFromPtr(void*) const override { return at::Device(kSim, 0); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    auto* impl = storage.unsafeGetStorageImpl();
+    auto memory = device_memory.allocate(size);
+    if (size_t kept = std::min(size, impl->nbytes())) memcpy(memory.get(), impl->data(), kept);
+    impl->set_data_ptr_noswap(std::move(memory));
+    impl->set_nbytes(size);
+  }
+};
+Hooks hooks;
+
+// ---- tensors
+
+bool on_device(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
+
+Address start_of(const Tensor& tensor) {
+  auto* data = (char*)tensor.storage().data();
+  TORCH_CHECK(data || !tensor.numel(), "a tensor is used whose memory was freed");
+  return (Address)(data ? data + tensor.storage_offset() * tensor.element_size() : nullptr);
+}
+
+Range range_of(const Tensor& tensor) {
+  if (!tensor.numel()) return {0, 0};
+  int64_t extent = 1;
+  for (int64_t i = 0; i < tensor.dim(); i++) extent += (tensor.size(i) - 1) * tensor.stride(i);
+  return {start_of(tensor), start_of(tensor) + extent * tensor.element_size()};
+}
+
+// The same memory as a tensor of the host, which does not keep it.
+Tensor on_host(const Tensor& tensor) {
+  auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
+  return at::from_blob((void*)start_of(tensor), tensor.sizes(), tensor.strides(), [](void*) {}, options);
+}
+
+// The host launches an operation on a stream: what it reads and what it writes.
+void begin(int stream, const std::string& what, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
+  int64_t tick = launch(stream);
+  for (auto& each : reads) use({range_of(each), stream, tick, false, what});
+  for (auto& each : writes) use({range_of(each), stream, tick, true, what});
+}
+
+}  // namespace
