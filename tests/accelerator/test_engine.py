@@ -34,7 +34,7 @@ from tests.parity.test_mixed_precision import SECTIONS
 from tests.parity.test_offload import BOTH, NVME
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero import comm
+from zero import activations, comm
 from zero.checkpoint.background import wait_for_background_saves
 from zero.device import new_stream
 from zero.offload import tiers
@@ -146,6 +146,15 @@ def without_registration() -> None:
 
 def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
     assert_equal(found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST))
+
+
+def even_the_smallest() -> None:
+    activations.MIN_BYTES = 1
+
+
+def test_activations_on_the_host_change_nothing(tmp_path):
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert_equal(found(1, tmp_path, prepare=even_the_smallest, **HOST, **section), found(1, tmp_path, **HOST))
 
 
 def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list[float], list[float]]:

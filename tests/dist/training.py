@@ -170,7 +170,7 @@ def train_in_slices(
 
 def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> dict[str, Any]:
     """A configuration for stage 3; keywords that begin with no section's name belong to `zero_optimization`."""
-    named = ("fp16", "bf16", "optimizer", "scheduler", "communication_data_type")
+    named = ("fp16", "bf16", "optimizer", "scheduler", "communication_data_type", "activation_checkpointing")
     top = {key: value for key, value in sections.items() if key in named}
     stage3 = {key: value for key, value in sections.items() if key not in named}
     return {
