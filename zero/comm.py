@@ -285,11 +285,14 @@ def communicator() -> Communicator:
 
 
 def compute_device() -> torch.device:
-    """This rank's GPU; the CPU if torch sees none, or if an existing process group cannot use it."""
+    """This rank's accelerator. The CPU if torch sees none, or none with collectives, or the process group has not its.
+
+    Apple's MPS has no collectives: gloo, which torch names for it, works on host memory.
+    """
     device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
-    if device is None or (is_initialized() and default_backend(device) not in dist.get_backend()):
+    if device is None or (backend := default_backend(device)) == "gloo":
         return CPU
-    return device
+    return CPU if is_initialized() and backend not in dist.get_backend() else device
 
 
 def default_timeout() -> timedelta:

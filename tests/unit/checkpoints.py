@@ -37,3 +37,10 @@ def load(load_dir: Path, tag: str | None = None) -> int:
     SliceReader(folder, read_manifest(folder)).read({"weights/w": whole(found)})
     (value,) = found.unique().tolist()
     return int(value)
+
+
+def flip(path: Path) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,128 @@
+"""The Trainer's folders: which one a resume takes, and what is set aside or put in order before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.checkpoints import flip, save
+from zero.checkpoint import folder as folders
+from zero.checkpoint import resumable
+from zero.checkpoint.manifest import DamagedCheckpointError
+from zero.checkpoint.resumable import find_resumable
+
+DATA = "rank00000.safetensors"
+
+
+def trainers(output_dir: Path, number: int, ranks: int = 1) -> Path:
+    """What a Trainer leaves behind."""
+    folder = output_dir / f"checkpoint-{number}"
+    save(folder, f"global_step{number}", number, world_size=ranks)
+    torch.save({"last_epoch": 1}, folder / "scheduler.pt")
+    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+        torch.save({"cpu": torch.get_rng_state()}, folder / name)
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+    return folder
+
+
+TRAINER_DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "flipped": flip,
+    "a list": lambda path: path.write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"global_step10/{DATA}"])
+@pytest.mark.parametrize("damage", TRAINER_DAMAGE)
+def test_the_folder_to_resume_from_is_complete_and_intact(name, damage, tmp_path, caplog):
+    good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    assert find_resumable(tmp_path) == damaged and caplog.text == ""
+    TRAINER_DAMAGE[damage](damaged / name)
+    assert find_resumable(tmp_path) == good
+    assert len(caplog.records) == 1 and str(damaged / name) in caplog.text
+
+
+def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
+    good, damaged = trainers(tmp_path, 5, ranks=2), trainers(tmp_path, 10, ranks=2)
+    (damaged / "rng_state_1.pth").unlink()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_resumable(tmp_path) == good
+    monkeypatch.setenv("WORLD_SIZE", "3")  # another number of ranks has no states to go on with
+    assert find_resumable(tmp_path) == damaged
+    assert find_resumable(tmp_path / "nowhere") is None
+
+
+def test_once_sealed_any_change_is_noticed(tmp_path):
+    resumable.seal_later(tmp_path / "checkpoint-10", 1)
+    resumable.seal()  # too early
+    good, folder = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    assert not (folder / resumable.SEAL).exists()
+    resumable.seal()
+    state = folder / "trainer_state.json"
+    assert find_resumable(tmp_path) == folder
+    state.write_text(state.read_text().replace("}", ', "epoch": 2}'))
+    assert find_resumable(tmp_path) == good
+
+
+def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
+    good, half, cut = trainers(tmp_path, 5), tmp_path / "checkpoint-15", trainers(tmp_path, 10)
+    half.mkdir()
+    (cut / "scheduler.pt").unlink()
+    old = trainers(tmp_path, 2)
+    (old / "trainer_state.json").unlink()  # nobody would take it
+    model_only = trainers(tmp_path, 3)
+    resumable.set_incomplete_aside(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
+        "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10", "incomplete-checkpoint-15",
+    ]  # fmt: skip
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "trainer_state.json is missing" in said[0] and "scheduler.pt is missing" in said[1]
+    half.mkdir()
+    resumable.set_incomplete_aside(tmp_path)
+    assert (tmp_path / "incomplete-checkpoint-15-again").is_dir() and good.is_dir() and model_only.is_dir()
+
+
+def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
+    folder = tmp_path / "checkpoint-10"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text('{"global_step": 10}')
+    resumable.set_incomplete_aside(tmp_path)
+    assert folder.is_dir()
+    folders.abandon(folders.begin(folder, "global_step10", 0))  # a save in the background failed
+    resumable.set_incomplete_aside(tmp_path)
+    assert not folder.exists()
+
+
+def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_path):
+    good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
+    resumable.check_named(damaged)
+    (damaged / "trainer_state.json").write_text("[]")
+    with pytest.raises(DamagedCheckpointError, match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$"):
+        resumable.check_named(damaged)
+    copied = damaged.rename(tmp_path / "best")  # nobody knows its step
+    resumable.check_named(copied)
+
+
+def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(tmp_path, monkeypatch, capsys):
+    """A run was killed while the Trainer deleted `checkpoint-5`, which so became the last changed, and at save 20."""
+    monkeypatch.setattr(resumable, "_saved_here", set())
+    old, good, newer, later = (trainers(tmp_path, step) for step in (5, 10, 20, 25))
+    now = time.time()
+    for folder, age in ((good, 50), (newer, 40), (later, 30), (old, 20)):
+        os.utime(folder, (now - age, now - age))
+    (newer / "scheduler.pt").unlink()
+    (tmp_path / "checkpoint-15").mkdir()
+    resumable.seal_later(tmp_path / "checkpoint-15", 1)
+    by_time = sorted(tmp_path.glob("*checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    assert [path.name for path in by_time if path.name != "incomplete-checkpoint-20"] == [
+        "checkpoint-5", "checkpoint-10", "checkpoint-25", "checkpoint-15"
+    ]  # fmt: skip
+    assert "incomplete-checkpoint-20" in capsys.readouterr().err and later.is_dir()
+    monkeypatch.setattr(resumable, "_to_seal", None)
