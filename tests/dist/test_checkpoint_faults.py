@@ -163,7 +163,7 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
     report = reports.send if reports is not None else lambda step: None
     torch.set_num_threads(1)
     store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = ds_config() | {"checkpoint": {"async_save": cycle % 2 == 1}}
