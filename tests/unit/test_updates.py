@@ -2,7 +2,6 @@
 
 import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,23 +54,22 @@ def test_run_updates_in_the_given_order_before_it_returns(updates):
     assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
 
 
-def test_a_unit_that_is_waited_for_comes_next_and_nothing_else_is_waited_for(updates):
+def test_a_unit_that_is_preferred_comes_next_and_nothing_else_is_waited_for(updates):
     shards, seen, gates = [Shard(name) for name in "abcd"], [], defaultdict(threading.Event)
+    begun = threading.Event()
 
     def update(values):
+        begun.set()
         assert gates[values.tile.shard.name].wait(TIMEOUT)
         seen.append(values.tile.shard.name)
         return Pending()
 
     updates.start(tiles_of(shards), State(), update)
-    with ThreadPoolExecutor(1) as pool:
-        # The thread is at a; c is put before b.
-        waiting = pool.submit(updates.wait, shards[2])
-        while not updates._todo or updates._todo[0].shard is not shards[2]:
-            assert not waiting.done()
-        gates["a"].set()
-        gates["c"].set()
-        waiting.result(TIMEOUT)
+    assert begun.wait(TIMEOUT)
+    updates.prefer(shards[2])  # the thread is at a
+    gates["a"].set()
+    gates["c"].set()
+    updates.wait(shards[2])
     assert seen == ["a", "c"]
     gates["b"].set()
     gates["d"].set()

@@ -135,6 +135,11 @@ class Updates:
             )
             work.start()
 
+    def prefer(self, shard: OptimizerShard) -> None:
+        """Update the tiles of `shard` next: somebody needs them."""
+        with self._changed:
+            self._todo = deque(sorted(self._todo, key=lambda tile: tile.shard is not shard))
+
     def wait(self, shard: OptimizerShard | None = None) -> None:
         """Block until `shard` is updated, or everything is; raises the thread's error."""
 
@@ -142,9 +147,9 @@ class Updates:
             return self._failure is not None or not (self._busy if shard is None else self._left[shard])
 
         if not is_over():
+            if shard is not None:
+                self.prefer(shard)
             with self._changed:
-                if shard is not None:
-                    self._todo = deque(sorted(self._todo, key=lambda tile: tile.shard is not shard))
                 self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
