@@ -1,5 +1,6 @@
 """What scripts find under DeepSpeed's names beside the engine: estimates, groups, timers, defaults."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,14 @@ from torch import nn
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from zero import initialize
+from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.config import load_config
-from zero.deepspeed import configuration, estimates, finder, timers
-from zero.deepspeed.checkpoints import convert_zero_checkpoint_to_fp32_state_dict, get_model_ckpt_name_for_rank
+from zero.deepspeed import configuration, estimates, finder, timers, utilities
+from zero.deepspeed.checkpoints import (
+    convert_to_universal,
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_model_ckpt_name_for_rank,
+)
 from zero.errors import UsageError
 from zero.optim.loss_scaler import LossScaler
 
@@ -157,3 +163,46 @@ def test_a_checkpoint_needs_a_folder_and_keeps_the_samples(tmp_path):
         state = load_file(out / name) if safe else torch.load(out / name)
         assert {key: tuple(value.shape) for key, value in state.items()} == {"weight": (1, 2), "bias": (1,)}
     assert get_model_ckpt_name_for_rank(tmp_path, "00") == str(tmp_path / "mp_rank_00_model_states.pt")
+
+
+def load_universal(rank: int, world_size: int, folder: str, weight: torch.Tensor) -> None:
+    config = ds_config(optimizer={"type": "SGD", "params": {"lr": 0.1}}) | {"checkpoint": {"load_universal": True}}
+    engine = initialize(model=nn.Linear(2, 1), config=config)[0]
+    assert engine.load_checkpoint(folder, tag="universal")[0] == f"{folder}/universal"
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert rank or torch.equal(state["weight"], weight)
+
+
+def test_a_checkpoint_converted_to_a_universal_one_loads_on_another_world_size(tmp_path):
+    run_on(1, unnamed, str(tmp_path))
+    args = SimpleNamespace(input_folder=str(tmp_path / "global_step1"), output_folder=str(tmp_path / "universal"))
+    convert_to_universal(args)
+    weight = get_fp32_state_dict_from_zero_checkpoint(tmp_path)["weight"]
+    run_on(2, load_universal, str(tmp_path), weight)
+    args.input_folder = str(tmp_path / "none")
+    with pytest.raises(ValueError, match="none"):
+        convert_to_universal(args)
+
+
+def with_log_level(rank: int, world_size: int) -> None:
+    logger = logging.getLogger("zero")
+    engine = initialize(model=nn.Linear(2, 2), config=ds_config() | {"log_level": "error"})[0]
+    assert engine.log_level() == configuration.get_log_level({"log_level": "Error"}) == "ERROR"
+    assert logger.level == logging.ERROR
+    utilities.set_log_level_from_string("info")
+    assert logger.level == logging.INFO
+
+
+def test_log_level_of_the_configuration_is_the_loggers():
+    run_on(1, with_log_level)
+    with pytest.raises(UsageError, match="log_level"):
+        load_config({"log_level": "loud"})
+
+
+def test_on_device_chooses_device_and_dtype_of_new_tensors():
+    with utilities.OnDevice(torch.bfloat16):
+        weight = nn.Linear(2, 2).weight
+    assert weight.is_meta and weight.dtype == torch.bfloat16
+    with utilities.OnDevice(torch.bfloat16, enabled=False):
+        weight = nn.Linear(2, 2).weight
+    assert not weight.is_meta and weight.dtype == torch.float32

@@ -219,7 +219,6 @@ class SectionsWithoutEffect(Section):
     use_dynamic_tiling: bool = unused(False, "in published configurations, and read nowhere in DeepSpeed")
     memory_breakdown: bool = unused(False, _TORCH_PROFILER)
     dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
-    log_level: str | None = unused(None, "set the level of the logger 'zero'")
     use_data_before_expert_parallelism: bool = unused(False, "there is no expert parallelism")
     datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
     weight_quantization: idle("enabled quantized_initialization post_init_quant q_type q_groups num_bits") = unused(

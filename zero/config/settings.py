@@ -314,11 +314,11 @@ class Config(SectionsWithoutEffect):
     """false: your own call of `step()` ends the accumulation, however many backwards came before."""
     gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
     """Largest global L2 norm of the gradients. 0: no clipping."""
+    log_level: choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") | None = acts(None, "Of the logger `zero`.")
     steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = unused(
         None, "the Trainer reports progress; see logging_steps"
     )
-    wall_clock_breakdown: bool = False
-    """After each step, rank 0 prints the seconds of forward, backward and step, and what they waited for."""
+    wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.
     Default: 0.8 of the process group's timeout."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ from zero.export import copied_state_dict
 # The key in a checkpoint's `client_state` under which scripts describe it for DeepSpeed's universal checkpoints. It is
 # stored like all other keys; every checkpoint here loads on any number of ranks without it.
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+
+
+def convert_to_universal(args: Namespace) -> None:
+    """Make the folder `args.output_folder`, as `ds_to_universal` does, out of the checkpoint `args.input_folder`.
+
+    The files are hard links: every checkpoint here loads on any number of ranks as it is. ValueError if the input is
+    no checkpoint, OSError if the output exists.
+    """
+    read_manifest(Path(args.input_folder))
+    shutil.copytree(args.input_folder, args.output_folder, copy_function=os.link)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:

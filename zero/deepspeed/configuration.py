@@ -15,7 +15,7 @@ from zero.errors import UsageError
 from zero.optim.relocation import STATES
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER = "adagrad", "adam", "adamw", "lion"
-GRADIENT_CLIPPING_DEFAULT = Config().gradient_clipping
+GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT = Config().gradient_clipping, Config().log_level
 
 # The values of `device` in the offload sections, and what `engine.offload_states` takes, as enumerations.
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {name: name for name in ("none", "cpu", "nvme")}, type=str)
@@ -33,6 +33,11 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 def get_gradient_clipping(config: dict[str, Any]) -> float:
     """`gradient_clipping` of a configuration."""
     return load_config(config).gradient_clipping
+
+
+def get_log_level(config: dict[str, Any]) -> str | None:
+    """`log_level` of a configuration."""
+    return load_config(config).log_level
 
 
 def get_bfloat16_config(config: dict[str, Any]) -> BF16Config:

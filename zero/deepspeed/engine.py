@@ -129,6 +129,7 @@ for _name, _key in {
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
+    "log_level": "log_level",
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
     "zero_optimization_stage": "zero_optimization.stage",
@@ -176,6 +177,8 @@ def initialize(
     if not sources:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     settings = load_config(sources[0])
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level)
     comm.init_distributed()
     settings.resolve_batch(comm.get_world_size())
     if comm.get_rank() == 0:

@@ -32,10 +32,11 @@ deepspeed .names __version__=REPORTED_VERSION __version_major__=MAJOR __version_
     __git_hash__=GIT_HASH __git_branch__=GIT_BRANCH
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
-deepspeed .utilities add_config_arguments
+deepspeed .utilities OnDevice add_config_arguments
 deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed.accelerator .accelerator get_accelerator is_current_accelerator_supported
 deepspeed.checkpoint .checkpoints get_model_ckpt_name_for_rank UNIVERSAL_CHECKPOINT_INFO
+deepspeed.checkpoint.ds_to_universal .checkpoints main=convert_to_universal
 deepspeed.checkpoint.constants .checkpoints UNIVERSAL_CHECKPOINT_INFO
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save get_model_ckpt_name_for_rank
 deepspeed.checkpointing {_CHECKPOINTING}
@@ -58,9 +59,9 @@ deepspeed.ops.op_builder .utilities AsyncIOBuilder CPUAdamBuilder CPUAdagradBuil
 deepspeed.runtime.activation_checkpointing.checkpointing {_CHECKPOINTING}
 deepspeed.runtime.base_optimizer .optimizer DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer
 deepspeed.runtime.config .configuration ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DeepSpeedConfig LION_OPTIMIZER
-    get_gradient_clipping
+    get_gradient_clipping get_log_level
 deepspeed.runtime.config_utils .configuration DeepSpeedConfigModel
-deepspeed.runtime.constants .configuration GRADIENT_CLIPPING_DEFAULT
+deepspeed.runtime.constants .configuration GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT
 deepspeed.runtime.engine .engine DeepSpeedEngine
 deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.precision_config .configuration get_bfloat16_config DeepSpeedFP16Config
@@ -93,7 +94,7 @@ deepspeed.runtime.zero.utils zero.errors ZeRORuntimeException=UsageError
 deepspeed.utils {_SAFE}
 deepspeed.utils .leaf get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
     set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
-deepspeed.utils .utilities RepeatingLoader log_dist logger
+deepspeed.utils .utilities OnDevice RepeatingLoader log_dist logger set_log_level_from_string
 deepspeed.utils.groups zero.comm get_data_parallel_group=get_world_group _get_data_parallel_group=get_world_group
     _get_sequence_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
     _get_data_parallel_rank=get_rank _get_sequence_data_parallel_rank=get_rank
@@ -103,7 +104,8 @@ deepspeed.utils.groups .distributed _get_data_parallel_group_ranks _get_sequence
     get_model_parallel_world_size=one get_tensor_model_parallel_world_size=one _get_model_parallel_world_size=one
     _get_sequence_parallel_world_size=one _get_expert_model_parallel_world_size=one get_model_parallel_rank=zero
     get_tensor_model_parallel_rank=zero _get_sequence_parallel_rank=zero _get_broadcast_src_rank=zero
-deepspeed.utils.logging .utilities log_dist logger
+deepspeed.utils.init_on_device .utilities OnDevice
+deepspeed.utils.logging .utilities log_dist logger set_log_level_from_string
 deepspeed.utils.tensor_fragment {_SAFE}
 deepspeed.utils.timer .timers NoopTimer SynchronizedWallClockTimer ThroughputTimer
 deepspeed.utils.torch .utilities register_grad_hook required_torch_version

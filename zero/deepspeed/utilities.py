@@ -81,6 +81,26 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[rank %d] %s", comm.get_rank(), message)
 
 
+def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of `custom_logger`, or of the engine's logger. ValueError for a word that is no level."""
+    (custom_logger or logger).setLevel(log_level.upper())
+
+
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """Context in which new tensors are on `device`, and new floating-point tensors have `dtype`."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log `message` with this process's memory, if `force`d, from rank 0."""
     if force and comm.get_rank() == 0:
