@@ -8,20 +8,11 @@ import sys
 import pytest
 
 from benchmarks.faults_config import GOOD, known_configurations, mutate
+from tests.unit.configurations import errors, zero3
 from zero.config import Config, load_config
 from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS
 from zero.config.reading import _is_misspelt, section_of
 from zero.config.report import announce, report
-
-
-def errors(source):
-    with pytest.raises(ValueError) as caught:
-        load_config(source)
-    return [line.split(": ", 1)[1] for line in str(caught.value).splitlines()]
-
-
-def zero3(**keys):
-    return {"zero_optimization": {"stage": 3, **keys}}
 
 
 def rows(config, **options):
