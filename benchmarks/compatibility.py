@@ -33,6 +33,7 @@ from typing import Any
 import transformers
 from safetensors.torch import load_file
 
+from benchmarks import compatibility_lightning
 from benchmarks.compatibility_data import write_datasets, write_models
 from benchmarks.launch import REPOSITORY
 from tests.processes import fork_ranks
@@ -57,9 +58,9 @@ _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
 class Script:
     """One published script.
 
-    Attributes: package: the distribution it comes with. file: below the package's folder; `examples/...` below the
-    folder of the option `--examples`. arguments: `{data}` stands for the folder of models and data. adapters: what it
-    takes besides to train adapters; None: it cannot. resumes: whether it takes `--resume_from_checkpoint`.
+    Attributes: package: what it needs. file: below the package's folder; `examples/...` below the folder of the option
+    `--examples`; an absolute path is itself. arguments: `{data}` stands for the folder of models and data. adapters:
+    what it takes besides to train adapters; None: it cannot. resumes: whether it takes `--resume_from_checkpoint`.
     """
 
     package: str
@@ -92,7 +93,14 @@ SCRIPTS = {
         _TRL + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12" + _TEACHER,
         resumes=False,
     ),
+    "sentence_transformers/fit": Script(
+        "sentence_transformers",
+        str(REPOSITORY / "examples" / "sentence_transformers_fit.py"),
+        COMMON,
+        adapters=None,
+    ),
 }
+LIGHTNING = "lightning/fit"
 
 
 def find(script: Script, examples: Path | None) -> Path | None:
@@ -229,6 +237,29 @@ def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict
     return {"result": "equal" if worst <= TOLERANCE else "differs", **row}
 
 
+def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
+    """A row for each strategy of `examples/lightning_fit.py`, which is no Trainer's script."""
+    if importlib.util.find_spec("lightning") is None:
+        print(f"{LIGHTNING}: skipped, lightning is not installed", file=sys.stderr)
+        return []
+    rows, reference = [], compatibility_lightning.fit("ddp", data / "lightning_ddp")
+    for stage, method in ((2, "full"), (3, "full"), (3, "full, offload")):
+        if stage not in args.stages:
+            continue
+        row = {"script": LIGHTNING, "version": f"lightning {version('lightning')}", "method": method}
+        row |= {"stage": stage, "launcher": "its own"}
+        strategy = f"deepspeed_stage_{stage}" + ("_offload" if "offload" in method else "")
+        try:
+            found = compatibility_lightning.differences(strategy, data / f"lightning_{strategy}", reference)
+            equal = max(found["loss"], found["resumed"]) <= TOLERANCE
+            row |= {"result": "equal" if equal else "differs", **found}
+        except (RuntimeError, OSError) as error:
+            row |= {"result": "fails", "error": str(error)}
+        rows.append(row)
+        print(show(row), file=sys.stderr, flush=True)
+    return rows
+
+
 def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
     """A row for each method and stage of one script."""
     script, rows = SCRIPTS[name], []
@@ -267,7 +298,7 @@ def _identity(row: dict[str, Any]) -> tuple:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), metavar="SCRIPT")
+    parser.add_argument("--only", nargs="+", choices=[*SCRIPTS, LIGHTNING], metavar="SCRIPT", help="default: all")
     parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
     parser.add_argument("--launcher", choices=("torchrun", "accelerate"), default="torchrun")
     parser.add_argument("--examples", type=Path, help="folder `examples` of TRL's source, for what no wheel contains")
@@ -278,8 +309,8 @@ def main() -> None:
     data = write_inputs(args.folder / "runs")
     table = args.folder / "compatibility.json"
     rows = json.loads(table.read_text()) if table.exists() else []
-    for name in args.only:
-        fresh = rows_of(name, args, data)
+    for name in args.only or [*SCRIPTS, LIGHTNING]:
+        fresh = rows_of_lightning(args, data) if name == LIGHTNING else rows_of(name, args, data)
         made = {_identity(row) for row in fresh}
         rows = [row for row in rows if _identity(row) not in made] + fresh
         table.write_text(json.dumps(rows, indent=2))

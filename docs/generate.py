@@ -23,7 +23,9 @@ _HEAD = """\
 
 This page is made by `python -m docs.generate`. Edit the descriptions in `zero/config/`, not this page.
 
-The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example.
+The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example. `zero explain FILE` says
+what each key of your file does, what `"auto"` becomes, and which keys have no effect. It also says what to change for
+less memory or more speed.
 
 - A misspelt or contradictory key is an error, before any model is built. It names the key, its place and the nearest
   valid key.

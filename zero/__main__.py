@@ -17,6 +17,7 @@ from typing import NoReturn
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe
 from zero.config import load_config
+from zero.config.explain import explain, explain_as_json
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 
@@ -33,6 +34,10 @@ Runs a script as python would, or any command (torchrun, accelerate launch, trl)
 
 Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
 which only environment variables can be given.
+
+       zero explain CONFIG [--json]
+
+Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -59,9 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
             _run(target, rest)
         case ["hook"]:
             print(STARTUP)
-        case ["inspect" | "consolidate" as command, *rest]:
+        case ["inspect" | "consolidate" | "explain" as command, *rest]:
             try:
-                _use_checkpoint(command, rest)
+                _explain(rest) if command == "explain" else _use_checkpoint(command, rest)
             except (ValueError, OSError) as error:
                 _refuse(str(error))
         case [command, *_]:
@@ -113,6 +118,15 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
                 yield value
             elif not following.startswith("-"):
                 yield following
+
+
+def _explain(arguments: list[str]) -> None:
+    parser = ArgumentParser(prog="zero explain", description="Say what each key of a configuration does.")
+    parser.epilog = "Example: zero explain configs/ds_config_zero3.json"
+    parser.add_argument("config", help="the file ds_config.json")
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    options = parser.parse_args(arguments)
+    print(explain_as_json(options.config) if options.json else explain(options.config))
 
 
 def _use_checkpoint(command: str, arguments: list[str]) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger("zero")
 FILE = "zero_config.txt"
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     key: str
     given: str
     effective: str
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     at_default: bool = False
 
 
-_HEADER = _Row("key", "given", "effective", "from", "effect")
+_HEADER = Row("key", "given", "effective", "from", "effect")
 
 
 def option(*names: str) -> str | None:
@@ -72,7 +72,7 @@ def _show(value: Any) -> str:
     return "-" if value is None else json.dumps(value, default=str)
 
 
-def _rows(section: Section, prefix: str, original: dict, inherited: str | None = None) -> Iterator[_Row]:
+def _rows(section: Section, prefix: str, original: dict, inherited: str | None = None) -> Iterator[Row]:
     for name, field in type(section).model_fields.items():
         key, value, given = prefix + name, getattr(section, name), name in section.model_fields_set
         reason = inherited or section.why_idle(name)
@@ -87,10 +87,10 @@ def _rows(section: Section, prefix: str, original: dict, inherited: str | None =
         source = f"auto: {section.about(name).get('auto')}" if filled else "configuration" if given else "default"
         effect = f"none: {reason}" if reason else "used"
         at_default = not given or value == field.get_default(call_default_factory=True)
-        yield _Row(key, _show(written), _show(value), source, effect, at_default)
+        yield Row(key, _show(written), _show(value), source, effect, at_default)
 
 
-def _table(config: Config) -> list[_Row]:
+def _table(config: Config) -> list[Row]:
     """Return a row for each key, without settings that the chosen optimizer or schedule does not have."""
     settings: dict[str, dict] = {}
     if config.optimizer is not None:
@@ -111,6 +111,11 @@ def _table(config: Config) -> list[_Row]:
             row = row._replace(source=f"{row.source} (dotted key)", given=_show(config.raw[row.key]))
         rows.append(row)
     return rows
+
+
+def rows_given(config: Config) -> list[Row]:
+    """The rows of the keys that the configuration gives."""
+    return [row for row in _table(config) if row.source != "default"]
 
 
 def report(config: Config, everything: bool = True) -> str:

@@ -144,17 +144,17 @@ class ZeroConfig(Section):
     """Copy each gradient to its unit's flat buffer as it is produced. false: when the unit has all gradients."""
     overlap_comm: bool | None = None
     """Reduce gradients while backward goes on. false: wait for each reduction at once. Default: true at stage 3."""
-    reduce_bucket_size: Positive = acts(int(5e8), auto="the model's hidden size")
+    reduce_bucket_size: Positive = acts(int(5e8), auto="the square of the model's hidden size")
     """Most gradient elements in one reduction, and in all reductions in flight. A larger unit goes alone."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = int(1e9)
     """Elements that the optimizer updates at a time. 0: all at once."""
     offload_param: OffloadParamConfig | None = acts(None, needs=_STAGE_3)
     offload_optimizer: OffloadOptimizerConfig | None = None
     stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(_floor)] = acts(
-        int(5e7), needs=_STAGE_3, auto="the model's hidden size"
+        int(5e7), needs=_STAGE_3, auto="0.9 x the square of the model's hidden size"
     )
     """Most elements that are gathered ahead of their use. 0: none."""
-    stage3_param_persistence_threshold: Count = acts(int(1e5), needs=_STAGE_3, auto="the model's hidden size")
+    stage3_param_persistence_threshold: Count = acts(int(1e5), needs=_STAGE_3, auto="10 x the hidden size")
     """Parameters of at most this many elements stay whole on every process."""
     stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3)
     """Most elements that all of these small parameters may have in sum."""

@@ -1,0 +1,224 @@
+"""`zero explain`: what each key of a configuration file does, in sentences, and what to change for speed or memory.
+
+The sentences about keys come from their declarations. Nothing is built and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from zero.config.keys import Section
+from zero.config.loading import load_config
+from zero.config.reading import section_of
+from zero.config.report import rows_given
+from zero.config.settings import Config
+
+WIDTH = 100
+
+
+class Explained(NamedTuple):
+    """One key that the file gives: its value there, and what becomes of it in sentences."""
+
+    key: str
+    value: str
+    group: str
+    text: str
+
+
+ACTING, FILLED_IN, IDLE = "Keys that act", "Keys that the Trainer or accelerate fills in", "Keys without effect"
+
+
+def explain(source: str) -> str:
+    """The explanation of a configuration as text; ValueError as `load_config` raises it."""
+    config = load_config(source, allow_auto=True)
+    keys, lines = _explained(config), [f"{source}: {_summary(config)}"]
+    for group in (ACTING, FILLED_IN, IDLE):
+        members = [entry for entry in keys if entry.group == group]
+        lines += ["", f"{group}:"] if members else []
+        for entry in members:
+            lines += [f"  {entry.key} = {entry.value}", *_wrapped(entry.text, "      ")]
+    if config.ignored:
+        lines += ["", f"Unknown keys, ignored: {', '.join(config.ignored)}"]
+    for goal, advice in _advice(config).items():
+        lines += ["", f"You could change, {goal}:"]
+        for text in advice:
+            lines += _wrapped(text, "    ", first="  - ")
+    return "\n".join([*lines, "", "All other keys are at their defaults."])
+
+
+def explain_as_json(source: str) -> str:
+    """The same as a JSON object: "summary", "keys" (a list), "unknown" (names) and "advice" (texts by goal)."""
+    config = load_config(source, allow_auto=True)
+    keys = [entry._asdict() for entry in _explained(config)]
+    parts = {"summary": _summary(config), "keys": keys, "unknown": config.ignored, "advice": _advice(config)}
+    return json.dumps(parts, indent=2)
+
+
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent if first is None else first, subsequent_indent=indent)
+
+
+def _explained(config: Config) -> list[Explained]:
+    found = []
+    for row in rows_given(config):
+        section = row.key.partition(".")[0]
+        if f"{section}.enabled" in config.auto:
+            text = f"{_description(row.key)} Acts if {section}.enabled becomes true."
+            found.append(Explained(row.key, row.given, ACTING, text.strip()))
+        elif row.effect.startswith("none: "):
+            found.append(Explained(row.key, row.given, IDLE, f"No effect: {row.effect.removeprefix('none: ')}."))
+        else:
+            found.append(Explained(row.key, row.given, ACTING, _description(row.key)))
+    for key in sorted(config.auto):
+        section, name = _declaration(key)
+        target = section.about(name).get("auto")
+        becomes = f"Becomes: {target or section.model_fields[name].default}."
+        found.append(Explained(key, '"auto"', FILLED_IN, f"{_description(key)} {becomes}".strip()))
+    return found
+
+
+def _declaration(key: str) -> tuple[type[Section], str]:
+    """The section that declares a dotted key, and the key's own name."""
+    section: type[Section] = Config
+    *path, name = key.split(".")
+    for part in path:
+        section = section_of(section, part)
+    return section, name
+
+
+def _description(key: str) -> str:
+    """What the declaration of a key says, on one line."""
+    section, name = _declaration(key)
+    return " ".join((section.model_fields[name].description or "").split())
+
+
+_SHARDED = {
+    0: "nothing is sharded (stage 0)",
+    1: "the optimizer state is sharded (stage 1)",
+    2: "optimizer state and gradients are sharded (stage 2)",
+    3: "optimizer state, gradients and parameters are sharded (stage 3)",
+}
+
+
+def _summary(config: Config) -> str:
+    zero = config.zero_optimization
+    parts = ["the stage is filled in" if "zero_optimization.stage" in config.auto else _SHARDED[zero.stage]]
+    if zero.offloads_optimizer:
+        parts.append(f"the optimizer state is offloaded to {zero.offload_optimizer.device}")
+    if zero.offloads_params:
+        parts.append(f"parameters are offloaded to {zero.offload_param.device}")
+    chosen = [name for name in ("fp16", "bf16") if getattr(config, name).enabled]
+    waiting = [name for name in ("fp16", "bf16") if f"{name}.enabled" in config.auto]
+    if chosen or waiting:
+        parts.append(f"{chosen[0]} compute" if chosen else f"{' or '.join(waiting)} if the Trainer is told so")
+    else:
+        parts.append("fp32 compute")
+    return ", ".join(parts)
+
+
+class Rule(NamedTuple):
+    """A change that helps a goal where `applies`."""
+
+    goal: str
+    applies: Callable[[Config], bool]
+    text: str
+
+
+def _zero(**wanted: Any) -> Callable[[Config], bool]:
+    return lambda config: all(getattr(config.zero_optimization, key) == value for key, value in wanted.items())
+
+
+def _offloads_to(device: str) -> Callable[[Config], bool]:
+    def check(config: Config) -> bool:
+        zero = config.zero_optimization
+        optimizer = zero.offloads_optimizer and zero.offload_optimizer.device == device
+        return optimizer or (zero.offloads_params and zero.offload_param.device == device)
+
+    return check
+
+
+def _pins_nothing(config: Config) -> bool:
+    zero = config.zero_optimization
+    sections = [zero.offload_optimizer] if zero.offloads_optimizer else []
+    sections += [zero.offload_param] if zero.offloads_params else []
+    return any(not section.pin_memory for section in sections)
+
+
+def _unpipelined(config: Config) -> bool:
+    section = config.zero_optimization.offload_optimizer
+    return section is not None and section.device == "nvme" and not (section.pipeline_read and section.pipeline_write)
+
+
+MEMORY, SPEED, SAFETY = "for less memory", "for more speed", "for fewer surprises"
+RULES = (
+    Rule(
+        MEMORY,
+        lambda config: config.zero_optimization.stage < 2,
+        "zero_optimization.stage 2 also shards gradients, and 3 parameters. Over N processes each then holds 1/N.",
+    ),
+    Rule(
+        MEMORY,
+        lambda config: config.zero_optimization.stage == 2,
+        "zero_optimization.stage 3 also shards parameters: 1/N of 2 bytes each in 16 bits, for one more all-gather.",
+    ),
+    Rule(
+        MEMORY,
+        lambda config: config.zero_optimization.stage > 0 and not config.zero_optimization.offloads_optimizer,
+        'zero_optimization.offload_optimizer {"device": "cpu"} takes 16 bytes a parameter, over the number of '
+        "processes, off the device: gradients, masters and Adam's moments.",
+    ),
+    Rule(
+        MEMORY,
+        lambda config: config.zero_optimization.stage == 3 and not config.zero_optimization.offloads_params,
+        'zero_optimization.offload_param {"device": "cpu"} leaves only the units in use on the device.',
+    ),
+    Rule(
+        MEMORY,
+        lambda config: config.compute_dtype.itemsize == 4 and not {"fp16.enabled", "bf16.enabled"} & config.auto,
+        "bf16 (with --bf16) halves parameters and activations.",
+    ),
+    Rule(SPEED, _pins_nothing, "pin_memory true in the offload sections lets copies run beside the computation."),
+    Rule(SPEED, _unpipelined, "pipeline_read and pipeline_write read and write files while tiles are updated."),
+    Rule(SPEED, _offloads_to("nvme"), 'device "cpu" instead of "nvme", if host memory suffices, is many times faster.'),
+    Rule(SPEED, _zero(stage=3, stage3_prefetch_bucket_size=0), "stage3_prefetch_bucket_size above 0 gathers ahead."),
+    Rule(
+        SPEED,
+        _zero(stage=3, stage3_max_reuse_distance=0),
+        "stage3_max_reuse_distance above 0 keeps units that are needed again soon.",
+    ),
+    Rule(SPEED, _zero(stage=3, overlap_comm=False), "overlap_comm true reduces gradients while backward goes on."),
+    Rule(
+        SPEED,
+        lambda config: config.wall_clock_breakdown,
+        "wall_clock_breakdown false: the device need not be waited for in each phase.",
+    ),
+    Rule(
+        SAFETY,
+        lambda config: config.fp16.enabled,
+        "Models pre-trained in bf16, T5 among them, overflow in fp16. Use bf16 if the device has it.",
+    ),
+    Rule(
+        SAFETY,
+        _zero(stage=3, stage3_gather_16bit_weights_on_model_save=False),
+        "stage3_gather_16bit_weights_on_model_save true: save_model then writes whole weights for from_pretrained.",
+    ),
+    Rule(
+        SAFETY,
+        lambda config: config.gradient_clipping == 0 and "gradient_clipping" in config.model_fields_set,
+        "gradient_clipping 1.0 bounds the step after a bad batch.",
+    ),
+)
+
+
+def _advice(config: Config) -> dict[str, list[str]]:
+    """The texts of the rules that apply, by goal. A stage that is still to be filled in gives none."""
+    if "zero_optimization.stage" in config.auto:
+        return {}
+    found: dict[str, list[str]] = {}
+    for rule in RULES:
+        if rule.applies(config):
+            found.setdefault(rule.goal, []).append(rule.text)
+    return found
