@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from transformers import Qwen2ForCausalLM, T5ForConditionalGeneration
 from tests.processes import REPOSITORY, fork_ranks, run, torchrun
 
 
-def lines(script: str, *args: object) -> list[str]:
+def lines(script: str, *args: object, start: Callable = fork_ranks) -> list[str]:
     """What rank 0 printed about its progress, as it was printed."""
-    done = torchrun(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
+    done = start(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)]
 
@@ -30,7 +31,7 @@ def numbers(line: str) -> list[float]:
 
 def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
     """With dropout: the random states come back too."""
-    straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path)
+    straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=torchrun)
     assert len(straight) == 2 and straight[0] != straight[1].replace("epoch 2", "epoch 1")
     before = T5ForConditionalGeneration.from_pretrained(tmp_path / "model").state_dict()
     again = ("--size", 192, "--epochs", 2, "--output", tmp_path / "again", "--resume", tmp_path / "epoch_1")
@@ -89,10 +90,13 @@ def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
     saving = {"stage3_gather_16bit_weights_on_model_save": True}
     config.write_text(json.dumps(sizes | {"zero_optimization": {"stage": 3} | saving}), encoding="utf-8")
     common = ("--num_train_epochs", 1, "--logging_steps", 8, "--max_steps", 16, "--lr_scheduler_type", "constant")
+    ddp = (REPOSITORY / "examples" / "peft_lora.py", *map(str, common), "--use_cpu", "--output_dir", tmp_path / "ddp")
+    done = fork_ranks(*ddp, nproc=2, timeout=180, imported="transformers")
+    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
+    zero_run(*torchrun, "--deepspeed", config, "--output_dir", tmp_path / "zero")
     adapters, losses = [], []
-    for name, options in ("ddp", ["--use_cpu"]), ("zero", ["--deepspeed", config]):
-        torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
-        zero_run(*torchrun, *options, "--output_dir", tmp_path / name)
+    for name in ("ddp", "zero"):
         state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))
         losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
         adapters.append(load_file(tmp_path / name / "adapter_model.safetensors"))

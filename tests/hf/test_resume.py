@@ -15,7 +15,7 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
-from tests.processes import torchrun
+from tests.processes import fork_ranks, torchrun
 from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.offline import consolidate
@@ -64,7 +64,9 @@ def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str,
     for job in jobs.values():
         job["text"] = str(_text_file(folder))
     path = write_jobs(list(jobs.values()), folder)
-    process = torchrun("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
+    # SIGTERM goes to the launcher.
+    start = torchrun if any("sigterm_at" in job for job in jobs.values()) else fork_ranks
+    process = start("-m", "zero", "run", SCRIPTS / "resume.py", path, nproc=nproc, timeout=240)
     reports = {}
     for name, job in jobs.items():
         if ends := "kill_at" in job or "sigterm_at" in job:

@@ -1,7 +1,6 @@
 """run_translation.py as people start it: the demonstration, the documented command line, the loss, and bad input."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
 from transformers.models.t5 import T5ForConditionalGeneration
 
-from tests.processes import REPOSITORY, run, torchrun
+from tests.processes import REPOSITORY, fork_ranks, torchrun
 from translation.corpus import build_corpus
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
@@ -53,11 +52,9 @@ def data_files(corpus, tmp_path_factory):
     return files
 
 
-def script(*arguments, nproc, cache, timeout=LIMIT):
-    environment = {"HF_HOME": str(cache), "TQDM_DISABLE": "1"}
-    if nproc == 0:
-        return run([sys.executable, SCRIPT, *map(str, arguments)], timeout=timeout, env=environment)
-    return torchrun(SCRIPT, *map(str, arguments), nproc=nproc, timeout=timeout, env=environment)
+def script(*arguments, nproc, timeout=LIMIT):
+    """Run the script on ranks that are forked, or in one process without a launcher (`nproc=0`)."""
+    return fork_ranks(SCRIPT, *map(str, arguments), nproc=nproc, timeout=timeout)
 
 
 def language_arguments(files, *splits):
@@ -67,10 +64,12 @@ def language_arguments(files, *splits):
 
 def test_demonstration(tmp_path):
     output = tmp_path / "out"
-    process = script(
-        "--deepspeed", CONFIG, "--output_dir", output, "--max_steps", 3, "--max_train_samples", 300,
-        "--max_eval_samples", 9, "--max_predict_samples", 13, nproc=2, cache=tmp_path / "cache",
-    )  # fmt: skip
+    command = [
+        "--deepspeed", CONFIG, "--output_dir", output, "--max_steps", "3", "--max_train_samples", "300",
+        "--max_eval_samples", "9", "--max_predict_samples", "13",
+    ]  # fmt: skip
+    caches = {"HF_HOME": str(tmp_path / "cache"), "TQDM_DISABLE": "1"}
+    process = torchrun(SCRIPT, *command, nproc=2, timeout=LIMIT, env=caches)
     assert process.returncode == 0, process.stderr
     assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
     assert "predict_chrf" in json.loads((output / "predict_results.json").read_text())
@@ -90,7 +89,7 @@ def test_documented_command_line(model_folder, tmp_path):
     process = script(
         "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--per_device_train_batch_size", 1,
         "--output_dir", output, "--overwrite_output_dir", "--fp16", "--do_train", "--max_train_samples", 5,
-        "--num_train_epochs", 1, nproc=1, cache=tmp_path / "cache",
+        "--num_train_epochs", 1, nproc=1,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     state = json.loads((output / "trainer_state.json").read_text())
@@ -106,7 +105,7 @@ def test_own_data_without_a_model(data_files, tmp_path):
         "--deepspeed", CONFIG, "--do_train", "--do_eval", "--do_predict", "--output_dir", output,
         *language_arguments(data_files, "train", "validation", "test"), "--max_steps", 8, "--learning_rate", "1e-3",
         "--logging_steps", 1, "--num_beams", 2, "--max_target_length", 12, "--report_to", "none",
-        nproc=2, cache=tmp_path / "cache",
+        nproc=2,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("no model was named: making a small T5") == 1
@@ -150,7 +149,7 @@ def test_loss_is_the_mean_over_the_tokens_of_the_step(cut, model_folder, data_fi
         *language_arguments(data_files, "train"), "--max_steps", STEPS, "--per_device_train_batch_size", batch,
         "--gradient_accumulation_steps", accumulation, "--train_sampling_strategy", "sequential",
         "--learning_rate", 0, "--logging_steps", 1, "--save_strategy", "no", "--report_to", "none",
-        nproc=world, cache=tmp_path / "cache",
+        nproc=world,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     history = json.loads((output / "trainer_state.json").read_text())["log_history"][:STEPS]
@@ -172,7 +171,7 @@ def test_bad_configuration_ends_every_rank_before_anything_is_written(data_files
     output = tmp_path / "out"
     process = script(
         "--deepspeed", tmp_path / "bad.json", "--do_train", "--output_dir", output,
-        *language_arguments(data_files, "train"), nproc=2, cache=tmp_path / "cache",
+        *language_arguments(data_files, "train"), nproc=2,
     )  # fmt: skip
     assert process.returncode != 0
     errors = [line for line in process.stderr.splitlines() if "run_translation.py: error:" in line]
@@ -186,7 +185,7 @@ def test_fault_deep_in_a_file_is_named(data_files, tmp_path):
     (tmp_path / "broken.jsonl").write_text("\n".join(lines))
     process = script(
         "--do_train", "--output_dir", tmp_path / "out", "--train_file", tmp_path / "broken.jsonl",
-        "--source_lang", "en", "--target_lang", "de", nproc=0, cache=tmp_path / "cache",
+        "--source_lang", "en", "--target_lang", "de", nproc=0,
     )  # fmt: skip
     assert process.returncode == 2
     assert process.stderr.splitlines()[-1].startswith("run_translation.py: error:")
