@@ -118,3 +118,20 @@ def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
     assert validated == pytest.approx(alone, abs=2e-6)
     resume = ("--resume", tmp_path / "zero" / "epoch=0.ckpt")
     assert fit(tmp_path / "stage 2", "--strategy", "deepspeed_stage_2", *resume) == offloaded[1:]
+
+
+def test_sentence_transformers_is_as_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers", reason="an example for those who have sentence-transformers")
+    config = tmp_path / "ds.json"
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    config.write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
+    script = REPOSITORY / "examples" / "sentence_transformers_fit.py"
+    common = ("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--output_dir")
+    ddp = fork_ranks(script, *common, tmp_path / "ddp", "--use_cpu", nproc=2, timeout=200, imported="transformers")
+    assert ddp.returncode == 0, ddp.stdout + ddp.stderr
+    sharded = ("-m", "zero", "run", script, *common, tmp_path / "zero", "--deepspeed", config)
+    done = fork_ranks(*sharded, nproc=2, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wanted, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "zero"))
+    for name, value in wanted.items():
+        torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
