@@ -56,7 +56,7 @@ class ZeroEngine(Accumulation, nn.Module):
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
         was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
-        global_samples: counters. tput_timer: samples per second. residency: gathered elements, now and at their peak.
+        global_samples: counters. throughput: samples per second. residency: gathered elements, now and at their peak.
         activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
     """
 
@@ -79,7 +79,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.module = model
         self._take_over(model)
         self.global_steps = self.skipped_steps = 0
-        self.tput_timer = Throughput(settings.train_batch_size)
+        self.throughput = Throughput(settings.train_batch_size)
         self._loss_was_scaled = self._step_applied = False
         self.residency = Residency()
 
@@ -134,7 +134,7 @@ class ZeroEngine(Accumulation, nn.Module):
     def forward(self, *args: object, **kwargs: object) -> object:
         self.relocation.refuse_absent("forward")
         if torch.is_grad_enabled():
-            self.tput_timer.start()
+            self.throughput.start()
         with self.comm.clock.phase("forward"):
             if self.activations is None or not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
@@ -198,7 +198,7 @@ class ZeroEngine(Accumulation, nn.Module):
         if self._inside_no_sync:
             raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
-        self.tput_timer.stop(boundary)
+        self.throughput.stop(boundary)
         self.relocation.refuse_absent("step")
         if boundary:
             self._refuse_use("the step")
@@ -256,7 +256,7 @@ class ZeroEngine(Accumulation, nn.Module):
         """Wait for the reductions that backward has started."""
         self.reducer.drain()
 
-    def empty_partition_cache(self) -> None:
+    def reshard(self) -> None:
         """Free all gathered parameters that are not in use."""
         for unit in self.units:
             if unit.state in (State.GATHERING, State.GATHERED):
@@ -284,7 +284,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self.optimizer.wait()
         self.reducer.drain()
         self._refuse_use("offload_states")
-        self.empty_partition_cache()
+        self.reshard()
         self.relocation.send(include, pin_memory)
         empty_cache(self.comm.device)  # so that the script can use the freed memory
 

@@ -121,6 +121,7 @@ class UnitPlan:
 
 
 # Attributes of modules. The functions of `zero.deepspeed.leaf` and `register_external_parameter` set them.
+# The first has DeepSpeed's name, because scripts set it too.
 LEAF_FLAG = "_z3_leaf"
 # Marks the tiles of `zero.deepspeed.tiling.TiledLinear`. They are units of their own, also inside a block, but not
 # inside a leaf.

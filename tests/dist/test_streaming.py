@@ -150,7 +150,7 @@ def single_parameters(rank: int, world_size: int) -> None:
             up.zero_()
     with zero.GatheredParameters([up]):
         assert up.eq(0).all()
-    engine.empty_partition_cache()
+    engine.reshard()
     assert up.isnan().all() and engine.residency.live == 0
 
 

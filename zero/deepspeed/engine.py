@@ -42,6 +42,7 @@ class DeepSpeedEngine(ZeroEngine):
             self.optimizer.parameter_offload = offload
 
     _config = property(attrgetter("settings"), doc="The configuration.")
+    tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
     global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
     world_size = dp_world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
@@ -49,6 +50,10 @@ class DeepSpeedEngine(ZeroEngine):
     @property
     def local_rank(self) -> int:
         return self.comm.device.index or 0
+
+    def empty_partition_cache(self) -> None:
+        """Free all gathered parameters that are not in use."""
+        self.reshard()
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
