@@ -10,6 +10,7 @@ import sys
 import traceback
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
@@ -39,6 +40,10 @@ which only environment variables can be given.
 
 Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
 
+       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GB]
+
+Says what each process will hold, without starting anything, and what to change where that does not fit.
+
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
@@ -64,9 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
             _run(target, rest)
         case ["hook"]:
             print(STARTUP)
-        case ["inspect" | "consolidate" | "explain" as command, *rest]:
+        case ["inspect" | "consolidate" | "explain" | "estimate" as command, *rest]:
+            act = {"explain": _explain, "estimate": _estimate}.get(command, partial(_use_checkpoint, command))
             try:
-                _explain(rest) if command == "explain" else _use_checkpoint(command, rest)
+                act(rest)
             except (ValueError, OSError) as error:
                 _refuse(str(error))
         case [command, *_]:
@@ -127,6 +133,33 @@ def _explain(arguments: list[str]) -> None:
     parser.add_argument("--json", action="store_true", help="as a JSON object")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))
+
+
+def _estimate(arguments: list[str]) -> None:
+    from zero.estimate import Question, report  # transformers takes seconds to import
+
+    parser = ArgumentParser(prog="zero estimate", description="Say how much memory each process will take.")
+    parser.epilog = "Example: zero estimate t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24"
+    parser.add_argument("model", help="the model's folder with config.json; weights are not read")
+    parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
+    parser.add_argument("--world", type=_count, default=1, metavar="N", help="number of processes")
+    parser.add_argument("--batch", type=_count, default=0, help="sequences of a micro-batch on one process")
+    parser.add_argument("--seq", type=_count, default=0, help="tokens of a sequence")
+    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
+    parser.add_argument("--device-memory", type=_gigabytes, metavar="GB", help="of one device, in GiB")
+    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    options = parser.parse_args(arguments)
+    if bool(options.batch) != bool(options.seq):
+        parser.error("--batch and --seq belong together")
+    memory = None if options.device_memory is None else int(options.device_memory * 2**30)
+    question = Question(options.world, options.batch, options.seq, options.checkpointing)
+    print(report(options.model, options.ds_config, question, memory, options.json))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return int(text)
 
 
 def _use_checkpoint(command: str, arguments: list[str]) -> None:

@@ -1,0 +1,153 @@
+"""zero estimate beside what two ranks really hold: bytes of states, gathered elements by the engine's own counter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from tests.parity.models import batches, build
+from tests.processes import run_on
+from zero.__main__ import main
+from zero.config import load_config
+from zero.estimate import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config, trace
+from zero.estimate import build as build_fake
+
+SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
+CPU = {"device": "cpu"}
+CASES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, **SMALL},
+    "stage 3, few live": {"stage": 3, **SMALL, "stage3_max_live_parameters": 6000},
+    "stage 3, no reuse": {"stage": 3, **SMALL, "stage3_max_reuse_distance": 0},
+}
+MODELS = ("t5", "gpt2", "llama")
+
+
+def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
+    sizes = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return sizes | {"optimizer": optimizer, "bf16": {"enabled": True}, "zero_optimization": zero_section} | others
+
+
+def storages(tensors: list[torch.Tensor | None]) -> int:
+    """Bytes of distinct storages: a shard may be a part of a whole buffer."""
+    found = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.untyped_storage().nbytes():
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what this rank holds after the backward of its second step, and the most elements it gathered."""
+    engine = zero.initialize(model=build(name), config=settings)[0]
+    carried = 0
+    for number, batch in enumerate(batches(name, 4)):
+        rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
+        engine.backward(engine(**rows).loss)
+        if number == 2:
+            carried = storages([engine.reducer.carried(unit) for unit in engine.units])
+        if number < 3:
+            engine.step()
+    shards = list(engine.optimizer.shards.values())
+    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
+    return {
+        "gradients": storages([shard.grad for shard in shards]),
+        "masters": storages([shard.master for shard in shards]),
+        "optimizer state": storages(moments),
+        "sums of micro-batches": carried,
+        "gathered": engine.residency.peak,
+        "parameters": storages([unit.full if unit.persistent else unit.shard for unit in engine.units]),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", MODELS)
+def test_states_and_gathered_parameters_are_what_two_ranks_hold(name, case):
+    settings = config(CASES[case])
+    found = estimate(build(name), load_config(settings), Question(world_size=2))
+    for measured in run_on(2, measure, name, settings):
+        gathered = measured.pop("gathered")
+        for part, nbytes in measured.items():
+            assert found.parts[DEVICE].get(part, 0) == pytest.approx(nbytes, rel=0.01), part
+        assert found.parts[DEVICE].get("gathered parameters", 0) == 2 * gathered
+
+
+def test_what_is_offloaded_is_on_the_host_or_on_disk():
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.Linear(2048, 1024))
+    on_device = estimate(model, load_config(config({"stage": 3})), Question(2)).parts[DEVICE]
+    nvme = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
+    sections = {"offload_optimizer": CPU, "offload_param": nvme}
+    parts = estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts
+    for part in ("gradients", "masters", "optimizer state"):
+        assert parts[HOST][part] == on_device[part] and part not in parts[DEVICE]
+    assert parts[DISK] == {"parameters": on_device["parameters"] - parts[DEVICE]["parameters"]}
+    sections["offload_param"] = nvme | {"max_in_cpu": 1 << 30}
+    assert not estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts[DISK]
+
+
+def saved_by_autograd(name: str, rows: int, length: int) -> int:
+    """Bytes of the storages that a real forward saves, without those of the parameters."""
+    model, kept, seen = build(name), [], set()
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own | seen:
+            seen.add(tensor.untyped_storage().data_ptr())
+            kept.append(tensor)
+        return tensor
+
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_what_a_real_forward_saves(name, tmp_path):
+    build(name).save_pretrained(tmp_path)
+    found = trace(build_fake(read_config(str(tmp_path)), torch.float32), 4, 12)
+    # With fake tensors, transformers makes the mask that it leaves out where all tokens count.
+    mask = 0 if name == "t5" else 4 * 12 * 12 * 4 * len(found.blocks)
+    assert found.outside + sum(found.blocks) == pytest.approx(saved_by_autograd(name, 4, 12) + mask, rel=0.005)
+    assert all(found.blocks) and len(found.blocks) == len(found.inputs) >= 2
+
+
+def test_auto_is_what_transformers_fills_in(tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    auto = dict.fromkeys(
+        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+    )
+    settings = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3} | auto}
+    filled = fill_in(load_config(settings, allow_auto=True), read_config(str(tmp_path)))
+    section = filled.zero_optimization
+    assert (section.reduce_bucket_size, section.stage3_prefetch_bucket_size) == (900, 810)
+    assert section.stage3_param_persistence_threshold == 300 and filled.compute_dtype == torch.bfloat16
+
+
+def test_the_command(tmp_path, capsys):
+    build("gpt2").save_pretrained(tmp_path / "model")
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    asked = [str(tmp_path / "model"), "--ds-config", str(file), "--world", "4", "--batch", "8", "--seq", "16"]
+    main(["estimate", *asked])
+    text = capsys.readouterr().out
+    assert "4 ranks, each of them holds at most" in text and "activations" in text
+    main(["estimate", *asked, "--json", "--device-memory", "0.0004"])
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["remedies"]
+    assert all(remedy["device"] <= 0.0004 * 2**30 for remedy in found["remedies"])
+    for wrong, words in (
+        (["nowhere", *asked[1:]], "config.json"),
+        ([*asked[:-2]], "--seq"),
+        ([*asked, "--world", "0"], "0"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["estimate", *wrong])
+        assert ended.value.code == 2 and words in capsys.readouterr().err

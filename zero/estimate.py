@@ -1,0 +1,393 @@
+"""`zero estimate`: how much memory a training will take on each rank, before anything is started.
+
+The model is built of fake tensors, which have shapes and take no memory. What a rank holds is computed from the units,
+as the engine makes them, and from the rules of each stage. Gathered parameters are computed by running the engine's own
+policy over the order of the modules. Activations are what autograd saves in one forward with fake tensors.
+
+Not included: torch itself, buffers of NCCL, fragmentation, and temporary tensors inside of one operation. An attention
+mask is counted, also where a kernel would need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from zero.config import Config, load_config
+from zero.errors import UsageError
+from zero.gathering import Gathering
+from zero.layout import UnitLayout, UnitPlan, plan_units
+from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
+from zero.schedule import Residency, Schedule
+from zero.unit import State
+
+# Bytes of an optimizer's state for each element, with fp32 moments.
+STATE_BYTES = {"adam": 8, "adamw": 8, "adamax": 8, "nadam": 8, "radam": 8, "lion": 4, "adagrad": 4, "rmsprop": 4}
+STATE_BYTES |= {"adadelta": 8, "rprop": 8, "asgd": 4, "sgd": 0}
+# Of the model and all that is computed with it.
+_FAKE = FakeTensorMode()
+DEVICE, HOST, DISK = "device", "host", "disk"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is estimated. `batch` and `length` are of one micro-batch on one rank; 0: activations are left out."""
+
+    world_size: int
+    batch: int = 0
+    length: int = 0
+    checkpointing: bool = False
+
+
+@dataclass
+class Estimate:
+    """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the model's parameters."""
+
+    elements: int
+    parts: dict[str, dict[str, int]] = field(default_factory=lambda: {DEVICE: {}, HOST: {}, DISK: {}})
+
+    def add(self, place: str, part: str, nbytes: float) -> None:
+        if nbytes:
+            self.parts[place][part] = self.parts[place].get(part, 0) + math.ceil(nbytes)
+
+    def total(self, place: str) -> int:
+        return sum(self.parts[place].values())
+
+
+def read_config(source: str) -> transformers.PretrainedConfig:
+    """The configuration of a model's folder, or of a file `config.json`. ValueError where there is none."""
+    folder = Path(source)
+    folder = folder.parent if folder.name == "config.json" else folder
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise UsageError(f"{source}: {error}") from error
+    if not any(hasattr(transformers, name) for name in config.architectures or ()):
+        raise UsageError(f"{folder / 'config.json'}: architectures names no class of transformers")
+    return config
+
+
+def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """The model, of fake tensors of this dtype."""
+    name = next(name for name in config.architectures if hasattr(transformers, name))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _FAKE:
+            return getattr(transformers, name)(config).train()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
+    """Replace "auto" by what transformers writes: sizes from the model's hidden size, and bf16."""
+    zero, auto = config.zero_optimization, config.auto
+    hidden = getattr(model, "hidden_size", None) or getattr(model, "d_model", 0)
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": hidden * hidden * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    changed = {key: value for key, value in sizes.items() if f"zero_optimization.{key}" in auto}
+    config = config.model_copy(update={"zero_optimization": zero.model_copy(update=changed)})
+    if "bf16.enabled" in auto and not config.fp16.enabled:
+        config = config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})})
+    return config
+
+
+def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
+    """What one rank holds at most, between the first backward and the end of the step."""
+    zero, ranks = config.zero_optimization, question.world_size
+    threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
+    plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
+    layouts = {
+        plan.name + str(number): UnitLayout([param.shape for param in plan.params], ranks, replicated=zero.stage == 0)
+        for number, plan in enumerate(plans)
+    }
+    found = Estimate(sum(layout.numel for layout in layouts.values()))
+    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
+    for plan, layout in zip(plans, layouts.values(), strict=True):
+        in_memory -= layout.numel // ranks
+        _add_states(found, config, plan, layout, in_memory >= 0)
+    item = config.compute_dtype.itemsize
+    if zero.stage == 3:
+        peak = gathered_peak(model, plans, list(layouts.values()), config)
+        found.add(DEVICE, "gathered parameters", peak * item)
+    trained = [
+        layout.padded for plan, layout in zip(plans, layouts.values(), strict=True) if plan.params[0].requires_grad
+    ]
+    if trained:
+        # One unit's gradient is being made while others are being reduced.
+        in_flight = max(max(trained), min(zero.reduce_bucket_size, sum(trained)))
+        found.add(DEVICE, "gradients on their way", (max(trained) + (in_flight if ranks > 1 else 0)) * item)
+    if question.batch and question.length:
+        place = HOST if config.activation_checkpointing.cpu_checkpointing else DEVICE
+        for part, nbytes in activation_bytes(model, question).items():
+            found.add(place if part == "activations" else DEVICE, part, nbytes)
+    return found
+
+
+def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, in_memory: bool) -> None:
+    """Parameters, gradients, masters and moments of one unit; `in_memory`: its shard does not go to a file."""
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
+    persistent = plan.persistent or zero.stage < 3
+    shard = layout.shard_numel
+    home = DEVICE if persistent or not zero.offloads_params else _place(zero.offload_param.device, shard * item)
+    home = HOST if home == DISK and in_memory else home
+    found.add(home, "parameters", (layout.padded if persistent else shard) * item)
+    if not plan.params[0].requires_grad:
+        return
+    place = _place(zero.offload_optimizer.device, shard * 4) if zero.offloads_optimizer and zero.stage else DEVICE
+    gradient = (config.data_types.grad_accum_dtype or torch.float32).itemsize
+    found.add(place, "gradients", shard * gradient)
+    if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
+        found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
+    if item < 4 or place != home:  # an fp32 shard in the same place is its own master
+        found.add(place, "masters", shard * 4)
+    kind = config.optimizer.type.lower() if config.optimizer else "adamw"
+    found.add(place, "optimizer state", shard * STATE_BYTES.get(kind, 8))
+
+
+def _place(device: str, nbytes: int) -> str:
+    """Where a tensor of this size is offloaded to: small ones stay in host memory."""
+    return DISK if device == "nvme" and nbytes >= LEAST_BYTES_IN_A_FILE else HOST
+
+
+# -- gathered parameters
+
+
+class _Unit:
+    """As much of a unit as `Gathering` sees: it counts, and moves nothing."""
+
+    def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
+        self.layout, self.persistent, self._residency = layout, persistent, residency
+        self.state, self.users, self.is_ready = State.SHARDED, 0, True
+
+    def all_gather(self) -> None:
+        self.state = State.GATHERING
+        self._residency.add(self.layout.numel)
+
+    def unshard(self) -> None:
+        self.state, self.users = State.UNSHARDED, self.users + 1
+
+    def release(self) -> bool:
+        self.users -= 1
+        if not self.users:
+            self.state = State.GATHERED
+        return not self.users
+
+    def reshard(self) -> None:
+        self.state = State.SHARDED
+        self._residency.remove(self.layout.numel)
+
+
+def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLayout], config: Config) -> int:
+    """Most elements that are gathered at once in a forward and backward, by the engine's own policy."""
+    zero, residency = config.zero_optimization, Residency()
+    units = [_Unit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
+    schedule = Schedule(
+        [layout.numel for layout in layouts],
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_max_live_parameters,
+        zero.stage3_max_reuse_distance,
+    )
+    nothing = SimpleNamespace(advance=lambda total: None)
+    comm = SimpleNamespace(
+        watchdog=SimpleNamespace(set_position=lambda unit: None),
+        clock=SimpleNamespace(progress=nothing),
+        shard_group=SimpleNamespace(size=2),
+    )
+    gathering = Gathering(units, schedule, comm, residency)
+    order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
+    for _ in range(2):  # the first pass is only recorded
+        gathering.begin_pass("train", wraps=False)
+        for unit in [*order, *reversed(order)]:
+            gathering.unshard(unit)
+            gathering.release(unit)
+        gathering.end_pass()
+        for unit in units:
+            if unit.state is State.GATHERED:
+                unit.reshard()
+    return residency.peak
+
+
+def _visits(model: nn.Module, plans: list[UnitPlan]) -> Iterator[int]:
+    """The units in the order in which a forward calls their modules, if it calls them as they were made."""
+    users: dict[nn.Module, list[int]] = {}
+    for number, plan in enumerate(plans):
+        for module in plan.modules:
+            users.setdefault(module, []).append(number)
+    for module in model.modules():
+        yield from users.get(module, ())
+
+
+# -- activations
+
+
+class Trace(NamedTuple):
+    """Bytes that autograd saves in one forward: in each checkpointable block, at its input, and outside of blocks."""
+
+    blocks: list[int]
+    inputs: list[int]
+    outside: int
+
+
+@functools.cache
+def trace(model: nn.Module, batch: int, length: int) -> Trace:
+    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels."""
+    saved, handles = _Saved(model), []
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            handles.append(module.register_forward_pre_hook(saved.enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(saved.leave))
+    with _FAKE, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        model(input_ids=ids, labels=ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return Trace(saved.blocks, saved.inputs, saved.outside)
+
+
+def activation_bytes(model: nn.Module, question: Question) -> dict[str, int]:
+    """What a rank keeps for backward: with checkpointing the blocks' inputs, and one block that is computed again."""
+    found = trace(model, question.batch, question.length)
+    if not question.checkpointing:
+        return {"activations": found.outside + sum(found.blocks)}
+    return {"activations": found.outside + sum(found.inputs), "block computed again": max(found.blocks, default=0)}
+
+
+class _Saved:
+    """Counts the bytes that autograd saves, each storage once, by the block in which they are saved."""
+
+    def __init__(self, model: nn.Module):
+        self._seen = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._kept: list[torch.Tensor] = []  # a freed storage's address could come again
+        self.outside, self.blocks, self.inputs, self._inside = 0, [], [], False
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return 0
+        self._seen.add(storage._cdata)
+        self._kept.append(tensor)
+        return storage.nbytes()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._inside:
+            self.blocks[-1] += self._bytes(tensor)
+        else:
+            self.outside += self._bytes(tensor)
+        return tensor
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.requires_grad]
+        self.inputs.append(sum(value.untyped_storage().nbytes() for value in given))
+        self.blocks.append(0)
+        self._inside = True
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._inside = False
+
+
+# -- what to change
+
+
+def _with_zero(**changes: Any) -> Callable[[Config], Config]:
+    def change(config: Config) -> Config:
+        raw = config.zero_optimization.model_dump(exclude_unset=True) | changes
+        return config.model_copy(update={"zero_optimization": type(config.zero_optimization).model_validate(raw)})
+
+    return change
+
+
+_CPU = {"device": "cpu", "pin_memory": True}
+# From what costs the least time to what costs the most, by the bytes that they move.
+CHANGES = (
+    ("zero_optimization.stage 1", lambda c: c.zero_optimization.stage < 1, _with_zero(stage=1)),
+    ("zero_optimization.stage 2", lambda c: c.zero_optimization.stage < 2, _with_zero(stage=2)),
+    ("zero_optimization.stage 3", lambda c: c.zero_optimization.stage < 3, _with_zero(stage=3)),
+    (
+        "zero_optimization.stage 3, less kept between uses (stage3_max_live_parameters 0)",
+        lambda c: True,
+        _with_zero(stage=3, stage3_max_live_parameters=0),
+    ),
+    (
+        "zero_optimization.stage 3 with the optimizer offloaded to cpu",
+        lambda c: not c.zero_optimization.offloads_optimizer,
+        _with_zero(stage=3, offload_optimizer=_CPU),
+    ),
+    (
+        "zero_optimization.stage 3 with optimizer and parameters offloaded to cpu, stage3_max_live_parameters 0",
+        lambda c: not c.zero_optimization.offloads_params,
+        _with_zero(stage=3, offload_optimizer=_CPU, offload_param=_CPU, stage3_max_live_parameters=0),
+    ),
+)
+
+
+def remedies(model: nn.Module, config: Config, question: Question, device_memory: int) -> list[tuple[str, Estimate]]:
+    """Changes after which the device has room, with their estimates: those that cost the least time come first."""
+    found = []
+    questions = [("", question)]
+    if question.batch and not question.checkpointing:
+        questions.append(("gradient checkpointing", replace(question, checkpointing=True)))
+    if question.batch > 1:
+        questions.append(("micro-batch 1 and gradient checkpointing", replace(question, batch=1, checkpointing=True)))
+    for extra, asked in questions:
+        candidates = [(name, change(config)) for name, applies, change in CHANGES if applies(config)]
+        for name, changed in [("", config), *candidates]:
+            result = estimate(model, changed, asked)
+            if result.total(DEVICE) <= device_memory:
+                found.append((" and ".join(filter(None, [name, extra])), result))
+                break
+    return found
+
+
+# -- the command
+
+
+def report(source: str, config_source: str, question: Question, device_memory: int | None, as_json: bool) -> str:
+    """The estimate as text or as a JSON object; ValueError for a model or a configuration that cannot be read."""
+    model_config = read_config(source)
+    config = fill_in(load_config(config_source, allow_auto=True), model_config)
+    model = build(model_config, config.compute_dtype)
+    found = estimate(model, config, question)
+    fits = device_memory is None or found.total(DEVICE) <= device_memory
+    better = [] if fits else remedies(model, config, question, device_memory)
+    if as_json:
+        changes = [{"change": name, "device": result.total(DEVICE)} for name, result in better]
+        return json.dumps(
+            {"elements": found.elements, "bytes": found.parts, "fits": fits, "remedies": changes}, indent=2
+        )
+    lines = [f"{source}: {found.elements:,} parameters, {question.world_size} ranks, each of them holds at most:"]
+    for place, parts in found.parts.items():
+        if parts:
+            lines.append(f"  {place:<8}{_size(found.total(place)):>12}")
+            lines += [
+                f"    {part:<26}{_size(nbytes):>12}" for part, nbytes in sorted(parts.items(), key=lambda p: -p[1])
+            ]
+    if not question.batch:
+        lines.append("Activations are not included: give --batch and --seq.")
+    if not fits:
+        largest = max(found.parts[DEVICE], key=found.parts[DEVICE].get)
+        lines.append(f"This does not fit on a device of {_size(device_memory)}; the largest part: {largest}.")
+        lines += [f"  fits with {name}: {_size(result.total(DEVICE))}" for name, result in better]
+        lines += [] if better else ["  no change of stage, offload or checkpointing is enough: use more ranks"]
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
