@@ -46,11 +46,12 @@ LAYERS = [
     "zero.deepspeed",
     "zero",
     "zero.hf",
+    "zero.estimate",
     "zero.__main__",
 ]
 # Within a package.
 INSIDE = {
-    "zero.config": ["keys", "reading", "optim", "settings", "loading", "report", "__init__"],
+    "zero.config": ["keys", "reading", "optim", "settings", "loading", "report", "explain", "__init__"],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "values",
