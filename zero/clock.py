@@ -10,10 +10,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.profiler import record_function
 
 # Seconds between two lines about the progress of a phase.
 _PATIENCE = 10.0
+
+
+def label(text: str) -> AbstractContextManager:
+    """Context whose operations torch's profiler, or NVTX, shows as `zero: text`. It costs nothing while none runs."""
+    return record_function(f"zero: {text}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Progress:
@@ -77,7 +85,8 @@ class Clock:
         this rank computed nothing: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
         parameters), "optimizer" (a late update), "gradients out" (to host memory or a file).
 
-    On a GPU the host waits for little. The work that it enqueues waits on the device, where a profiler shows it.
+    On a GPU the host waits for little. The work that it enqueues waits on the device, where a profiler shows it under
+    the same names.
     """
 
     def __init__(self, shows: bool = False) -> None:
@@ -96,7 +105,8 @@ class Clock:
         outer, self._phase, start = self._phase, name, time.perf_counter()
         before, self.progress = self.progress, Progress(self.shows, name)
         try:
-            yield
+            with label(name):
+                yield
         finally:
             self._phase, self.progress = outer, before
             self.phases[name] += time.perf_counter() - start
@@ -106,7 +116,8 @@ class Clock:
         """Context of a wait for `what`."""
         start = time.perf_counter()
         try:
-            yield
+            with label(f"wait for {what}"):
+                yield
         finally:
             self.waits[self._phase, what] += time.perf_counter() - start
 

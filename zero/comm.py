@@ -114,13 +114,13 @@ class Communicator:
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
+        if self._native and self.shard_group.size > 1:
+            work = _all_gather(full, shard, group=self._group, async_op=True)
+            return Pending([work], None, (full, shard), self.watchdog, unit)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard, non_blocking=True)
         if self.shard_group.size == 1:
             return Pending()
-        if self._native:
-            work = _all_gather(full, own, group=self._group, async_op=True)
-            return Pending([work], None, (full, own), self.watchdog, unit)
         tag, n, works = self._next_tag("gather", unit), shard.numel(), []
         for peer in self._peers():
             works.append(dist.isend(own, peer, group=self._group, tag=tag))
@@ -148,11 +148,12 @@ class Communicator:
         """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice), in fp32.
 
         The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
-        (at least one a rank) go into one collective.
+        (at least one a rank) go into one exchange of messages; natively, all of `full` goes into one collective.
         """
+        if self._native:
+            return self._reduce_scatter_natively(out, full, accumulate, unit)
         n, step = out.numel(), max(1, max_numel // self.shard_group.size)
-        if not self._native:
-            step = min(step, SUMMED_MESSAGE // full.element_size())
+        step = min(step, SUMMED_MESSAGE // full.element_size())
         parts = [
             self._reduce_columns(out[a : a + step], full, n, a, min(step, n - a), accumulate, unit)
             for a in range(0, n, step)
@@ -180,8 +181,6 @@ class Communicator:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
         self._count("reduce_scatter", width * self.shard_group.size)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
-        if self._native:
-            return self._reduce_columns_natively(out, rows, accumulate, unit)
         tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
         for peer in self._peers():
             works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
@@ -199,22 +198,23 @@ class Communicator:
 
         return Pending(works, finish, (full,), self.watchdog, unit)
 
-    def _reduce_columns_natively(
-        self, out: torch.Tensor, rows: list[torch.Tensor], accumulate: bool, unit: object
+    def _reduce_scatter_natively(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, unit: object
     ) -> Pending:
-        whole, first = rows[0].numel() * len(rows), rows[0]
-        contiguous = all(row.data_ptr() == first.data_ptr() + i * first.nbytes for i, row in enumerate(rows))
-        source = first.as_strided((whole,), (1,)) if contiguous else torch.cat(rows)
-        result = source if self.shard_group.size == 1 else torch.empty_like(first)
+        self._count("reduce_scatter", full.numel())
+        alone, in_place = self.shard_group.size == 1, out.dtype == full.dtype and not accumulate
+        result = full if alone else out if in_place else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
         works = []
-        if self.shard_group.size > 1:
-            works.append(_reduce_scatter(result, source, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
+        if not alone:
+            works.append(_reduce_scatter(result, full, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
 
         def finish() -> None:
-            part = result.to(out.dtype)
-            out.add_(part) if accumulate else out.copy_(part)
+            if accumulate:
+                out.add_(result)
+            elif result is not out:
+                out.copy_(result)
 
-        return Pending(works, finish, (source,), self.watchdog, unit)
+        return Pending(works, finish, (full, result), self.watchdog, unit)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
         """Give every rank of the shard group its slice of rank `src`'s `full`; others may pass None. Blocking."""

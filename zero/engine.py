@@ -28,10 +28,11 @@ from zero.errors import UsageError
 from zero.export import Weights, save_16bit_model, show_copies_in_state_dicts
 from zero.gathering import Gathering
 from zero.hooks import ModuleHooks
+from zero.layout import called_blocks
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.relocation import Relocation
 from zero.optim.step import ZeroOptimizer, param_group_of
-from zero.parameters import placeholder
+from zero.parameters import ShardedParameter, placeholder
 from zero.reduction import ReductionOrder
 from zero.schedule import Residency
 from zero.unit import State
@@ -57,7 +58,8 @@ class ZeroEngine(Accumulation, nn.Module):
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
         was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
         global_samples: counters. throughput: samples per second. residency: gathered elements, now and at their peak.
-        activations: `HostActivations` if `cpu_checkpointing` moves them, or None.
+        activations: `HostActivations` if `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was
+        called.
     """
 
     optimizer_class = ZeroOptimizer
@@ -80,7 +82,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self._take_over(model)
         self.global_steps = self.skipped_steps = 0
         self.throughput = Throughput(settings.train_batch_size)
-        self._loss_was_scaled = self._step_applied = False
+        self._loss_was_scaled = self._step_applied = self.is_compiled = False
         self.residency = Residency()
 
         require_same(self.comm, construction.facts(settings, model, optimizer))
@@ -109,6 +111,8 @@ class ZeroEngine(Accumulation, nn.Module):
             self.optimizer = construction.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
         self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
         self.lr_scheduler = construction.make_scheduler(lr_scheduler, optimizer)
+        if settings.compile.enabled:
+            self.compile(settings.compile.backend, settings.compile.kwargs)
 
     # -- construction
 
@@ -340,13 +344,17 @@ class ZeroEngine(Accumulation, nn.Module):
         return self
 
     def compile(self, backend: str | Callable = "inductor", compile_kwargs: dict | None = None) -> None:
-        """Compile the model by `torch.compile`. Raises ValueError where a backend cannot follow gathered parameters."""
-        if backend != "eager" and any(not unit.persistent for unit in self.units):
-            raise UsageError(
-                f"torch.compile with the backend {backend!r}: a compiled backward does not follow parameters that are "
-                "released and gathered again at stage 3; use stage 2 or below, the backend 'eager', or no compilation"
-            )
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        """Compile each block by `torch.compile`, at every stage. A model without blocks is compiled as a whole.
+
+        Blocks of one class share their graphs. So what differs between them, such as transformers' cache of keys and
+        values, costs a graph each: train with `use_cache=False`.
+        """
+        # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for lengths that vary.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+        torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedParameter)
+        for module in called_blocks(self.module) or [self.module]:
+            module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""

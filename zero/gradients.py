@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zero.clock import label
 from zero.comm import Communicator
 from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
@@ -30,6 +31,10 @@ class _Reduction:
     pending: Pending
 
 
+# Most elements of a unit that are kept apart, if its gradients are to be contiguous. Copying them together is one call.
+MOST_APART = 1 << 26
+
+
 class _Collected:
     """The gradients of one unit that backward has produced and that are not reduced yet."""
 
@@ -37,6 +42,8 @@ class _Collected:
         self.flat: torch.Tensor | None = None
         # By parameter: its gradient if it is kept apart, None if it is in `flat`.
         self.parts: dict[int, torch.Tensor | None] = {}
+        # Elements that are kept apart.
+        self.apart = 0
 
 
 class GradientReducer:
@@ -44,11 +51,11 @@ class GradientReducer:
 
     Args: shards: where the reduced gradients go, one for each trainable unit; bucket_size: most elements in one
     reduction and in all reductions in flight; overlap: reductions run while backward goes on, else each is waited for
-    at once; contiguous: gradients are copied to the flat buffer as they are produced, else kept apart until the unit is
-    complete; dtype: of the gradients in a reduction (None: that of the parameters); sum_dtype: in which the result is
-    kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of full size and
-    reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once; last_micro_step: whether
-    the current micro-batch is the last one of its step.
+    at once; contiguous: gradients are copied to the flat buffer when `MOST_APART` elements are there, else when the
+    unit is complete; dtype: of the gradients in a reduction (None: that of the parameters); sum_dtype: in which the
+    result is kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of
+    full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once;
+    last_micro_step: whether the current micro-batch is the last one of its step.
 
     Attributes: backwards: how many have ended since the last step. buffered, peak_buffered: elements in flat buffers.
     """
@@ -96,16 +103,24 @@ class GradientReducer:
         if grad.is_sparse:
             grad = grad.to_dense()
         entry = self._collected.setdefault(unit, _Collected())
-        if not self.contiguous:
-            earlier = entry.parts.get(index)
-            entry.parts[index] = grad if earlier is None else earlier + grad
-            return
+        if index in entry.parts:  # a second one comes from reentrant checkpointing of shared weights
+            earlier = entry.parts[index]
+            grad = (self._place(unit, entry.flat, index) if earlier is None else earlier) + grad
+        entry.parts[index] = grad
+        entry.apart += grad.numel()
+        if self.contiguous and entry.apart > MOST_APART:
+            self._flatten(unit, entry)
+
+    def _flatten(self, unit: Unit, entry: _Collected) -> torch.Tensor:
+        """Copy what is kept apart to the unit's flat buffer, in one call."""
         if entry.flat is None:
             entry.flat = self._flat(unit)
-        target = self._place(unit, entry.flat, index)
-        # A second gradient for the same parameter comes from reentrant checkpointing of shared weights.
-        target.add_(grad) if index in entry.parts else target.copy_(grad)
-        entry.parts[index] = None
+        apart = {index: grad for index, grad in entry.parts.items() if grad is not None}
+        if apart:
+            torch._foreach_copy_([self._place(unit, entry.flat, index) for index in apart], list(apart.values()))
+        entry.parts.update(dict.fromkeys(apart))
+        entry.apart = 0
+        return entry.flat
 
     def collect_from_script(self, unit: Unit) -> None:
         """Before a step: take gradients that the script itself has put on parameters, the same ones on all ranks.
@@ -121,17 +136,11 @@ class GradientReducer:
 
     def reduce(self, unit: Unit) -> None:
         """Start reducing what was collected for `unit`; parameters without a gradient count as zero."""
-        entry = self._collected.pop(unit, None)
-        flat = self._flat(unit) if entry is None or entry.flat is None else entry.flat
-        parts = {} if entry is None else entry.parts
-        for index in range(len(unit.params)):
-            target = self._place(unit, flat, index)
-            if index not in parts:
-                target.zero_()
-            elif parts[index] is not None:
-                target.copy_(parts[index])
-        for start, end in unit.layout.gaps():
-            flat[start:end].zero_()
+        entry = self._collected.pop(unit, None) or _Collected()
+        flat = self._flatten(unit, entry)
+        rest = [self._place(unit, flat, index) for index in range(len(unit.params)) if index not in entry.parts]
+        if zeros := rest + [flat[start:end] for start, end in unit.layout.gaps()]:
+            torch._foreach_zero_(zeros)
         if self._factor != 1.0:
             flat.mul_(self._factor)
         if self.deferred:
@@ -159,7 +168,8 @@ class GradientReducer:
             self.drain()  # the sum so far may not be written to its tier yet
         out = shard.reduction_target(self.sum_dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
-        pending = exchange(out, flat, accumulate, self.bucket_size, unit)
+        with label(f"reduction of {unit.name}"):
+            pending = exchange(out, flat, accumulate, self.bucket_size, unit)
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
         if not self.overlap:
             self._wait_oldest()
@@ -173,7 +183,8 @@ class GradientReducer:
         self.buffered -= reduction.numel
         if len(self._offloading) == 2:
             self._wait_for_offload()
-        written = reduction.shard.put_gradient(reduction.out)
+        with label("gradients out"):
+            written = reduction.shard.put_gradient(reduction.out)
         if reduction.shard.is_offloaded:
             self._offloading.append(written)
 

@@ -100,24 +100,26 @@ class ModuleHooks:
 
     def install(self) -> None:
         """Put the hooks on the model; after `remove`, put them on again."""
-        self.forward_hooks.append(self.module.register_forward_pre_hook(self._root_pre_forward))
+        # torch.compile must not trace them: a module may be compiled with its hooks (`nn.Module.compile`).
+        opaque = torch.compiler.disable
+        self.forward_hooks.append(self.module.register_forward_pre_hook(opaque(self._root_pre_forward)))
         per_module: dict[nn.Module, list[Unit]] = {}
         for unit in self.units:
             for module in () if unit.persistent else unit.modules:
                 per_module.setdefault(module, []).append(unit)
         for module, units in per_module.items():
-            before, after = partial(self._pre_forward, units), partial(self._post_forward, units)
+            before, after = opaque(partial(self._pre_forward, units)), opaque(partial(self._post_forward, units))
             self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of units that the root module itself owns.
-        self.forward_hooks.append(self.module.register_forward_hook(self._root_post_forward, always_call=True))
+        self.forward_hooks.append(self.module.register_forward_hook(opaque(self._root_post_forward), always_call=True))
         for number, unit in enumerate(self.units):
             if unit.trainable:
                 for i, param in enumerate(unit.params):
                     hook = partial(_gradient_ready, weakref.ref(self), number, i)
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not unit.persistent:
-                unit.watch_reads(partial(self._read_outside, unit))
+                unit.watch_reads(opaque(partial(self._read_outside, unit)))
 
     def remove(self) -> None:
         """Take all hooks off the model."""

@@ -176,6 +176,11 @@ def _called(block: nn.Module) -> list[nn.Module]:
     return [block]
 
 
+def called_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules whose calls use the blocks of `model`."""
+    return [called for block in find_blocks(model) for called in _called(block)]
+
+
 def plan_units(
     model: nn.Module,
     persistence_threshold: int,

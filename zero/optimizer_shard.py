@@ -118,17 +118,16 @@ class OptimizerShard:
         if not self.is_offloaded:
             self.grad = values
             return Pending()
-        for piece in self.unit.pieces:
-            part = values[piece.start : piece.start + piece.numel]
-            self._norms[piece.start] = torch.linalg.vector_norm(part, dtype=torch.float32)
+        if starts := [piece.start for piece in self.unit.pieces]:
+            parts = [values[piece.start : piece.start + piece.numel] for piece in self.unit.pieces]
+            self._norms.update(zip(starts, torch._foreach_norm(parts, dtype=torch.float32), strict=True))
         if self.grad is None:
             self.grad = self.tier.empty(values.numel(), values.dtype)
         return self.tier.store(self.grad, values)
 
-    def gradient_norm(self, start: int, end: int) -> torch.Tensor:
-        """2-norm of one parameter's piece of the gradient, a scalar; `start` and `end` are its place in the shard."""
-        known = self._norms.get(start)
-        return torch.linalg.vector_norm(self.grad[start:end], dtype=torch.float32) if known is None else known
+    def known_norm(self, start: int) -> torch.Tensor | None:
+        """2-norm (a scalar) of the gradient piece that begins at `start`, if it was taken before the gradient left."""
+        return self._norms.get(start)
 
     def forget_norm(self, start: int) -> None:
         """The piece that begins at `start` has been changed since its norm was taken."""

@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from zero.clock import label
 from zero.comm import Communicator
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
@@ -257,7 +258,7 @@ class Unit:
         self.wait_for_update()
         self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
         self.residency.add(self.layout.numel)
-        with torch.no_grad():
+        with torch.no_grad(), label(f"all-gather of {self.name}"):
             self._gather = self._start_all_gather()
         self._views.say(Shown.NAN_UNTIL_GATHERED)
         self.state = State.GATHERING

@@ -96,12 +96,12 @@ def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], d
         collect(self, unit, index)
         seen.append(grad() is None)
 
-    with mock.patch.object(GradientReducer, "collect", collected):
+    with mock.patch.object(GradientReducer, "collect", collected), mock.patch("zero.gradients.MOST_APART", 0):
         weights = train_zero(engine, toy_batches(2)).weights
     return seen, weights
 
 
-def test_contiguous_gradients_are_copied_as_they_are_produced():
+def test_contiguous_gradients_are_copied_before_the_unit_has_all():
     (copied, weights), (apart, others) = (run_on(2, buffers, contiguous)[0] for contiguous in (True, False))
     assert copied and all(copied)
     assert not any(apart)

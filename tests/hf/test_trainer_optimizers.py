@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     },
     "neither": {},
     "neither, offloaded": {},
+    "neither, compiled": {},
     "AdamW, the Trainer's schedule": {"optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}}},
     "the Trainer's optimizer, WarmupLR": {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
@@ -57,6 +58,7 @@ REFERENCES: dict[str, dict[str, Any] | None] = {
     "Adam+WarmupDecayLR": {"optimizer": "Adam", "parameters": ADAM, "factors": [0, *WARMUP_LINEAR_DECAY]},
     "neither": None,
     "neither, offloaded": None,
+    "neither, compiled": None,
     "AdamW, the Trainer's schedule": {"optimizer": "AdamW", "parameters": ADAM, "factors": LINEAR},
 }
 
@@ -78,10 +80,12 @@ def _config(name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     """The reports of two ranks with 2 samples each in a step, by the name of the configuration."""
-    jobs = [
-        {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": _config(name)}}
-        for name in SECTIONS
-    ]
+    jobs = []
+    for name in SECTIONS:
+        arguments = {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": _config(name)}
+        if "compiled" in name:
+            arguments |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        jobs.append({"model": "llama", "arguments": arguments})
     reports = run_unmodified(jobs, tmp_path_factory.mktemp("sharded"), nproc=2)
     return dict(zip(SECTIONS, reports, strict=True))
 
@@ -115,6 +119,7 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
         ("Adam+WarmupDecayLR", WARMUP_LINEAR_DECAY),
         ("neither", LINEAR[:-1]),
         ("neither, offloaded", LINEAR[:-1]),
+        ("neither, compiled", LINEAR[:-1]),
         ("AdamW, the Trainer's schedule", LINEAR[1:]),
         ("the Trainer's optimizer, WarmupLR", WARMUP_LOG),
     ],
@@ -129,6 +134,12 @@ def test_trainers_optimizer_under_a_configured_schedule_trains(sharded, plain):
     ours = column(sharded["the Trainer's optimizer, WarmupLR"], "loss")
     assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
     assert ours[-1] < ours[0] - 0.05
+
+
+def test_torch_compile_compiles_the_blocks(sharded):
+    """Both blocks share one graph for training and one for evaluation."""
+    graphs = {name: report["graphs"] for name, report in sharded.items()}
+    assert graphs == dict.fromkeys(SECTIONS, 0) | {"neither, compiled": 2}
 
 
 def test_auto_values_are_filled_in(sharded):

@@ -1,6 +1,7 @@
 """The optimizers: which class a configuration gives, its numbers, and that pieces of a tensor update as the whole."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from zero.config import load_config
 from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_defaults
+from zero.deepspeed import optimizers
 from zero.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
@@ -17,6 +19,7 @@ from zero.deepspeed.optimizers import (
     Lion,
     build_optimizer,
 )
+from zero.optim import arithmetic
 
 # Further settings with which each kind is tried; a kind without settings of its own has its defaults.
 SETTINGS = {
@@ -61,6 +64,34 @@ def test_the_class_is_deepspeeds_choice(kind, params, offloaded, expected, decou
     assert type(optimizer) is expected
     assert getattr(optimizer, "adam_w_mode", decoupled) is decoupled
     assert optimizer.param_groups[0].get("decoupled_weight_decay") is decoupled
+
+
+@pytest.mark.parametrize(
+    ("params", "fused"),
+    [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"torch_adam": True}, None)],
+)
+def test_adam_is_fused_on_a_gpu_unless_told_otherwise(monkeypatch, params, fused):
+    monkeypatch.setattr(optimizers, "compute_device", lambda: torch.device("cuda", 0))
+    assert configured("Adam", **params).param_groups[0]["fused"] is fused
+
+
+class Located(torch.optim.SGD):
+    """Notes on which device it finds its count of steps."""
+
+    def step(self):
+        (state,) = self.state.values()
+        self.found = state["step"].device.type
+
+
+def test_a_count_of_steps_is_where_a_fused_step_reads_it():
+    group = {**Located([torch.zeros(1)]).param_groups[0], "fused": True}
+    step = arithmetic.TorchStep(Located([torch.zeros(1)]), [group])
+    tensor = torch.zeros(3, device="meta")
+    values = SimpleNamespace(
+        master=tensor, grad=tensor, state={"step": torch.tensor(2.0)}, put_state=lambda state: None
+    )
+    step(values, group, 1.0)
+    assert step._twin.found == "meta"
 
 
 @pytest.mark.parametrize(

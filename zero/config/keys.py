@@ -202,6 +202,32 @@ _RANDOM_LTD = idle(
 )
 
 
+_DEEPCOMPILE = (
+    "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
+    "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
+    "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+    "keep_int_input_tensors keep_all_input_tensors passes"
+)
+
+
+class _Quiet(Section):
+    model_config = ConfigDict(use_attribute_docstrings=False)  # `create_model` below: pydantic would search for long
+
+
+class CompileConfig(
+    create_model(
+        "DeepCompile",
+        __base__=_Quiet,
+        **{key: (Any, unused(None, "there is no DeepCompile")) for key in _DEEPCOMPILE.split()},
+    )
+):
+    """`torch.compile` of each block, at every stage. `engine.compile()` and `--torch_compile` do the same."""
+
+    enabled: bool = acts(False, "Compile the blocks when the engine is made. DeepSpeed had this key up to 0.14.")
+    backend: str = acts("inductor", "Backend of `torch.compile`.", needs="enabled")
+    kwargs: dict[str, Any] = acts({}, "More arguments of `torch.compile`, such as `dynamic`.", needs="enabled")
+
+
 class SectionsWithoutEffect(Section):
     """The top-level keys of DeepSpeed that do nothing here."""
 
@@ -259,12 +285,6 @@ class SectionsWithoutEffect(Section):
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
     ) = unused(None, "settings are never searched for; what the file says is used")
-    compile: idle(
-        "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
-        "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
-        "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
-        "keep_int_input_tensors keep_all_input_tensors passes"
-    ) = unused(None, "there is no DeepCompile")
     tensor_parallel: idle(
         "tp_size tp_grain_size tp_overlap_comm tensor_parallel tp mpu dtype injection_policy_tuple "
         "partition_config preset_model vocab_parallel_lm_head vocab_parallel_ce_backend keep_module_on_host "

@@ -118,7 +118,7 @@ class OptimizerParams(Settings):
     betas: Betas | None = acts(None, "Decay rates of Adam's or Lion's moments.", auto="adam_beta1, adam_beta2")
     eps: NonNegative | None = acts(None, "Added to the denominator.", auto="adam_epsilon")
     foreach: bool | None = acts(None, "torch's implementation over lists of tensors.")
-    fused: bool | None = acts(None, "torch's fused implementation.")
+    fused: bool | None = acts(None, "torch's fused implementation. Default of Adam and AdamW on a GPU: true.")
     maximize: bool = acts(False, "Maximize the loss.")
     capturable: only(bool, False, _NOT_COMPILED) = False
     differentiable: only(bool, False, _NOT_COMPILED) = False

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from zero.config.keys import (
     BATCH_KEYS,
     NOT_YET,
+    CompileConfig,
     Count,
     DType,
     Flag,
@@ -88,9 +89,7 @@ class OffloadOptimizerConfig(OffloadConfig):
     super_offload: bool = unused(False, NOT_YET)
     cpuadam_cores_perc: Fraction = unused(0.8, "the cores of the machine are divided among its ranks")
 
-    @property
-    def pipeline(self) -> bool:
-        return self.pipeline_read or self.pipeline_write
+    pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
 
 
 class AioConfig(Section):
@@ -141,7 +140,7 @@ class ZeroConfig(Section):
     stage: integer(0, 3) = acts(0, auto="accelerate's zero_stage")
     """0: nothing is sharded. 1: the optimizer state. 2: gradients too. 3: parameters too."""
     contiguous_gradients: bool = True
-    """Copy each gradient to its unit's flat buffer as it is produced. false: when the unit has all gradients."""
+    """Copy gradients to their unit's flat buffer once 2^26 elements are there. false: when the unit has all of them."""
     overlap_comm: bool | None = None
     """Reduce gradients while backward goes on. false: wait for each reduction at once. Default: true at stage 3."""
     reduce_bucket_size: Positive = acts(int(5e8), auto="the square of the model's hidden size")
@@ -335,6 +334,7 @@ class Config(SectionsWithoutEffect):
     bf16: BF16Config = Field(default_factory=BF16Config)
     aio: AioConfig = Field(default_factory=AioConfig)
     activation_checkpointing: ActivationCheckpointingConfig = Field(default_factory=ActivationCheckpointingConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -5,7 +5,8 @@ for DeepSpeed make them too. The engine treats them as any other torch optimizer
 
 Arguments common to all: `params` (`model_params`), parameters or param groups; `lr`, `eps`, `weight_decay`, `betas` as
 in torch; `set_grad_none`, without effect, as gradients are always freed; `**settings`, more arguments of the torch
-class. `fp32_optimizer_states` and `bias_correction` must be True (ValueError).
+class. `fp32_optimizer_states` and `bias_correction` must be True (ValueError). On a GPU Adam is torch's fused one,
+unless `fused` or `foreach` is given.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero.comm import compute_device
 from zero.config import Config
 from zero.config.optim import OptimizerConfig
 from zero.errors import UsageError
 from zero.optim import cpu_adam
 from zero.optim.elementwise import Lion, make_state_late, require_elementwise
+
+# Where torch has a fused Adam that is the fastest one. On a CPU, `cpu_adam` has the bits of the unfused one.
+_FUSING = ("cuda", "xpu", "hpu")
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -49,6 +54,8 @@ class FusedAdam(torch.optim.Adam):
         **settings: Any,
     ):
         _refuse_false(self, bias_correction=bias_correction)
+        if not settings.keys() & {"fused", "foreach", "differentiable"} and compute_device().type in _FUSING:
+            settings["fused"] = True
         self.adam_w_mode = adam_w_mode
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode, **settings)
 

@@ -25,7 +25,7 @@ def adam(values: TileInMemory, group: dict, factor: float, out: torch.Tensor | N
     state = values.state
     if not state:
         state |= cpu_adam.new_state(values.master)
-    state["step"] += 1
+    state["step"] = state["step"].to("cpu") + 1  # it may have been counted on the device before
     beta1, beta2 = group["betas"]
     cpu_adam.adam(
         *(values.master, values.grad, state["exp_avg"], state["exp_avg_sq"], out),
@@ -54,6 +54,8 @@ class TorchStep:
         """Update `values.master` and `values.state` with `values.grad` times `factor`; `group` is one of the groups."""
         master, grad = values.master.detach(), values.grad.to(values.master.dtype)
         master.grad = grad if factor == 1.0 else grad.mul_(factor)
+        if group.get("fused") and "step" in values.state:  # it may have been counted on the host before
+            values.state["step"] = values.state["step"].to(master.device)
         self._twin.state = defaultdict(dict, {master: values.state})
         group["params"] = [master]
         before = group.copy()

@@ -137,11 +137,12 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
 def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
     """Update all pieces in this thread and some helpers. The kernel knows no fp16: torch casts."""
     left = iter(pieces)
+    widens = any(g.dtype == torch.float16 for _, g, *_ in pieces)
 
     def work() -> None:
-        buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
+        buffer = torch.empty(PIECE if widens else 0, dtype=torch.float32, device="cpu")
         for p, g, m, v, o in left:  # shared by the threads: each takes the next piece
-            g = buffer[: g.numel()].copy_(g) if g.dtype == torch.float16 else g
+            g = buffer[: g.numel()].copy_(g) if widens else g
             to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
             places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
             kernel(*places, p.numel(), g.dtype == torch.bfloat16, ctypes.byref(scalars))

@@ -23,7 +23,9 @@ from torch import nn
 
 from zero.agreement import disagree, hyper_parameters, require_same, spread
 from zero.comm import Communicator
+from zero.device import is_accelerator
 from zero.gradients import GradientReducer
+from zero.offload.memory import HostMemory
 from zero.offload.tiers import Tier
 from zero.optim import arithmetic, cpu_adam
 from zero.optim.loss_scaler import LossScaler
@@ -109,6 +111,7 @@ class ZeroOptimizer:
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
         self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
+        self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
             shard.make_master(self._updates)
@@ -129,6 +132,7 @@ class ZeroOptimizer:
             for piece in unit.pieces
             if unit.params[piece.slot] in number_of
         ]
+        self._piece_numbers = torch.tensor([number for number, *_ in self._pieces], device=self.comm.device)
 
     @property
     def units(self) -> list[Unit]:
@@ -253,14 +257,13 @@ class ZeroOptimizer:
             torch_step(values, groups[tile.group], factor)
         return tile.shard.round_into_shard(tile.start, result)
 
-    @staticmethod
-    def _rounding_target(tile: Tile) -> torch.Tensor | None:
+    def _rounding_target(self, tile: Tile) -> torch.Tensor | None:
         """Host memory for the updated values in the weights' dtype: the shard's own if it is there; None for fp32."""
         shard = tile.unit.shard[tile.start : tile.end]
         if shard.dtype == torch.float32:
             return None
         in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
-        return shard if in_memory else torch.empty_like(shard, device="cpu")
+        return shard if in_memory else self._rounded.take(shard.nbytes).view(shard.dtype)
 
     # -- moves
 
@@ -310,19 +313,29 @@ class ZeroOptimizer:
         # rank may have no part of a small unit.
         facts = {key: each for key, each in hyper_parameters(self.param_groups).items() if not key.endswith(", params")}
         facts["backwards since the last step"] = self.reducer.backwards
-        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64, device=squares.device)
-        norms = [shard.gradient_norm(start, end).to(squares.device) for _, shard, start, end in self._pieces]
-        if norms:
-            index = torch.tensor([number for number, *_ in self._pieces], device=squares.device)
-            squares.index_copy_(0, index, torch.stack(norms).to(torch.float64) ** 2)
+        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(squares.device, non_blocking=True)
+        if self._pieces:
+            squares.index_copy_(0, self._piece_numbers, torch.stack(self._norms_of_pieces()).to(torch.float64) ** 2)
         if self._replicated:
             sums = self.comm.all_reduce(own)
         else:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
-        if disagree(sums.tolist(), self.comm.world_size):
-            require_same(self.comm, facts)
         self._param_norms = squares.sqrt_().float()
-        return torch.linalg.vector_norm(self._param_norms).item()
+        norm = torch.linalg.vector_norm(self._param_norms).double()
+        # The one moment of a step at which the host waits for the device.
+        *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
+        if disagree(totals, self.comm.world_size):
+            require_same(self.comm, facts)
+        return norm
+
+    def _norms_of_pieces(self) -> list[torch.Tensor]:
+        """2-norms of this rank's pieces of gradients, scalars on the compute device."""
+        norms = [shard.known_norm(start) for _, shard, start, _ in self._pieces]
+        if unknown := [i for i, norm in enumerate(norms) if norm is None]:
+            parts = [shard.grad[start:end] for _, shard, start, end in (self._pieces[i] for i in unknown)]
+            for i, norm in zip(unknown, torch._foreach_norm(parts, dtype=torch.float32), strict=True):
+                norms[i] = norm
+        return [norm.to(self.comm.device) for norm in norms]
 
     def _clip_coefficient(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zero.clock import Progress
+from zero.clock import Progress, label
 from zero.offload.memory import HostMemory
 from zero.optim.tiles import Tile, TiledState, is_elementwise
 from zero.optimizer_shard import OptimizerShard
@@ -198,7 +198,8 @@ class Updates:
             values.wait()
             if self._read_ahead and following is not None and not ahead:
                 ahead[following] = TileInMemory(following, state, self._memory)
-            rounded = update(values)
+            with label("update"):
+                rounded = update(values)
             writing.wait()
             writing = values.write(rounded)
             del values, rounded  # they would keep the buffers from being used again

@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
@@ -120,6 +121,7 @@ def run(job: dict) -> None:
         optimizers=reference_optimizers(model, job["reference"]) if "reference" in job else (None, None),
         callbacks=[FailOnRankOne(job["fail_at"])] if "fail_at" in job else None,
     )
+    graphs = counters["stats"]["unique_graphs"]
     trainer.train()
     report = {
         "log": list(trainer.state.log_history),  # without the evaluation that follows
@@ -129,6 +131,7 @@ def run(job: dict) -> None:
         "config": getattr(trainer.model_wrapped, "config", {}) if args.deepspeed else {},
         "parameters": model.num_parameters(),
     }
+    report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
         report["predictions"] = trainer.predict(
             trainer.eval_dataset, max_new_tokens=8, stopping_criteria=StoppingCriteriaList([StopEarlierOnRankZero()])

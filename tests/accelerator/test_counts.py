@@ -1,0 +1,183 @@
+"""What the engine itself launches, copies, waits for and allocates in a step, counted on the simulated accelerator.
+
+An operation is the engine's if the innermost Python code outside of torch is a file of `zero/`, but for `engine.py`,
+which runs the model. Operations that make views or take memory launch nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero
+from tests.accelerator import device
+from tests.dist.training import ds_config, start, step
+from tests.parity.test_mixed_precision import SECTIONS
+from tests.processes import run_on
+from zero.offload import memory
+
+ENGINE = Path(zero.__file__).parent
+TORCH = str(Path(torch.__file__).parent)
+BLOCKS, WIDTH, ROWS = 3, 32, 4
+# Each block is a unit, which is not kept from forward to backward.
+EVERY_UNIT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+NO_KERNEL = ("aten.empty", "aten.set_", "aten.resize_", "aten.detach", "aten.lift_fresh", "aten._local_scalar_dense")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+class Model(nn.Module):
+    """Every unit is a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Counting(TorchDispatchMode):
+    """Counts the engine's operations by name in `kernels`, and in `syncs` those for which the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.host_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        place, name = self._place(), str(func).rpartition(".")[0]
+        if place is None:
+            return out
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device.type for tensor in [*tensors, *results]}
+        if name == "aten._local_scalar_dense" and device.NAME in devices:
+            self.syncs[f"{place}: {name}"] += 1
+        if name in ("aten._to_copy", "aten.copy_") and len(devices) == 2 and not _is_asynchronous(func, args, kwargs):
+            self.syncs[f"{place}: {name}"] += 1
+        if device.NAME in devices and not func.is_view and not name.startswith(NO_KERNEL):
+            self.kernels[name] += 1
+        if name.startswith("aten.empty"):
+            self.host_bytes += sum(tensor.nbytes for tensor in results if tensor.device.type == "cpu")
+        return out
+
+    def _place(self) -> str | None:
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+        if frame is None:  # autograd's own thread
+            return None
+        file = Path(frame.f_code.co_filename)
+        ours = ENGINE in file.parents and file.name != "engine.py"
+        return f"{file.relative_to(ENGINE)}:{frame.f_code.co_name}" if ours else None
+
+
+def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | (kwargs or {})
+    return bool(given.get("non_blocking"))
+
+
+@dataclass
+class Counts:
+    """Of the engine in one step: kernels and waits of the host by phase, allocated blocks and bytes of host memory."""
+
+    kernels: dict[str, Counter[str]]
+    syncs: Counter[str]
+    blocks: int
+    host_bytes: int
+
+
+def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
+    """Backwards 1, 2, 4, ... also agree on the order of reductions."""
+    torch.manual_seed(0)
+    engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
+    batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype)}
+    for _ in range(4):
+        step(engine, [batch])
+    new_block = mock.Mock(side_effect=memory.new_block)
+    with mock.patch.object(memory, "new_block", new_block), mock.patch("zero.offload.tiers.new_block", new_block):
+        with Counting() as forward:
+            loss = engine(**batch)
+        with Counting() as backward:
+            engine.backward(loss)
+        with Counting() as update:
+            engine.step()
+    phases = {"forward": forward, "backward": backward, "step": update}
+    assert device.mistakes() == []
+    return Counts(
+        {name: phase.kernels for name, phase in phases.items()},
+        sum((phase.syncs for phase in phases.values()), Counter()),
+        new_block.call_count,
+        sum(phase.host_bytes for phase in phases.values()),
+    )
+
+
+# In forward and in backward, but the last block stays: its backward comes at once.
+GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
+# The second one clears the end of the flat buffer, which belongs to no parameter.
+COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
+REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
+
+
+@pytest.mark.parametrize(
+    ("sections", "copy_out"),
+    [
+        ({}, {}),
+        ({"reduce_bucket_size": WIDTH * WIDTH}, {}),
+        (SECTIONS[torch.bfloat16], {"aten.copy_": BLOCKS}),
+    ],
+    ids=["fp32", "a bucket smaller than a block", "bf16 summed in fp32"],
+)
+def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
+    """In fp32 the collective writes the gradient to its place; a 16-bit one is widened by one kernel."""
+    for found in run_on(2, fifth_step, sections, simulated=True):
+        # The forward prefetches for the backward.
+        assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out
+        assert found.kernels["step"]["aten._foreach_norm"] == 1
+        assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offload_allocates_no_host_memory_after_the_first_steps(dtype):
+    sections = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
+    if dtype == "bf16":
+        sections |= SECTIONS[torch.bfloat16]
+    for found in run_on(2, fifth_step, sections, simulated=True):
+        assert (found.blocks, found.host_bytes) == (0, 0)
+
+
+def profiled(rank: int, world_size: int) -> set[str]:
+    engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT))
+    batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME)}
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(engine, [batch])
+    return {event.name.removeprefix("zero: ") for event in profiler.events() if event.name.startswith("zero: ")}
+
+
+def test_a_profiler_sees_the_phases():
+    for names in run_on(2, profiled, simulated=True):
+        assert names >= {"forward", "backward", "step", "wait for gather", "wait for reduce", "update"}
+        assert names >= {f"{what} of blocks.{i}" for what in ("all-gather", "reduction") for i in range(BLOCKS)}
