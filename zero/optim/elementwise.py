@@ -7,6 +7,7 @@ nothing of units, ranks or the configuration's words.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,8 +25,10 @@ def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class whose `step` the optimizer runs is known to be element-wise."""
-    kind = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    return kind is Lion or (kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE)
+    # torch puts a wrapper of an inherited step on the class that is made first.
+    step = inspect.unwrap(type(optimizer).step)
+    home, name = step.__module__, step.__qualname__.removesuffix(".step")
+    return name in ELEMENTWISE and (home == Lion.__module__ or home.startswith("torch.optim."))
 
 
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:

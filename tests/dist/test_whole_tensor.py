@@ -1,0 +1,94 @@
+"""Optimizers of whole tensors beside training: checkpoints, what moves between ranks, how work is spread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_whole_tensor import MAKE
+from tests.processes import run_on
+from tests.tolerance import rounding
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def train_save_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    data = batches("llama", 2 * STEPS)
+    train_zero(engine, data[:STEPS])
+    engine.save_checkpoint(folder)
+    return train_zero(engine, data[STEPS:])
+
+
+def load_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
+    """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
+    fresh = build("llama")
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.fill_(0.5)
+    engine, _ = start(fresh, config, make=MAKE[name])
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(Path(folder) / "again")
+    return train_zero(engine, batches("llama", 2 * STEPS)[STEPS:])
+
+
+@pytest.mark.parametrize("name", ["Adafactor, lr", "torch's Adafactor", "Muon"])
+def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
+    config = ds_config(clip=1.0, **BF16) | {"checkpoint": {"async_save": True}}
+    straight = curve_on(2, train_save_train, name, config, str(tmp_path))
+    assert_equal(curve_on(2, load_train, name, config, str(tmp_path)), straight)
+
+
+@pytest.mark.parametrize(
+    ("name", "writer", "reader"),
+    [("Whitened", (2, 3), (3, 1)), ("Adafactor, lr", (3, 2), (1, 3)), ("Muon", (1, 3), (2, 0))],
+)
+def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, tmp_path):
+    (written, stage), (read, other) = writer, reader
+    straight = curve_on(written, train_save_train, name, ds_config(stage=stage), str(tmp_path))
+    resumed = curve_on(read, load_train, name, ds_config(stage=other, **OTHER_CUTS), str(tmp_path))
+    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
+    if name == "Adafactor, lr":  # Muon multiplies in bf16; Whitened counts its steps outside of its state
+        assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+
+
+def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
+    """Elements: of all, those that move; sent in a step; floating-point operations of it; bytes of state."""
+    config = ds_config(stage3_param_persistence_threshold=40)
+    engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
+    data = batches("llama", 2)
+    train_zero(engine, data[:1])
+    before, step = engine.comm.elements["all_to_all"], optimizer.optimizer.step
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(param.grad is None and param.dtype == torch.float32 for param in params)
+    assert {param.shape for param in params} == {param.shape for param in engine.module.parameters()}
+    found = {}
+
+    def counted_step(closure=None):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        found["flops"] = counter.get_total_flops()
+
+    optimizer.optimizer.step = counted_step
+    train_zero(engine, data[1:])
+    whole = optimizer.whole
+    sent = engine.comm.elements["all_to_all"] - before
+    nbytes = sum(whole.nbytes(shard) for shard in optimizer.shards.values())
+    return sum(each.slot.numel for each in whole.tensors), whole.moved, sent, found["flops"], nbytes
+
+
+def test_work_and_state_are_spread_and_whole_tensors_stay():
+    ((total, moved, sent, flops, nbytes),) = run_on(1, exchanged)
+    assert moved == sent == 0
+    for world_size in (2, 4):
+        found = run_on(world_size, exchanged)
+        assert sum(each[3] for each in found) == flops and max(each[3] for each in found) <= 1.3 * flops / world_size
+        assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
+        assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
+        assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master of what moves"
