@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_zero
 from tests.parity.models import batches, build
-from tests.parity.test_whole_tensor import MAKE
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_whole_tensor import MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
+from zero.offload import tiers
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -92,3 +94,74 @@ def test_work_and_state_are_spread_and_whole_tensors_stay():
         assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
         assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
         assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master of what moves"
+
+
+# -- offload
+
+
+def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder: str, sections: dict) -> Curve:
+    """Two steps, a checkpoint and a resumption, two more steps; every tensor may go to a file, however small."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    config = ds_config(clip=0.5, accumulation=2, **SECTIONS[dtype], **SMALL, **sections)
+    data, folder = batches("llama", 4), Path(folder) / str(len(sections))
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    train_zero(engine, data[:2])
+    engine.save_checkpoint(folder)
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    engine.load_checkpoint(folder)
+    found = train_zero(engine, data[2:])
+    whole = engine.optimizer.whole
+    in_file = [
+        each.shard.tier.holds_in_file(value)
+        for each in whole.own
+        for value in whole.of(each).values()
+        if torch.is_tensor(value) and value.dim()
+    ]
+    assert in_file and all(in_file) == any(in_file) == bool(sections)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "world_size"),
+    [("Muon", torch.bfloat16, 2), ("Adafactor, lr", torch.float32, 2), ("torch's Adafactor", torch.float32, 1)],
+)
+def test_files_change_no_bit(name, dtype, world_size, tmp_path):
+    in_memory = curve_on(world_size, offloaded, name, dtype, str(tmp_path), {})
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    sections = (
+        {"offload_optimizer": nvme}
+        if dtype == torch.bfloat16
+        else {
+            "offload_optimizer": nvme,
+            "offload_param": {**nvme, "max_in_cpu": 0},
+        }
+    )
+    assert_equal(curve_on(world_size, offloaded, name, dtype, str(tmp_path), sections), in_memory)
+
+
+def counts_in_files(rank: int, world_size: int, folder: str) -> str:
+    config = ds_config(offload_optimizer={"device": "nvme", "nvme_path": folder})
+    engine, _ = start(build("llama"), config, make=MAKE["Whitened"])
+    with pytest.raises(ValueError) as caught:
+        train_zero(engine, batches("llama", 1))
+    return str(caught.value)
+
+
+def test_an_optimizer_that_counts_its_steps_cannot_be_offloaded(tmp_path):
+    (found,) = run_on(1, counts_in_files, str(tmp_path))
+    assert "Whitened changes a number of its own in step() (attribute steps)" in found
+    assert "zero_optimization.offload_optimizer.device" in found
+
+
+def relocated(rank: int, world_size: int, moves: bool) -> Curve:
+    engine, _ = start(build("llama"), ds_config(**BF16), make=MAKE["Whitened"])
+    data = batches("llama", 4)
+    train_zero(engine, data[:2])
+    if moves:
+        engine.offload_states()
+        engine.reload_states()
+    return train_zero(engine, data[2:])
+
+
+def test_offload_states_changes_no_bit():
+    assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))

@@ -192,7 +192,7 @@ def _whole_state(
     tensor: WholeTensor, reader: SliceReader, groups: list[dict], slices: dict[str, Slices]
 ) -> dict[str, object]:
     """The stored state of a whole tensor, whose memory `slices` are to fill."""
-    state, tier = {}, tensor.shard.tier.in_memory()
+    state, tier = {}, tensor.shard.tier
 
     def target(stored: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
         stored = stored if number is None else f"{stored}/{number}"
