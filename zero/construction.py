@@ -175,6 +175,15 @@ def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool
     return is_elementwise(optimizer) if told is None else told
 
 
+def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config) -> str:
+    """A line for the table at the start: how the optimizer's state is sharded."""
+    if optimizer is None:
+        return ""
+    cut = "element by element, in the shards of the weights"
+    how = cut if updates_elements(optimizer, settings) else "whole tensors, each on the rank that owns it"
+    return f"\noptimizer {type(optimizer).__name__} updates {how}"
+
+
 def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
     """Whether updates run after `step` has returned: by default, if they do not use the cores that compute."""
     if offload.overlap_step is not None and offload.device != "none":

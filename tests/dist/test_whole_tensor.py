@@ -15,6 +15,13 @@ from tests.parity.test_fp32 import SMALL
 from tests.parity.test_whole_tensor import MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
+from zero.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_optimizer_state,
+)
+from zero.errors import UsageError
 from zero.offload import tiers
 
 BF16 = {"bf16": {"enabled": True}}
@@ -165,3 +172,40 @@ def relocated(rank: int, world_size: int, moves: bool) -> Curve:
 
 def test_offload_states_changes_no_bit():
     assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))
+
+
+# -- single parameters
+
+
+def fragments(rank: int, world_size: int, stage: int) -> dict:
+    engine, optimizer = start(build("llama"), ds_config(stage=stage, **BF16), make=MAKE["Muon"])
+    train_zero(engine, batches("llama", 1))
+    name, param = next((n, p) for n, p in engine.module.named_parameters() if "q_proj" in n)
+    before, owns = safe_get_full_optimizer_state(param, "momentum_buffer"), optimizer.whole.of_param[param].is_own
+    with pytest.raises(UsageError, match=f"momentum_buffer.* of {name} is not cut"):
+        safe_get_local_optimizer_state(param, "momentum_buffer")
+    safe_set_full_optimizer_state(param, before + 1, "momentum_buffer")
+    assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), before + 1)
+    assert safe_get_full_optimizer_state(param, "exp_avg") is None
+    parts = sum(part.numel() for part in optimizer.fp32_partitioned_groups_flat)
+    own = optimizer.state_dict()["state"]
+    return {
+        "momentum": before,
+        "owns": owns,
+        "parts": parts,
+        "state": len(own),
+        "weight": safe_get_full_fp32_param(param),
+    }
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+def test_the_state_of_one_parameter(stage):
+    first, second = run_on(2, fragments, stage)
+    assert first["momentum"].any() and torch.equal(first["momentum"], second["momentum"])
+    assert torch.equal(first["weight"], second["weight"])
+    params = dict(build("llama").named_parameters()).values()
+    if stage == 0:
+        assert first["owns"] and second["owns"] and first["state"] == second["state"] == len(params)
+    else:
+        assert first["owns"] != second["owns"] and first["state"] + second["state"] == len(params)
+        assert first["parts"] + second["parts"] == sum(param.numel() for param in params)

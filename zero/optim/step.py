@@ -224,7 +224,11 @@ class ZeroOptimizer:
 
     def _update(self, factor: float) -> None:
         if self.whole is not None:
-            self.whole.update(factor)
+            try:
+                self.whole.update(factor)
+            except BaseException as error:
+                self._updates.fail(error)
+                raise
             for unit in self.shards:
                 unit.refresh()
             return

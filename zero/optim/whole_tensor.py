@@ -104,8 +104,8 @@ def _tensors(
 class WholeTensorState:
     """All parameters of `optimizer` as whole tensors, of which this rank updates its own.
 
-    Attributes: tensors: one for each parameter, in the order of units. moved: elements of tensors that do not lie on
-    their owner as a whole.
+    Attributes: of_param: {the model's parameter: its whole tensor}, in the order of units. moved: elements of tensors
+    that do not lie on their owner as a whole.
     """
 
     tiles: Sequence[Tile] = ()
@@ -118,8 +118,7 @@ class WholeTensorState:
         comm: Communicator,
     ):
         self._optimizer, self._comm = optimizer, comm
-        of_param = dict(_tensors(shards, group_of, comm))
-        self.tensors = list(of_param.values())
+        self.of_param = dict(_tensors(shards, group_of, comm))
         if not any(shard.unit.layout.replicated for shard in shards):
             held = [
                 [each.parts[rank].numel if rank in each.parts else 0 for rank in range(comm.shard_group.size)]
@@ -129,10 +128,11 @@ class WholeTensorState:
                 tensor.owner = owner
         self.moved = sum(each.slot.numel for each in self.tensors if each.moves)
         self._of_shard = {shard: [each for each in self.tensors if each.shard is shard] for shard in shards}
-        self._replace_params(of_param)
+        self._replace_params()
 
-    def _replace_params(self, of_param: Mapping[nn.Parameter, WholeTensor]) -> None:
+    def _replace_params(self) -> None:
         """Give the optimizer the whole tensors in the place of the model's parameters, with the state they have."""
+        of_param = self.of_param
         for group in self._optimizer.param_groups:
             names = group.get("param_names", [None] * len(group["params"]))
             known = [(p, name) for p, name in zip(group["params"], names, strict=True) if p in of_param]
@@ -144,6 +144,10 @@ class WholeTensorState:
             del state[param]
             if param in of_param and of_param[param].is_own:
                 state[of_param[param].param] = made_early
+
+    @property
+    def tensors(self) -> list[WholeTensor]:
+        return list(self.of_param.values())
 
     @property
     def own(self) -> list[WholeTensor]:
