@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import zero
 from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_zero
 from tests.parity.models import batches, build
@@ -175,6 +176,22 @@ def test_offload_states_changes_no_bit():
 
 
 # -- single parameters
+
+
+def named(rank: int, world_size: int) -> list[str]:
+    model = build("llama")
+    expected = [(name, param.shape) for name, param in model.named_parameters()]
+    optimizer = torch.optim.Adafactor(model.named_parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config())
+    train_zero(engine, batches("llama", 1))
+    (group,) = optimizer.param_groups
+    assert [(name, p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)] == expected
+    return [name for name, param in zip(group["param_names"], group["params"], strict=True) if optimizer.state[param]]
+
+
+def test_names_and_shapes_are_the_models():
+    first, second = run_on(2, named)
+    assert sorted(first + second) == sorted(name for name, _ in build("llama").named_parameters())
 
 
 def fragments(rank: int, world_size: int, stage: int) -> dict:

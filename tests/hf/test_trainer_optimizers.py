@@ -31,6 +31,8 @@ WARMUP_LINEAR_DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
 # transformers' own linear schedule: the factor used in each step, and at the end
 LINEAR = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]
 
+MUON = {"lr": 1e-2, "adam_lr": 5e-3, "momentum": 0.9, "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW+WarmupLR": {
         "optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}},
@@ -51,6 +53,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "the Trainer's optimizer, WarmupLR": {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     },
+    "Adafactor": {},
+    "Muon": {"optimizer": {"type": "Muon", "params": MUON}},
 }  # fmt: skip
 REFERENCES: dict[str, dict[str, Any] | None] = {
     "AdamW+WarmupLR": {"optimizer": "AdamW", "parameters": ADAM, "factors": [0, *WARMUP_LOG]},
@@ -58,7 +62,12 @@ REFERENCES: dict[str, dict[str, Any] | None] = {
     "neither": None,
     "neither, offloaded": None,
     "AdamW, the Trainer's schedule": {"optimizer": "AdamW", "parameters": ADAM, "factors": LINEAR},
+    "Adafactor": None,
 }
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    return ARGUMENTS | ({"optim": "adafactor"} if name == "Adafactor" else {})
 
 
 def _config(name: str) -> dict[str, Any]:
@@ -79,7 +88,10 @@ def _config(name: str) -> dict[str, Any]:
 def sharded(tmp_path_factory):
     """The reports of two ranks with 2 samples each in a step, by the name of the configuration."""
     jobs = [
-        {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": _config(name)}}
+        {
+            "model": "llama",
+            "arguments": {**_arguments(name), "per_device_train_batch_size": 2, "deepspeed": _config(name)},
+        }
         for name in SECTIONS
     ]
     reports = run_unmodified(jobs, tmp_path_factory.mktemp("sharded"), nproc=2)
@@ -90,8 +102,8 @@ def sharded(tmp_path_factory):
 def plain(tmp_path_factory):
     """The reports of one process with 4 samples in a step."""
     jobs: list[dict[str, Any]] = []
-    for reference in REFERENCES.values():
-        job = {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}}
+    for name, reference in REFERENCES.items():
+        job = {"model": "llama", "arguments": {**_arguments(name), "per_device_train_batch_size": 4, "use_cpu": True}}
         jobs.append(job | ({"reference": reference} if reference else {}))
     reports = run_plain(jobs, tmp_path_factory.mktemp("plain"))
     return dict(zip(REFERENCES, reports, strict=True))
@@ -117,6 +129,8 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
         ("neither, offloaded", LINEAR[:-1]),
         ("AdamW, the Trainer's schedule", LINEAR[1:]),
         ("the Trainer's optimizer, WarmupLR", WARMUP_LOG),
+        ("Adafactor", LINEAR[:-1]),
+        ("Muon", LINEAR[1:]),
     ],
 )
 def test_learning_rates_in_the_log(name, factors, sharded):
@@ -129,6 +143,16 @@ def test_trainers_optimizer_under_a_configured_schedule_trains(sharded, plain):
     ours = column(sharded["the Trainer's optimizer, WarmupLR"], "loss")
     assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
     assert ours[-1] < ours[0] - 0.05
+
+
+def test_muon_trains(sharded, plain):
+    """Its numbers are compared in tests/parity. transformers has no Muon for a plain run."""
+    ours = column(sharded["Muon"], "loss")
+    assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
+    assert ours[-1] < ours[0] - 0.05
+    assert sharded["Muon"]["config"]["optimizer"]["params"] == MUON | {
+        "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-6,
+    }  # fmt: skip
 
 
 def test_auto_values_are_filled_in(sharded):

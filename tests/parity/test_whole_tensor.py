@@ -5,12 +5,14 @@ on whole tensors. So nothing but the engine's exchange of whole tensors lies bet
 ranks, or with several param groups, the reference divides by the engine's norms, which are its own up to rounding.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from transformers import Adafactor
 
+import zero
 from tests.dist.training import (
     Curve,
     assert_equal,
@@ -23,7 +25,7 @@ from tests.dist.training import (
     train_zero,
     two_groups,
 )
-from tests.parity.models import batches, build
+from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
@@ -33,12 +35,15 @@ STEPS = 6
 class Whitened(torch.optim.Optimizer):
     """As Shampoo: lists of matrices of other shapes in its state, a new tensor in the place of a parameter's values.
 
-    It counts its steps in an attribute: `step()` must be called once for all parameters.
+    It counts its steps in an attribute: `step()` must be called once for all parameters. It has some state at once.
     """
 
-    def __init__(self, params, lr=1e-2):
+    def __init__(self, params, lr=1e-1):
         super().__init__(params, {"lr": lr})
         self.steps = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"] = len(param)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,14 +53,14 @@ class Whitened(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 state, grad = self.state[param], param.grad.reshape(len(param), -1)
-                if not state:
+                if "sums" not in state:
                     state["sums"] = [torch.eye(size) for size in grad.shape]
                     state["longest"] = None
                 left, right = state["sums"]
                 left += grad @ grad.T
                 right += grad.T @ grad
                 state["longest"] = (self.steps, float(grad.norm()))
-                update = left.trace().rsqrt() * grad / right.diagonal().sqrt() / self.steps
+                update = left.trace().rsqrt() * grad / right.diagonal().sqrt() / self.steps / state["rows"]
                 param.data = param.data - group["lr"] * update.view(param.shape)
 
 
@@ -121,3 +126,40 @@ def test_ranks_are_bit_for_bit(case):
     expected = curve_on(1, reference, name, model, dtype, ranks, accumulation, clip, norms, own_first, two_groups)
     assert not clip or max(found.norms) > clip, "clipping must be at work"
     assert_same_training(found, expected)
+
+
+# -- "type": "Muon"
+
+MUON = {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.9, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def halves(named):
+    """The matrices of the blocks, and the rest."""
+    hidden = [param for name, param in named if "_proj" in name]
+    return [
+        {"params": hidden, "use_muon": True, "lr": 0.01, "momentum": 0.9},
+        {"params": [p for name, p in named if "_proj" not in name], "use_muon": False, "lr": 0.002, "eps": 1e-8},
+    ]
+
+
+def muon_in_halves(groups):
+    groups[1]["betas"] = (0.9, 0.99)
+    return MuonWithAdamW([group | {"weight_decay": 0.1} for group in groups])
+
+
+def configured(rank, world_size, under_init) -> Curve:
+    config = ds_config(optimizer={"type": "Muon", "params": MUON}, **SMALL)
+    torch.manual_seed(7)
+    with zero.Init(config_dict_or_path=config) if under_init else nullcontext():
+        model = MODELS["llama"]().train()
+    engine, *_ = zero.initialize(model=model, config=config)
+    return train_zero(engine, batches("llama", STEPS))
+
+
+def configured_reference(rank, world_size, ranks) -> Curve:
+    return train_in_slices(build("llama"), batches("llama", STEPS), ranks, grouping=halves, make=muon_in_halves)
+
+
+@pytest.mark.parametrize("under_init", [False, True], ids=["initialize", "Init"])
+def test_configured_muon_is_bit_for_bit(under_init):
+    assert_same_training(curve_on(2, configured, under_init), curve_on(1, configured_reference, 2))

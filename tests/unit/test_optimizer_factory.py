@@ -18,6 +18,7 @@ from zero.deepspeed.optimizers import (
     Lion,
     build_optimizer,
 )
+from zero.errors import UsageError
 from zero.optim.elementwise import is_elementwise, require_possible
 from zero.optim.muon import MuonWithAdamW
 
@@ -312,6 +313,23 @@ def test_groups_of_a_torch_optimizer_keep_what_they_say():
         (0.5, 0.01, (0.5, 0.6)),
         (1e-3, 0.0, (0.5, 0.6)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), "dampening, momentum, nesterov"),
+        (partial(torch.optim.RAdam, lr=0.1), "no amsgrad"),
+        (Adafactor, "clip_threshold"),
+        (torch.optim.Adafactor, "beta2_decay"),
+        (torch.optim.Muon, "momentum, nesterov, ns_steps"),
+    ],
+)
+def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
+    """As accelerate calls it for an optimizer that is offloaded, whatever it is."""
+    user = make([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(UsageError, match=f"{key}.*set zero_force_ds_cpu_optimizer to false"):
+        DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import nn
 
 from zero.comm import get_world_size
 from zero.config import Config
-from zero.config.optim import OptimizerConfig
+from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults
 from zero.errors import UsageError
 from zero.optim import cpu_adam
 from zero.optim.elementwise import Lion, make_state_late, require_possible
@@ -31,6 +31,24 @@ def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
     for name, value in flags.items():
         if not value:
             raise ValueError(f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True")
+
+
+# Settings in the param groups of optimizers that are not Adam.
+_NOT_ADAMS = set().union(*map(optimizer_defaults, TYPES), ("clip_threshold", "beta2_decay", "ns_steps", "d0"))
+_NOT_ADAMS -= {*optimizer_defaults("Adam"), *optimizer_defaults("AdamW"), "decoupled_weight_decay"}
+
+
+def _refuse_groups_of_another(params: Params) -> None:
+    """Raise UsageError for param groups of another optimizer: accelerate makes Adam of whatever is offloaded."""
+    for group in params if isinstance(params, list) else ():
+        if isinstance(group, dict):
+            other = sorted(_NOT_ADAMS & group.keys())
+            if other or ("maximize" in group and "amsgrad" not in group):
+                raise UsageError(
+                    f"DeepSpeedCPUAdam got the param groups of another optimizer ({', '.join(other) or 'no amsgrad'}): "
+                    "accelerate puts Adam in the place of an optimizer that is offloaded. To keep yours, set "
+                    "zero_force_ds_cpu_optimizer to false in the configuration"
+                )
 
 
 @cpu_adam.computes_as_torch_adam
@@ -73,6 +91,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         **settings: Any,
     ):
         _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        _refuse_groups_of_another(model_params)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad, **settings)
 
 
