@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,35 @@ def relocated(rank: int, world_size: int, moves: bool) -> Curve:
 
 def test_offload_states_changes_no_bit():
     assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))
+
+
+# -- numbers of the param groups
+
+
+class Counting(torch.optim.SGD):
+    """Changes a number of its param groups in each step, as Prodigy does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] += 0.25
+            group["k"] = group.get("k", 0) + 1
+
+
+def counting(rank: int, world_size: int, stage: int) -> tuple[list[int], list[float], bool]:
+    """The numbers after two steps under a schedule that halves the learning rate."""
+    model = build("llama")
+    optimizer = Counting([{"params": [param]} for param in model.parameters()], lr=1.0)
+    schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(stage=stage), lr_scheduler=schedule)
+    train_zero(engine, batches("llama", 2))
+    groups = optimizer.param_groups
+    return list({group["k"] for group in groups}), list({group["lr"] for group in groups}), engine.was_step_applied()
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
+def test_a_rank_that_has_all_tensors_may_change_its_numbers(world_size, stage):
+    assert run_on(world_size, counting, stage) == [([2], [((1.0 + 0.25) / 2 + 0.25) / 2], True)] * world_size
 
 
 # -- single parameters

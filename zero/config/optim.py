@@ -56,6 +56,7 @@ _DEEPSPEEDS = {
     "AdamW": _DEEPSPEEDS_ADAM,
     "Adagrad": {"fp32_optimizer_states"},
     "Lion": {"set_grad_none", "fp32_optimizer_states"},
+    "Muon": {"torch_adam", "fp32_optimizer_states"},
 }
 
 

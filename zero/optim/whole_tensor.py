@@ -119,7 +119,8 @@ class WholeTensorState:
     ):
         self._optimizer, self._comm = optimizer, comm
         self.of_param = dict(_tensors(shards, group_of, comm))
-        if not any(shard.unit.layout.replicated for shard in shards):
+        self._is_divided = comm.world_size > 1 and not any(shard.unit.layout.replicated for shard in shards)
+        if self._is_divided:
             held = [
                 [each.parts[rank].numel if rank in each.parts else 0 for rank in range(comm.shard_group.size)]
                 for each in self.tensors
@@ -263,7 +264,7 @@ class WholeTensorState:
         after = self._numbers(offloaded)
         changed = [key for key in after if key not in before or after[key] != before[key]]
         name = type(self._optimizer).__name__
-        if changed and self._comm.world_size > 1:
+        if changed and self._is_divided:
             raise UsageError(
                 f"optimizer {name} changes a number of its own in step() ({changed[0]}). It may depend on all "
                 "parameters, and each rank has some of them: train in one process, or take an optimizer that keeps "
