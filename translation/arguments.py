@@ -217,6 +217,12 @@ def _check_ds_config(given: argparse.Namespace) -> None:
         config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
     except (ValueError, OSError) as error:
         raise InputError(f"--deepspeed: {error}") from error
+    if config.optimizer is not None and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default:
+        # The Trainer would take the configured one without a word.
+        raise InputError(
+            f"--optim {getattr(given.optim, 'value', given.optim)}: {given.deepspeed} has a section optimizer "
+            f"({config.optimizer.type}): delete one of the two"
+        )
 
 
 def _check_numbers(given: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -250,6 +251,18 @@ class Communicator:
             self._count("broadcast", tensor.numel())
         works = [dist.broadcast(tensor, src, group=self._group, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> None:
+        """Send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard group; fill `received`. Blocking.
+
+        Both are 1-D and hold their parts in the order of ranks.
+        """
+        self._count("all_to_all", sent.numel() - sent_sizes[self.shard_group.rank])
+        sizes = received_sizes, sent_sizes
+        exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._group)
+        self._blocking("an exchange of whole tensors", exchange)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum ("sum") or least value ("min") over ranks, in place. Blocking."""

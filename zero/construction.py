@@ -18,6 +18,7 @@ from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.layout import UnitPlan, plan_units
 from zero.offload.tiers import Tier
+from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
@@ -156,6 +157,7 @@ def make_optimizer(
         reducer.comm,
         placement,
         sub_group_size=zero.sub_group_size,
+        elementwise=updates_elements(inner, settings),
         clipping=settings.gradient_clipping,
         scaler=scaler,
         reduce_op=settings.gradient_allreduce_op,
@@ -165,6 +167,21 @@ def make_optimizer(
         write_behind=offload.pipeline_write,
         forward_order=lambda: [units[i] for i in schedule.recorded(("train", True))],
     )
+
+
+def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool:
+    """Whether shards of the optimizer's state may be cut at any element: as the user says, else as the class says."""
+    told = settings.zero_optimization.elementwise_optimizer
+    return is_elementwise(optimizer) if told is None else told
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config) -> str:
+    """A line for the table at the start: how the optimizer's state is sharded."""
+    if optimizer is None:
+        return ""
+    cut = "element by element, in the shards of the weights"
+    how = cut if updates_elements(optimizer, settings) else "whole tensors, each on the rank that owns it"
+    return f"\noptimizer {type(optimizer).__name__} updates {how}"
 
 
 def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:

@@ -51,8 +51,8 @@ class ZeroEngine(Accumulation, nn.Module):
 
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch.
 
-    Args: optimizer: an element-wise one over the model's parameters (`zero.optim.elementwise`), or None. lr_scheduler:
-    a scheduler of that optimizer, or a function of the optimizer that makes one, or None.
+    Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
+    function of the optimizer that makes one, or None.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
@@ -75,7 +75,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.comm = communicator()
         settings = settings.resolve_batch(self.comm.world_size)
         self.settings, self.config = settings, settings.raw
-        self._report_settings()
+        self._report_settings(optimizer)
         if settings.watchdog_timeout is not None:
             self.comm.watchdog.set_timeout(settings.watchdog_timeout)
         self.module = model
@@ -116,9 +116,9 @@ class ZeroEngine(Accumulation, nn.Module):
 
     # -- construction
 
-    def _report_settings(self) -> None:
+    def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.comm.rank == 0:
-            announce(self.settings)
+            announce(self.settings, construction.describe_optimizer(optimizer, self.settings))
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 

@@ -30,6 +30,8 @@ class ParameterState:
         self.optimizer = None if unit is None else optimizer_of(unit)
         if unit is not None:
             unit.wait_for_update()
+        whole = None if self.optimizer is None or kind in (FP32, GRADIENT) else self.optimizer.whole
+        self._whole = None if whole is None else whole.of_param.get(param)
         self.exists = self.optimizer is not None and self._has_values(unit)
         if self.exists:
             slot = next(i for i, held in enumerate(unit.params) if held is param)
@@ -40,7 +42,21 @@ class ParameterState:
         if self.kind == GRADIENT:
             reducer = self.optimizer.reducer
             return reducer.is_fresh(unit) or reducer.carried(unit) is not None
+        if self._whole is not None:
+            return self._owned() is not None
         return self.kind == FP32 or any(self.kind in state for state in self.optimizer.state.values())
+
+    def _owned(self) -> torch.Tensor | None:
+        """The state of a whole tensor, if this rank owns it, and if it has the tensor's shape."""
+        found = self.optimizer.whole.of(self._whole).get(self.kind)
+        return found if isinstance(found, torch.Tensor) and found.shape == self.param.shape else None
+
+    def _refuse_local(self) -> None:
+        if self._whole is not None:
+            raise UsageError(
+                f"optimizer state {self.kind!r} of {self._whole.name} is not cut: it lives on the rank that owns the "
+                "parameter; take the function for the full state"
+            )
 
     @property
     def _shard(self) -> OptimizerShard:
@@ -78,6 +94,7 @@ class ParameterState:
     @torch.no_grad()
     def read_local(self) -> torch.Tensor | None:
         """This rank's part, 1-D and possibly empty, as an fp32 copy; None where nothing exists."""
+        self._refuse_local()
         if not self.exists:
             return None
         device = self.unit.comm.device
@@ -87,6 +104,8 @@ class ParameterState:
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:
         """All of it, in the parameter's shape, as an fp32 copy; None where nothing exists. Every rank must call."""
+        if self._whole is not None:
+            return self._read_whole()
         if not self.exists:
             return None
         comm, full = self.unit.comm, torch.zeros(self.param.numel(), device=self.unit.comm.device)
@@ -96,9 +115,20 @@ class ParameterState:
             comm.all_reduce(full)
         return full.view(self.param.shape)
 
+    def _read_whole(self) -> torch.Tensor | None:
+        """The state of a whole tensor, which its owner has. The last element says whether there is one."""
+        comm, numel = self.unit.comm, self.param.numel()
+        full = torch.zeros(numel + 1, device=comm.device)
+        if self.exists:
+            full[:numel], full[numel] = self._owned().reshape(-1), 1
+        if not self.unit.layout.replicated:
+            comm.all_reduce(full)
+        return full[:numel].view(self.param.shape) if full[numel] else None
+
     @torch.no_grad()
     def write_local(self, value: torch.Tensor) -> None:
         """Store this rank's part. A parameter follows its fp32 value: every rank must call to write that."""
+        self._refuse_local()
         if not self.exists:
             return
         if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
@@ -112,11 +142,15 @@ class ParameterState:
         if self.kind == FP32:
             self._shard.master_was_replaced()
 
+    @torch.no_grad()
     def write_full(self, value: torch.Tensor) -> None:
         """Store all of it, given in the parameter's shape. Every rank must call, with the same `value`."""
         if not self.exists:
             return
         if value.shape != self.param.shape:
             raise ValueError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
+        if self._whole is not None:
+            self._owned().copy_(value)
+            return
         part = value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel]
         self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))

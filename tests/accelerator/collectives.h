@@ -100,6 +100,14 @@ struct Collectives : c10d::Backend {
     });
   }
 
+  Run alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
+                    const c10d::AllToAllOptions&) override {
+    auto to_sizes = out_sizes, from_sizes = in_sizes;
+    return start("all_to_all", {in}, {out}, [=, this, to = on_host(out), from = on_host(in)]() mutable {
+      gloo->alltoall_base(to, from, to_sizes, from_sizes)->wait();
+    });
+  }
+
   Run allreduce(std::vector<Tensor>& tensors, const c10d::AllreduceOptions& options) override {
     return start("all_reduce", tensors, tensors, [this, options, on_host = all_on_host(tensors)]() mutable {
       gloo->allreduce(on_host, options)->wait();

@@ -17,6 +17,8 @@ from tests.accelerator import device
 from tests.dist.training import (
     Batch,
     Curve,
+    Make,
+    adamw,
     assert_equal,
     assert_same_training,
     curve_on,
@@ -32,6 +34,7 @@ from tests.parity.models import VOCABULARY, batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.parity.test_offload import BOTH, NVME
+from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero import activations, comm
@@ -59,12 +62,14 @@ def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torc
     return curve
 
 
-def engine_with(folder: str, sections: dict, accumulation: int = 1, saves: bool = False) -> zero.ZeroEngine:
+def engine_with(
+    folder: str, sections: dict, accumulation: int = 1, saves: bool = False, make: Make = adamw
+) -> zero.ZeroEngine:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     sections = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in sections.items()}
     config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
     config["checkpoint"] = {"async_save": saves}
-    engine, _ = start(model_on_device(), config)
+    engine, _ = start(model_on_device(), config, make=make)
     assert engine.comm.device == torch.device(device.NAME, 0)
     return engine
 
@@ -137,6 +142,30 @@ def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
 
 def test_stage_2_trains_as_plain_torch_does(tmp_path):
     assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
+
+
+def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
+    engine = engine_with(folder, sections, make=MAKE[name])
+    curve = train_zero(engine, data_on_device())
+    state = [each for tensor in engine.optimizer.whole.own for each in engine.optimizer.whole.of(tensor).values()]
+    places = {value.device.type for value in state if torch.is_tensor(value) and value.dim()}
+    assert places == {"cpu" if "offload_optimizer" in sections else device.NAME}
+    engine.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "case"),
+    [(2, "Muon", "both"), (1, "Muon", "files"), (2, "torch's Adafactor", "files"), (1, "Adafactor, lr", "optimizer")],
+)
+def test_whole_tensors_are_updated_on_the_device_wherever_they_live(tmp_path, world_size, name, case):
+    curves = [
+        curve_on(world_size, whole, str(tmp_path), name, sections, simulated=True) for sections in ({}, OFFLOADS[case])
+    ]
+    assert_equal(*curves)
+    assert relative(curves[0].losses[-1], curves[0].losses[0]) > 0.01
 
 
 def without_registration() -> None:

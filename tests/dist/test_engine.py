@@ -232,6 +232,10 @@ class Counting(torch.optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
+class Prodigy(torch.optim.SGD):
+    """Has the name of one that takes sums over all parameters."""
+
+
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     model = toy()
     others = [*model.parameters(), torch.nn.Parameter(torch.ones(3))]
@@ -240,9 +244,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             lambda: zero.initialize(model=model, optimizer=adamw([{"params": others}]), config=CONFIG)
         )
     }
-    for kind, options in ((torch.optim.LBFGS, {}), (torch.optim.Adafactor, {})):
+    for kind in (torch.optim.LBFGS, Prodigy):
         plain_model = toy()
-        optimizer = kind(plain_model.parameters(), **options)
+        optimizer = kind(plain_model.parameters())
         found[kind.__name__] = error_of(
             lambda model=plain_model, optimizer=optimizer: zero.initialize(
                 model=model, optimizer=optimizer, config=CONFIG
@@ -259,10 +263,11 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
     frozen, *_ = zero.initialize(model=toy().requires_grad_(False), config=CONFIG)
     found["step"] = error_of(frozen.step)
-    model = toy()
-    counting, *_ = zero.initialize(model=model, optimizer=Counting(model.parameters(), lr=0.1), config=CONFIG)
-    counting.backward(loss_of(counting(**toy_batches(1)[0])))
-    found["numbers of its own"] = error_of(counting.step)
+    for told in (None, True):
+        model, config = toy(), CONFIG | {"zero_optimization": {"stage": 3, "elementwise_optimizer": told}}
+        counting, *_ = zero.initialize(model=model, optimizer=Counting(model.parameters(), lr=0.1), config=config)
+        counting.backward(loss_of(counting(**toy_batches(1)[0])))
+        found[f"numbers of its own, {told}"] = error_of(counting.step)
     return found
 
 
@@ -270,7 +275,7 @@ def test_what_is_refused_says_what_to_do():
     expected = {
         "foreign parameter": "not the model's",
         "LBFGS": "LBFGS",
-        "Adafactor": "AdamW",
+        "Prodigy": "it takes sums over all parameters, and each process has some of them; use another one",
         "model": "model is missing",
         "config": "config is missing",
         "mpu": "mpu",
@@ -280,7 +285,8 @@ def test_what_is_refused_says_what_to_do():
         "device": "meta",
         "loss": "scalar tensor",
         "step": "optimizer",
-        "numbers of its own": "Counting changes 'k' of its param group",
+        "numbers of its own, None": "Counting changes a number of its own in step() (param group 0, k)",
+        "numbers of its own, True": "Counting changes 'k' of its param group",
     }
     for found in run_on(2, refusals):
         assert found.keys() == expected.keys()

@@ -60,6 +60,10 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY)
 
 
+# Makes an optimizer of param groups.
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
 
@@ -128,6 +132,7 @@ def train_in_slices(
     norms: Sequence[float] | None = None,
     own_first: bool = False,
     grouping: Grouping = one_group,
+    make: Make = adamw,
 ) -> Curve:
     """Data-parallel mixed precision spelled out in one process: the shapes and the order of sums of `ranks` ranks.
 
@@ -146,7 +151,7 @@ def train_in_slices(
     masters = {
         name: nn.Parameter(param.detach().to(master_dtype(param), copy=True)) for name, param in trainable(model)
     }
-    optimizer = adamw(grouping(list(masters.items())))
+    optimizer = make(grouping(list(masters.items())))
     for number, batch in enumerate(batches):
         found = [_gradients(model, part, accumulation, scale) for part in split(batch, ranks * accumulation)]
         grads = [grad for _, grad in found]
@@ -183,9 +188,9 @@ def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> d
 
 
 def start(
-    model: nn.Module, config: dict[str, Any], grouping: Grouping = one_group
+    model: nn.Module, config: dict[str, Any], grouping: Grouping = one_group, make: Make = adamw
 ) -> tuple[zero.ZeroEngine, torch.optim.Optimizer]:
-    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=adamw(grouping(trainable(model))), config=config)
+    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=make(grouping(trainable(model))), config=config)
     return engine, optimizer
 
 

@@ -115,6 +115,24 @@ def test_own_data_without_a_model(data_files, tmp_path):
     assert (output / "generated_predictions.txt").read_text().count("\n") == 20
 
 
+def test_adafactor_on_the_demonstrations_model(tmp_path):
+    """`--optim` acts where the configuration has no optimizer; the demonstration's T5, in bf16, on two ranks."""
+    config = json.loads(CONFIG.read_text())
+    del config["optimizer"], config["scheduler"]
+    config["zero_force_ds_cpu_optimizer"] = False  # accelerate would make Adam of what is offloaded
+    (tmp_path / "adafactor.json").write_text(json.dumps(config))
+    output = tmp_path / "out"
+    process = script(
+        "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train", "--output_dir", output,
+        "--max_steps", 4, "--max_train_samples", 4, "--learning_rate", "1e-3", "--logging_steps", 1, "--bf16",
+        "--per_device_train_batch_size", 2, nproc=2, cache=tmp_path / "cache",
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("optimizer Adafactor updates whole tensors, each on the rank that owns it") == 1
+    losses = [entry["loss"] for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1  # the same four sentences in each step
+
+
 STEPS = 3
 GLOBAL_BATCH = 4
 # (world size, batch per rank, accumulation): always the same four sentences a step. At a learning rate of 0 the weights

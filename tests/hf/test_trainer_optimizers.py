@@ -31,6 +31,8 @@ WARMUP_LINEAR_DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
 # transformers' own linear schedule: the factor used in each step, and at the end
 LINEAR = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]
 
+MUON = {"lr": 1e-2, "adam_lr": 5e-3, "momentum": 0.9, "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW+WarmupLR": {
         "optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}},
@@ -52,6 +54,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "the Trainer's optimizer, WarmupLR": {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     },
+    "Adafactor": {},
+    "Muon": {"optimizer": {"type": "Muon", "params": MUON}},
 }  # fmt: skip
 REFERENCES: dict[str, dict[str, Any] | None] = {
     "AdamW+WarmupLR": {"optimizer": "AdamW", "parameters": ADAM, "factors": [0, *WARMUP_LOG]},
@@ -60,7 +64,12 @@ REFERENCES: dict[str, dict[str, Any] | None] = {
     "neither, offloaded": None,
     "neither, compiled": None,
     "AdamW, the Trainer's schedule": {"optimizer": "AdamW", "parameters": ADAM, "factors": LINEAR},
+    "Adafactor": None,
 }
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    return ARGUMENTS | ({"optim": "adafactor"} if name == "Adafactor" else {})
 
 
 def _config(name: str) -> dict[str, Any]:
@@ -82,7 +91,7 @@ def sharded(tmp_path_factory):
     """The reports of two ranks with 2 samples each in a step, by the name of the configuration."""
     jobs = []
     for name in SECTIONS:
-        arguments = {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": _config(name)}
+        arguments = {**_arguments(name), "per_device_train_batch_size": 2, "deepspeed": _config(name)}
         if "compiled" in name:
             arguments |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
         jobs.append({"model": "llama", "arguments": arguments})
@@ -94,8 +103,8 @@ def sharded(tmp_path_factory):
 def plain(tmp_path_factory):
     """The reports of one process with 4 samples in a step."""
     jobs: list[dict[str, Any]] = []
-    for reference in REFERENCES.values():
-        job = {"model": "llama", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}}
+    for name, reference in REFERENCES.items():
+        job = {"model": "llama", "arguments": {**_arguments(name), "per_device_train_batch_size": 4, "use_cpu": True}}
         jobs.append(job | ({"reference": reference} if reference else {}))
     reports = run_plain(jobs, tmp_path_factory.mktemp("plain"))
     return dict(zip(REFERENCES, reports, strict=True))
@@ -122,6 +131,8 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
         ("neither, compiled", LINEAR[:-1]),
         ("AdamW, the Trainer's schedule", LINEAR[1:]),
         ("the Trainer's optimizer, WarmupLR", WARMUP_LOG),
+        ("Adafactor", LINEAR[:-1]),
+        ("Muon", LINEAR[1:]),
     ],
 )
 def test_learning_rates_in_the_log(name, factors, sharded):
@@ -140,6 +151,16 @@ def test_torch_compile_compiles_the_blocks(sharded):
     """Both blocks share one graph for training and one for evaluation."""
     graphs = {name: report["graphs"] for name, report in sharded.items()}
     assert graphs == dict.fromkeys(SECTIONS, 0) | {"neither, compiled": 2}
+
+
+def test_muon_trains(sharded, plain):
+    """Its numbers are compared in tests/parity. transformers has no Muon for a plain run."""
+    ours = column(sharded["Muon"], "loss")
+    assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
+    assert ours[-1] < ours[0] - 0.05
+    assert sharded["Muon"]["config"]["optimizer"]["params"] == MUON | {
+        "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-6,
+    }  # fmt: skip
 
 
 def test_auto_values_are_filled_in(sharded):

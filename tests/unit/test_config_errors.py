@@ -80,13 +80,13 @@ ERRORS = [
     ),
     (
         optimizer("OneBitAdam"),
-        "optimizer.type: OneBitAdam cannot be sharded: it compresses the momentum across ranks by itself; "
-        "use an element-wise optimizer such as AdamW",
+        "optimizer.type: OneBitAdam cannot be used: it compresses the momentum across ranks by itself; "
+        "use another one, such as AdamW",
     ),
     (
         optimizer("AdamX"),
         "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, "
-        "ASGD, Rprop, got 'AdamX'; pass any other to initialize()",
+        "ASGD, Rprop, Muon, got 'AdamX'; pass any other to initialize()",
     ),
     (optimizer("SGD", momentum="0.9"), 'optimizer.params.momentum: expected a number, got the string "0.9"'),
     ({"scheduler": {"params": {}}}, "scheduler.type: is required"),
@@ -128,12 +128,13 @@ ERRORS = [
     ),
     (
         optimizer("AdamW", momentum=None),
-        "optimizer.params.momentum: is a setting of SGD, RMSprop, not of AdamW; change optimizer.type or delete it",
+        "optimizer.params.momentum: is a setting of SGD, RMSprop, Muon, not of AdamW; "
+        "change optimizer.type or delete it",
     ),
     (
         optimizer("lion", eps=1e-8),
         "optimizer.params.eps: is a setting of Adam, AdamW, Adagrad, RMSprop, NAdam, RAdam, "
-        "Adamax, Adadelta, not of Lion; change optimizer.type or delete it",
+        "Adamax, Adadelta, Muon, not of Lion; change optimizer.type or delete it",
     ),
     (
         {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 
 from zero.config import load_config
-from zero.config.optim import ELEMENTWISE, OptimizerParams, optimizer_defaults
+from zero.config.optim import ELEMENTWISE, TYPES, OptimizerParams, optimizer_defaults
 from zero.deepspeed import optimizers
 from zero.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
@@ -19,7 +20,10 @@ from zero.deepspeed.optimizers import (
     Lion,
     build_optimizer,
 )
+from zero.errors import UsageError
 from zero.optim import arithmetic
+from zero.optim.elementwise import is_elementwise, require_possible
+from zero.optim.muon import MuonWithAdamW
 
 # Further settings with which each kind is tried; a kind without settings of its own has its defaults.
 SETTINGS = {
@@ -156,34 +160,125 @@ def test_pieces_with_gaps_update_as_the_whole_parameter(kind, by_user):
 
 
 def test_every_setting_of_torchs_optimizers_is_a_known_key():
-    for kind in ELEMENTWISE:
+    for kind in TYPES:
         assert optimizer_defaults(kind).keys() <= OptimizerParams.model_fields.keys(), kind
 
 
-class Lamb(torch.optim.SGD):
+class Prodigy(torch.optim.SGD):
     """An optimizer of a third party that says by its name what it is."""
 
 
-class MyLamb(Lamb):
+class MyProdigy(Prodigy):
     """One derived from it."""
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """An element-wise class with other settings; its step is torch's."""
+
+
+class MyAdamW(torch.optim.AdamW):
+    """Anything may happen in its step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (MyLamb, "optimizer Lamb cannot be sharded: it scales the update of a layer by norms"),
-        (torch.optim.Adafactor, "optimizer Adafactor cannot be sharded: its second moments are sums over rows"),
-        (torch.optim.Muon, "optimizer Muon cannot be sharded: it orthogonalizes"),
-        (torch.optim.LBFGS, "optimizer LBFGS cannot be sharded: it takes inner products"),
-        (torch.optim.SparseAdam, "optimizer SparseAdam cannot be sharded: it needs sparse gradients"),
+        (torch.optim.LBFGS, "optimizer LBFGS cannot be used: it evaluates the model several times"),
+        (torch.optim.SparseAdam, "optimizer SparseAdam cannot be used: it needs sparse gradients"),
     ],
 )
 @pytest.mark.parametrize("as_function", [False, True])
-def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(make, reason, as_function):
+def test_an_optimizer_that_cannot_work_is_refused_by_name(make, reason, as_function):
     model = nn.Linear(2, 2, bias=False)
     given = make if as_function else make(list(model.parameters()))
     with pytest.raises(ValueError, match=reason):
         build_optimizer(load_config({}), given, None, model)
+
+
+def test_sums_over_all_parameters_need_one_process():
+    optimizer = MyProdigy([nn.Parameter(torch.ones(2))])
+    require_possible(optimizer, 1)
+    with pytest.raises(ValueError, match="Prodigy cannot be used: it takes sums over all parameters"):
+        require_possible(optimizer, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        *((getattr(torch.optim, kind), True) for kind in ELEMENTWISE if kind != "Lion"),
+        *((make, True) for make in (Lion, FusedLion, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, SlowAdamW)),
+        *((make, False) for make in (torch.optim.Muon, torch.optim.Adafactor, Adafactor, MyAdamW)),
+    ],
+)
+def test_only_classes_that_are_known_are_element_wise(make, expected):
+    assert is_elementwise(make([nn.Parameter(torch.ones(2, 2))])) is expected
+
+
+# -- Muon
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.inner, self.lm_head = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5)
+        self.filter, self.frozen = nn.Conv1d(2, 2, 1), nn.Linear(3, 3, bias=False).requires_grad_(False)
+
+
+def test_muon_takes_the_hidden_matrices_of_each_group():
+    model = Block()
+    decayed = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
+    params = {"lr": 0.25, "muon_lr": 0.125, "betas": [0.5, 0.75], "momentum": 0.5, "ns_method": "gram"}
+    config = load_config({"optimizer": {"type": "muon", "params": params}})
+    optimizer = build_optimizer(config, None, groups, model)
+    names = {param: name for name, param in model.named_parameters()}
+    found = [
+        ([names[p] for p in g["params"]], g["use_muon"], g["lr"], g["weight_decay"], g.get("momentum"), g.get("betas"))
+        for g in optimizer.param_groups
+    ]
+    rest = ["embed_tokens.weight", "lm_head.weight", "filter.weight"]
+    assert found == [
+        (["inner.weight"], True, 0.125, 0.5, 0.5, None),
+        (rest, False, 0.25, 0.5, None, (0.5, 0.75)),
+        (["inner.bias", "lm_head.bias", "filter.bias"], False, 0.25, 0.0, None, (0.5, 0.75)),
+    ]
+
+
+def test_muons_defaults_are_deepspeeds():
+    first, second = configured("Muon").param_groups
+    assert [first[key] for key in ("lr", "momentum", "weight_decay")] == [0.02, 0.95, 0.0]
+    assert [second[key] for key in ("lr", "betas", "eps", "weight_decay")] == [3e-4, (0.9, 0.95), 1e-10, 0.0]
+    assert (
+        second["decoupled_weight_decay"]
+        and not configured("Muon", adam_w_mode=False).param_groups[1]["decoupled_weight_decay"]
+    )
+
+
+def test_muon_with_adamw_steps_as_the_two_do():
+    matrix, vector = (nn.Parameter(torch.linspace(-1, 1, 6).view(shape)) for shape in ((2, 3), (6,)))
+    own = [nn.Parameter(param.detach().clone()) for param in (matrix, vector)]
+    muon = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.2, momentum=0.5)
+    adamw = torch.optim.AdamW([vector], lr=0.3, weight_decay=0.4, betas=(0.5, 0.6), eps=1e-10)
+    both = MuonWithAdamW(
+        [
+            {"params": own[1:], "use_muon": False, "lr": 0.3, "weight_decay": 0.4, "betas": (0.5, 0.6)},
+            {"params": own[:1], "use_muon": True, "lr": 0.1, "weight_decay": 0.2, "momentum": 0.5},
+        ]
+    )
+    for step in range(3):
+        for param in (matrix, vector, *own):
+            param.grad = torch.linspace(1, -2, 6).view(param.shape) * (step + 1)
+        for optimizer in (muon, adamw, both):
+            optimizer.step()
+        if step == 1:  # torch replaces state and groups
+            both.load_state_dict(both.state_dict())
+    assert torch.equal(own[0], matrix) and torch.equal(own[1], vector)
+    with pytest.raises(ValueError, match="use_muon"):
+        MuonWithAdamW([{"params": own}])
 
 
 # -- DeepSpeed's classes
@@ -249,6 +344,23 @@ def test_groups_of_a_torch_optimizer_keep_what_they_say():
         (0.5, 0.01, (0.5, 0.6)),
         (1e-3, 0.0, (0.5, 0.6)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), "dampening, momentum, nesterov"),
+        (partial(torch.optim.RAdam, lr=0.1), "no amsgrad"),
+        (Adafactor, "clip_threshold"),
+        (torch.optim.Adafactor, "beta2_decay"),
+        (torch.optim.Muon, "momentum, nesterov, ns_steps"),
+    ],
+)
+def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
+    """As accelerate calls it for an optimizer that is offloaded, whatever it is."""
+    user = make([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(UsageError, match=f"{key}.*set zero_force_ds_cpu_optimizer to false"):
+        DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(PAIR)
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    (tmp_path / "adamw.json").write_text(json.dumps({"optimizer": {"type": "AdamW"}}))
     return tmp_path
 
 
@@ -44,6 +45,10 @@ BAD_ARGUMENTS = {
         "--output_dir.*cannot be made or written",
     ),
     "not even by root": (TRAIN.replace("out ", "/proc/out "), "--output_dir /proc/out: this folder cannot be made"),
+    "two optimizers": (
+        TRAIN + " --optim adafactor --deepspeed adamw.json",
+        "--optim adafactor: adamw.json.*AdamW.*delete",
+    ),
     "fp16 and bf16": (TRAIN + " --fp16 --bf16", "fp16 and bf16"),
 }
 
@@ -117,7 +122,7 @@ def test_a_cut_model(folder):
 
 def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
     check_output_dir("a/b/c")
-    assert sorted(path.name for path in folder.iterdir()) == ["train.jsonl", "zero.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["adamw.json", "train.jsonl", "zero.json"]
     with pytest.raises(InputError, match="cannot be made or written"):
         check_output_dir("x" * 300)
 

@@ -71,10 +71,14 @@ class Value(_Part):
 
 
 class StateKey(_Part):
-    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for each parameter."""
+    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for each parameter.
+
+    `whole` describes what is neither, by parameter: see `zero.checkpoint.values.describe`.
+    """
 
     dtype: str | None = None
     numbers: dict[str, Any] | None = None
+    whole: dict[str, Any] | None = None
 
 
 class OptimizerState(_Part):

@@ -2,6 +2,7 @@
 
     weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that, rounded), else the weights
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter
+    optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
 All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.files`.
@@ -10,17 +11,19 @@ All keys but the last kind name slices of flattened tensors. See `zero.checkpoin
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.files import SliceReader, Slices, add
+from zero.checkpoint.files import SliceReader, Slices, add, whole
 from zero.checkpoint.manifest import Manifest
-from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
 from zero.comm import Communicator
 from zero.config import Config
 from zero.device import is_accelerator, random_state, set_random_state
@@ -29,6 +32,7 @@ from zero.offload.tiers import HostTrimmer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import ZeroOptimizer, precise_values
 from zero.optim.tiles import Tile
+from zero.optim.whole_tensor import WholeTensor, WholeTensorState
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
@@ -108,8 +112,11 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
     """This rank's part of the optimizer state.
 
     Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like the parameter. If it
-    is one number for each parameter, kinds has the numbers of the parameters that begin on this rank, by name.
+    is one number for each parameter, kinds has the numbers of the parameters that begin on this rank, by name. What an
+    optimizer of whole tensors keeps besides is described in kinds, by name.
     """
+    if engine.optimizer.whole is not None:
+        return _whole_slices(engine.optimizer.whole)
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
     for tile in engine.optimizer.tiles:
@@ -135,14 +142,36 @@ def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     )
 
 
+def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str, dict]]:
+    """As `optimizer_slices`: of the tensors that this rank owns."""
+    slices: dict[str, Slices] = {}
+    kinds: dict[str, dict] = {}
+    for tensor in state.own:
+        for key, value in state.of(tensor).items():
+            kind, place = kinds.setdefault(key, {}), f"optimizer state {key!r} of {tensor.name}"
+            if isinstance(value, torch.Tensor) and value.shape == tensor.slot.shape and value.numel() > 1:
+                kind.setdefault("dtype", dtype_name(value.dtype))
+                slices[f"optimizer/{key}/{tensor.name}"] = whole(value.contiguous())
+            elif isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                kind.setdefault("numbers", {})[tensor.name] = encode(value, place)
+            else:
+                found: list[torch.Tensor] = []
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
+                for number, each in enumerate(found):
+                    slices[f"optimizer/{key}/{tensor.name}/{number}"] = whole(each.contiguous())
+    return slices, kinds
+
+
 def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
-    """Give each of this rank's tiles the state that is stored.
+    """Give each of this rank's tiles or whole tensors the state that is stored.
 
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
     """
     optimizer, slices = engine.optimizer, {}
     optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
+    for tensor in () if optimizer.whole is None else optimizer.whole.own:
+        optimizer.whole.put(tensor, _whole_state(tensor, reader, optimizer.param_groups, slices))
     for tile in optimizer.tiles:
         parts = list(_parts(tile))
         if not parts:
@@ -150,7 +179,8 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
         for key, kind in reader.manifest.optimizer.state.items():
             if kind.numbers is not None:
-                state[key] = _number(key, kind.numbers, [name for name, *_ in parts], tile, optimizer.param_groups)
+                names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
+                state[key] = _number(key, kind.numbers, names, group, tile.master.device)
                 continue
             state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
             for name, numel, position, where in parts:
@@ -158,7 +188,32 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     reader.read(slices)
 
 
-def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, groups: list[dict]) -> object:
+def _whole_state(
+    tensor: WholeTensor, reader: SliceReader, groups: list[dict], slices: dict[str, Slices]
+) -> dict[str, object]:
+    """The stored state of a whole tensor, whose memory `slices` are to fill."""
+    state, tier = {}, tensor.shard.tier
+
+    def target(stored: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
+        stored = stored if number is None else f"{stored}/{number}"
+        if stored not in reader.tensors:
+            raise ValueError(f"the checkpoint has no {stored}")
+        values = tier.empty(math.prod(shape), reader.dtype(stored)).view(tuple(shape))
+        slices[stored] = whole(values)
+        return values
+
+    for key, kind in reader.manifest.optimizer.state.items():
+        stored = f"optimizer/{key}/{tensor.name}"
+        if kind.whole is not None and tensor.name in kind.whole:
+            state[key] = rebuild(kind.whole[tensor.name], partial(target, stored))
+        elif kind.numbers is not None and tensor.name in kind.numbers:
+            state[key] = _number(key, kind.numbers, [tensor.name], groups[tensor.group], tier.device)
+        elif stored in reader.tensors:
+            state[key] = target(stored, None, tensor.slot.shape)
+    return state
+
+
+def _number(key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device) -> object:
     """A tile's number, such as `step`, which must be equal for all parameters in the tile."""
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
@@ -167,10 +222,10 @@ def _number(key: str, numbers: dict[str, object], names: list[str], tile: Tile, 
             f"optimizer state {key!r} differs between parameters {names[0]!r} and {different[0]!r}; lower "
             "zero_optimization.sub_group_size or put them into different param groups"
         )
-    number, group = decode(numbers[names[0]]), groups[tile.group]
+    number = decode(numbers[names[0]])
     # torch's optimizers count steps on the host unless their kernels read the count.
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return number.to("cpu" if on_host else tile.master.device) if isinstance(number, torch.Tensor) else number
+    return number.to("cpu" if on_host else device) if isinstance(number, torch.Tensor) else number
 
 
 def group_of(engine: Trained) -> dict[str, int]:

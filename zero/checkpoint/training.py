@@ -129,8 +129,9 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
     description["random_states"] = [states for _, states in gathered]
     for kinds, _ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
-            merged = description["optimizer"]["state"].setdefault(key, kind)
-            merged.get("numbers", {}).update(kind.get("numbers", {}))
+            merged = description["optimizer"]["state"].setdefault(key, {})
+            for part, content in kind.items():
+                merged[part] = merged.get(part, {}) | content if isinstance(content, dict) else content
     return slices, description
 
 

@@ -8,6 +8,7 @@ that read back as the same number.
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 
 import numpy
 import torch
@@ -56,6 +57,34 @@ def encode(value: object, place: str) -> object:
         f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, strings, lists, dicts, "
         "tuples, bytes, tensors or arrays"
     )
+
+
+def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
+    """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has their shapes."""
+    match value:
+        case torch.Tensor() if value.numel() > 1:
+            tensors.append(value)
+            return {"tensor": [len(tensors) - 1, list(value.shape)]}
+        case list() | tuple():
+            items = [describe(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]
+            return {"list" if isinstance(value, list) else "tuple": items}
+        case dict():
+            pairs = value.items()
+            return {"dict": [[encode(key, place), describe(each, tensors, f"{place}.{key}")] for key, each in pairs]}
+    return {"value": encode(value, place)}
+
+
+def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor]) -> object:
+    """The inverse of `describe`; `tensor` gives the tensor of this number and shape."""
+    ((kind, content),) = description.items()
+    if kind == "tensor":
+        return tensor(*content)
+    if kind in ("list", "tuple"):
+        items = [rebuild(item, tensor) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "dict":
+        return {decode(key): rebuild(each, tensor) for key, each in content}
+    return decode(content)
 
 
 def decode(value: object) -> object:

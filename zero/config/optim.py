@@ -28,21 +28,27 @@ from zero.config.keys import (
     unused,
 )
 
-# Lower-case class name -> why shards cannot cut its state at any element.
-NOT_ELEMENTWISE = {
-    **dict.fromkeys(("lamb", "fusedlamb", "lars"), "it scales the update of a layer by norms of the whole layer"),
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "it compresses the momentum across ranks by itself"),
-    **dict.fromkeys(("muon", "muonwithauxadam"), "it orthogonalizes the momentum of whole matrices"),
-    **dict.fromkeys(("shampoo", "soap"), "it preconditions with statistics of whole matrices"),
-    **dict.fromkeys(("adafactor", "came", "sm3"), "its second moments are sums over rows and columns of matrices"),
-    "lbfgs": "it takes inner products over all parameters",
-    "sparseadam": "it needs sparse gradients, and they are reduced as dense ones",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "it sets learning rates by the shapes of whole matrices"),
+# Lower-case class name -> why it cannot work here, in the words that follow the name.
+_COMPRESSES = "compresses the momentum across ranks by itself"
+_SWAPS = "keeps two versions of the weights, which train() and eval() exchange"
+REFUSED = {
+    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSES),
+    **dict.fromkeys(("adamwschedulefree", "sgdschedulefree", "radamschedulefree", "schedulefreewrapper"), _SWAPS),
+    "lbfgs": "evaluates the model several times in a step",
+    "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
+}
+# The same for several processes. In one process they work.
+_SUMS = "takes sums over all parameters, and each process has some of them"
+REFUSED_ON_SEVERAL = {
+    **dict.fromkeys(("prodigy", "dadaptadam", "dadaptsgd", "dadaptlion", "dadaptadagrad", "dadaptadan"), _SUMS),
+    **dict.fromkeys(("fusedlamb", "nvlamb", "prodigyplusschedulefree"), _SUMS),
+    "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class",
 }
 ELEMENTWISE = (
     *("Adam", "AdamW", "SGD", "Adagrad", "Lion"),
     *("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
 )
+TYPES = (*ELEMENTWISE, "Muon")
 _DEEPSPEEDS_ADAM = {"adam_w_mode", "torch_adam", "bias_correction", "set_grad_none", "fp32_optimizer_states"}
 # Settings that DeepSpeed accepts beside those of torch's class.
 _DEEPSPEEDS = {
@@ -50,27 +56,32 @@ _DEEPSPEEDS = {
     "AdamW": _DEEPSPEEDS_ADAM,
     "Adagrad": {"fp32_optimizer_states"},
     "Lion": {"set_grad_none", "fp32_optimizer_states"},
+    "Muon": {"torch_adam", "fp32_optimizer_states"},
 }
 
 
-def why_not_sharded(name: str) -> str | None:
-    """The message for an optimizer class of this name if it is not element-wise, else None."""
-    reason = NOT_ELEMENTWISE.get(name.lower())
-    return reason and f"{name} cannot be sharded: {reason}; use an element-wise optimizer such as AdamW"
+def why_refused(name: str, world_size: int) -> str | None:
+    """The message for an optimizer class of this name if it cannot work on so many processes, else None."""
+    reason = REFUSED.get(name.lower()) or (REFUSED_ON_SEVERAL.get(name.lower()) if world_size > 1 else None)
+    return reason and f"{name} cannot be used: it {reason}; use another one, such as AdamW"
 
 
 def _optimizer_type(given: str) -> str:
-    if refusal := why_not_sharded(given):
+    if refusal := why_refused(given, 1):
         raise ValueError(refusal)
-    for name in ELEMENTWISE:
+    for name in TYPES:
         if name.lower() == given.lower():
             return name
-    raise ValueError(f"expected one of {', '.join(ELEMENTWISE)}, got {given!r}; pass any other to initialize()")
+    raise ValueError(f"expected one of {', '.join(TYPES)}, got {given!r}; pass any other to initialize()")
 
 
 def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
     """The keys of ``optimizer.params`` that an optimizer of this type has, with their defaults."""
-    if kind == "Lion":
+    if kind == "Muon":
+        # Those of matrices. Other parameters have `adam_lr` 3e-4; see `zero.optim.muon`.
+        defaults = {"lr": 0.02, "muon_lr": None, "momentum": 0.95, "ns_method": "gram", "per_head_muon": False}
+        defaults |= {"weight_decay": 0.0, "adam_lr": None, "betas": (0.9, 0.95), "eps": 1e-10, "adam_w_mode": True}
+    elif kind == "Lion":
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     else:
         arguments = inspect.signature(getattr(torch.optim, kind)).parameters
@@ -123,14 +134,18 @@ class OptimizerParams(Settings):
     capturable: only(bool, False, _NOT_COMPILED) = False
     differentiable: only(bool, False, _NOT_COMPILED) = False
 
-    adam_w_mode: bool = acts(True, "Adam, AdamW: decay weights apart from the gradient. Always true for AdamW.")
+    adam_w_mode: bool = acts(True, "Adam, AdamW, Muon: decay weights apart from the gradient. Always true for AdamW.")
     torch_adam: bool = acts(False, "Adam, AdamW: torch's own class and defaults.")
     amsgrad: bool = acts(False, "Adam, AdamW: keep the largest second moment.")
+    muon_lr: NonNegative | None = acts(None, "Muon: learning rate of the matrices. Default: lr.")
+    adam_lr: NonNegative | None = acts(None, "Muon: learning rate of all other parameters. Default: lr.")
+    ns_method: choice("gram", "standard") = unused("gram", "both compute the same; torch's Muon has its own kernel")
+    per_head_muon: only(bool, False, "matrices of attention are updated as a whole") = False
     bias_correction: only(bool, True, "Adam always corrects the bias") = True
     set_grad_none: bool = unused(True, "gradients are always freed")
     fp32_optimizer_states: bool = unused(True, "optimizer states are always fp32")
 
-    momentum: Fraction | None = acts(None, "SGD, RMSprop.")
+    momentum: Fraction | None = acts(None, "SGD, RMSprop, Muon.")
     dampening: Fraction | None = acts(None, "SGD.")
     nesterov: bool = acts(False, "SGD.")
     alpha: Fraction | None = acts(None, "RMSprop, ASGD.")
@@ -150,14 +165,15 @@ class OptimizerConfig(Section):
     """The optimizer. Without this section the Trainer's own optimizer, or the one that the script gives, is used."""
 
     type: Annotated[str, AfterValidator(_optimizer_type)]
-    """Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, in any letter case. Adam
-    means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Optimizers that are not element-wise are refused."""
+    """Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, Muon, in any letter case.
+    Adam means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Muon updates hidden matrices; AdamW updates the
+    rest. Pass an optimizer of any other class to `initialize`."""
     params: OptimizerParams = Field(default_factory=OptimizerParams)
     legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for settings that an optimizer of this type does not have."""
-        kinds = {kind: optimizer_defaults(kind) for kind in ELEMENTWISE}
+        kinds = {kind: optimizer_defaults(kind) for kind in TYPES}
         yield from _misplaced("optimizer", self.type, self.params.model_fields_set, kinds)
 
 

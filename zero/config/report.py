@@ -131,13 +131,16 @@ def report(config: Config, everything: bool = True) -> str:
 _reported: set[str] = set()
 
 
-def announce(config: Config) -> None:
-    """Print the keys that are not at their defaults, once for each configuration. Write all to `--output_dir`."""
-    text, folder = report(config), option("--output_dir")
+def announce(config: Config, facts: str = "") -> None:
+    """Print the keys that are not at their defaults, once for each configuration. Write all to `--output_dir`.
+
+    `facts`: lines for the end of the table.
+    """
+    text, folder = report(config) + facts, option("--output_dir")
     if text in _reported:
         return
     _reported.add(text)
-    print(report(config, everything=False), file=sys.stderr)
+    print(report(config, everything=False) + facts, file=sys.stderr)
     if not folder:
         print("all other keys are at their defaults; with --output_dir a file there lists them", file=sys.stderr)
         return

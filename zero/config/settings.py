@@ -147,6 +147,10 @@ class ZeroConfig(Section):
     """Most gradient elements in one reduction, and in all reductions in flight. A larger unit goes alone."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = int(1e9)
     """Elements that the optimizer updates at a time. 0: all at once."""
+    elementwise_optimizer: bool | None = None
+    """Whether the optimizer updates each element by that element's history alone. true: its state is cut as the weights
+    are. false: each tensor is updated as a whole, on the process that owns it. Default: true for classes that are known
+    to do so, else false."""
     offload_param: OffloadParamConfig | None = acts(None, needs=_STAGE_3)
     offload_optimizer: OffloadOptimizerConfig | None = None
     stage3_prefetch_bucket_size: Annotated[Count, BeforeValidator(_floor)] = acts(
@@ -192,7 +196,7 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
     log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
-    save_muon_momentum_buffer_in_memory: bool = unused(False, "there is no Muon optimizer")
+    save_muon_momentum_buffer_in_memory: bool = unused(False, "Muon's momentum lives where offload_optimizer says")
     zenflow: idle(
         "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
         "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"

@@ -79,8 +79,10 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's part of the masters, tile by tile, each 1-D."""
+        """This rank's part of the masters, each 1-D: tile by tile, or of an optimizer of whole tensors one by one."""
         self.wait()
+        if self.whole is not None:
+            return [tensor.part(tensor.shard.master) for tensor in self.whole.tensors]
         return [tile.master for tile in self.tiles]
 
     def needs_scaler(self) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.comm import compute_device
+from zero.comm import compute_device, get_world_size
 from zero.config import Config
-from zero.config.optim import OptimizerConfig
+from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults
 from zero.errors import UsageError
 from zero.optim import cpu_adam
-from zero.optim.elementwise import Lion, make_state_late, require_elementwise
+from zero.optim.elementwise import Lion, make_state_late, require_possible
+from zero.optim.muon import MuonWithAdamW, split_groups
 
 # Where torch has a fused Adam that is the fastest one. On a CPU, `cpu_adam` has the bits of the unfused one.
 _FUSING = ("cuda", "xpu", "hpu")
@@ -34,6 +35,24 @@ def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
     for name, value in flags.items():
         if not value:
             raise ValueError(f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True")
+
+
+# Settings in the param groups of optimizers that are not Adam.
+_NOT_ADAMS = set().union(*map(optimizer_defaults, TYPES), ("clip_threshold", "beta2_decay", "ns_steps", "d0"))
+_NOT_ADAMS -= {*optimizer_defaults("Adam"), *optimizer_defaults("AdamW"), "decoupled_weight_decay"}
+
+
+def _refuse_groups_of_another(params: Params) -> None:
+    """Raise UsageError for param groups of another optimizer: accelerate makes Adam of whatever is offloaded."""
+    for group in params if isinstance(params, list) else ():
+        if isinstance(group, dict):
+            other = sorted(_NOT_ADAMS & group.keys())
+            if other or ("maximize" in group and "amsgrad" not in group):
+                raise UsageError(
+                    f"DeepSpeedCPUAdam got the param groups of another optimizer ({', '.join(other) or 'no amsgrad'}): "
+                    "accelerate puts Adam in the place of an optimizer that is offloaded. To keep yours, set "
+                    "zero_force_ds_cpu_optimizer to false in the configuration"
+                )
 
 
 @cpu_adam.computes_as_torch_adam
@@ -78,6 +97,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         **settings: Any,
     ):
         _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        _refuse_groups_of_another(model_params)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad, **settings)
 
 
@@ -129,22 +149,22 @@ def build_optimizer(
     """The user's optimizer if there is one, else the configured one over `model_parameters`, else None.
 
     `given` is an optimizer, or a function of the parameters that makes one. Raises ValueError for an optimizer that the
-    configuration rules out, and for one that is not element-wise.
+    configuration rules out, and for one that cannot work on so many ranks.
     """
     zero = settings.zero_optimization
     if given is None and settings.optimizer is None:
         return None
     params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
     if given is None:
-        optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer)
+        optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer, model)
     else:
         optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
-    require_elementwise(optimizer)
+    require_possible(optimizer, get_world_size())
     known = type(optimizer).__module__.startswith(("torch.optim.", "zero."))
     if not known and zero.stage > 0 and not settings.zero_allow_untested_optimizer:
         raise UsageError(
             f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer is false: set it to "
-            "true (if the update of an element depends on nothing but its own history), or take one of torch.optim"
+            "true, or take one of torch.optim"
         )
     ours = isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
     forced = settings.zero_force_ds_cpu_optimizer and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
@@ -157,7 +177,7 @@ def build_optimizer(
     return optimizer
 
 
-def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch.optim.Optimizer:
+def _configured(config: OptimizerConfig, params: list, offloaded: bool, model: nn.Module) -> torch.optim.Optimizer:
     """The class that DeepSpeed would take, here with torch's numerics.
 
     Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights unless told to.
@@ -170,6 +190,27 @@ def _configured(config: OptimizerConfig, params: list, offloaded: bool) -> torch
         if offloaded:
             return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
         return FusedAdam(params, adam_w_mode=decoupled, **settings)
+    if kind == "Muon":
+        return _muon(settings, params, model)
     classes = {"Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad), "Lion": (FusedLion, DeepSpeedCPULion)}
     make = classes[kind][offloaded] if kind in classes else getattr(torch.optim, kind)
     return make(params, **settings)
+
+
+def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:
+    """Muon for the hidden matrices of each group, AdamW for the rest; `muon_lr` and `adam_lr` override `lr`."""
+
+    def settings_of(keys: tuple[str, ...], rate: str) -> dict[str, Any]:
+        found = {key: settings[key] for key in ("lr", "weight_decay", *keys) if key in settings}
+        return found | ({"lr": settings[rate]} if rate in settings else {})
+
+    loose = [param for param in params if isinstance(param, torch.Tensor)]
+    groups = [group for group in params if isinstance(group, dict)] + [{"params": loose}] * bool(loose)
+    names = {param: name for name, param in model.named_parameters()}
+    if strangers := [param for group in groups for param in group["params"] if param not in names]:
+        raise UsageError(
+            f"optimizer Muon: {len(strangers)} of model_parameters are not the model's, the first one of shape "
+            f"{tuple(strangers[0].shape)}"
+        )
+    halves = settings_of(("momentum",), "muon_lr"), settings_of(("betas", "eps"), "adam_lr")
+    return MuonWithAdamW(split_groups(groups, names, *halves), settings.get("adam_w_mode", True))

@@ -1,24 +1,34 @@
-"""Which optimizers can update shards: those that are element-wise, and what torch's Adagrad needs for it; Lion.
+"""Which optimizers are element-wise, so that shards can cut their state; what Adagrad needs for it; Lion.
 
 Shards cut rows and matrices at any element. So the update of an element may depend only on that element's history.
-This file knows nothing of units, ranks or the configuration's words.
+All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is right for every class. This file knows
+nothing of units, ranks or the configuration's words.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from zero.config.optim import why_not_sharded
+from zero.config.optim import ELEMENTWISE, why_refused
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError, with the reason, for an optimizer that is known not to be element-wise."""
+def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
+    """Raise ValueError, with the reason, for an optimizer that is known not to work on so many ranks."""
     for kind in type(optimizer).__mro__:
-        if refusal := why_not_sharded(kind.__name__):
+        if refusal := why_refused(kind.__name__, world_size):
             raise ValueError(f"optimizer {refusal}")
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class whose `step` the optimizer runs is known to be element-wise."""
+    # torch puts a wrapper of an inherited step on the class that is made first.
+    step = inspect.unwrap(type(optimizer).step)
+    home, name = step.__module__, step.__qualname__.removesuffix(".step")
+    return name in ELEMENTWISE and (home == Lion.__module__ or home.startswith("torch.optim."))
 
 
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:
@@ -37,7 +47,7 @@ def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dic
         begin = optimizer.defaults["initial_accumulator_value"]
         settings = {"initial_accumulator_value": begin, "fused": group["fused"]}
         for param in group["params"]:
-            if not optimizer.state[param]:
+            if param.grad is not None and not optimizer.state[param]:
                 optimizer.state[param] = torch.optim.Adagrad([param], **settings).state[param]
 
 

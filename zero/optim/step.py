@@ -1,11 +1,11 @@
-"""The optimizer step on shards: fp32 masters, a tile at a time, by any element-wise torch optimizer.
+"""The optimizer step on shards: fp32 masters, a tile at a time by element-wise torch optimizers, as a whole by others.
 
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
 gradients (sum over ranks, times the loss scale)
   -> global norm and overflow, the same on every rank
   -> per tile, now or during the next forward: scale once (mean, unscale, clip) -> update the master -> round it into
-     the shard
+     the shard. Optimizers that are not element-wise: `zero.optim.whole_tensor`
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.tiles import Tile, TiledState
 from zero.optim.updates import TileInMemory, Updates
+from zero.optim.whole_tensor import WholeTensorState
 from zero.optimizer_shard import OptimizerShard
 from zero.pending import Pending
 from zero.unit import Unit
@@ -67,14 +68,16 @@ class ZeroOptimizer:
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them). Their `params` become tiles: 1-D
     fp32 views of the masters, of at most `sub_group_size` elements. `zero.optim.cpu_adam` computes Adam on host memory.
+    For an optimizer that is not element-wise they become whole tensors, and all updates are made in `step`.
 
-    Args: placement: has made the shards and decided where they live; checks_overflow: False takes a step even if
+    Args: placement: has made the shards and decided where they live; elementwise: whether the update of an element
+    depends on nothing but its own history; checks_overflow: False takes a step even if
     gradients are not finite; overlap: units that are not persistent are updated during the next forward;
     read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
     them, as far as is known.
 
-    Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters. grad_norm,
-    overflow: of the last step.
+    Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
+    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class ZeroOptimizer:
         placement: Placement,
         *,
         sub_group_size: int,
+        elementwise: bool = True,
         clipping: float = 0.0,
         scaler: LossScaler | None = None,
         reduce_op: str = "mean",
@@ -110,13 +114,16 @@ class ZeroOptimizer:
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
-        self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
+        self._has_kernel = (
+            elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
+        )
         self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
             shard.make_master(self._updates)
             _optimizer_of[unit] = weakref.ref(self)
-        self._state = TiledState(optimizer, placement.shards, group_of, sub_group_size)
+        self.whole = None if elementwise else WholeTensorState(optimizer, placement.shards, group_of, comm)
+        self._state = self.whole or TiledState(optimizer, placement.shards, group_of, sub_group_size)
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
         """Number the trained parameters in the order of the param groups, and find this rank's pieces of them."""
@@ -220,6 +227,15 @@ class ZeroOptimizer:
         self._updates.fail(RuntimeError(why))
 
     def _update(self, factor: float) -> None:
+        if self.whole is not None:
+            try:
+                self.whole.update(factor)
+            except BaseException as error:
+                self._updates.fail(error)
+                raise
+            for unit in self.shards:
+                unit.refresh()
+            return
         # The settings as they are now: a scheduler may change them while tiles are still to be updated.
         groups = [arithmetic.frozen(group) for group in self.param_groups]
         self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called

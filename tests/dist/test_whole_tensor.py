@@ -1,0 +1,258 @@
+"""Optimizers of whole tensors beside training: checkpoints, what moves between ranks, how work is spread."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import zero
+from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_whole_tensor import MAKE, SECTIONS
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_optimizer_state,
+)
+from zero.errors import UsageError
+from zero.offload import tiers
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def train_save_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    data = batches("llama", 2 * STEPS)
+    train_zero(engine, data[:STEPS])
+    engine.save_checkpoint(folder)
+    return train_zero(engine, data[STEPS:])
+
+
+def load_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
+    """Load into a model with other weights, write what was loaded to `folder`/again, and go on."""
+    fresh = build("llama")
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.fill_(0.5)
+    engine, _ = start(fresh, config, make=MAKE[name])
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(Path(folder) / "again")
+    return train_zero(engine, batches("llama", 2 * STEPS)[STEPS:])
+
+
+@pytest.mark.parametrize("name", ["Adafactor, lr", "torch's Adafactor", "Muon"])
+def test_the_same_world_size_continues_bit_for_bit(name, tmp_path):
+    config = ds_config(clip=1.0, **BF16) | {"checkpoint": {"async_save": True}}
+    straight = curve_on(2, train_save_train, name, config, str(tmp_path))
+    assert_equal(curve_on(2, load_train, name, config, str(tmp_path)), straight)
+
+
+@pytest.mark.parametrize(
+    ("name", "writer", "reader"),
+    [("Whitened", (2, 3), (3, 1)), ("Adafactor, lr", (3, 2), (1, 3)), ("Muon", (1, 3), (2, 0))],
+)
+def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, tmp_path):
+    (written, stage), (read, other) = writer, reader
+    straight = curve_on(written, train_save_train, name, ds_config(stage=stage), str(tmp_path))
+    resumed = curve_on(read, load_train, name, ds_config(stage=other, **OTHER_CUTS), str(tmp_path))
+    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
+    if name == "Adafactor, lr":  # Muon multiplies in bf16; Whitened counts its steps outside of its state
+        assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+
+
+def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
+    """Elements: of all, those that move; sent in a step; floating-point operations of it; bytes of state."""
+    config = ds_config(stage3_param_persistence_threshold=40)
+    engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
+    data = batches("llama", 2)
+    train_zero(engine, data[:1])
+    before, step = engine.comm.elements["all_to_all"], optimizer.optimizer.step
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    assert all(param.grad is None and param.dtype == torch.float32 for param in params)
+    assert {param.shape for param in params} == {param.shape for param in engine.module.parameters()}
+    found = {}
+
+    def counted_step(closure=None):
+        with FlopCounterMode(display=False) as counter:
+            step()
+        found["flops"] = counter.get_total_flops()
+
+    optimizer.optimizer.step = counted_step
+    train_zero(engine, data[1:])
+    whole = optimizer.whole
+    sent = engine.comm.elements["all_to_all"] - before
+    nbytes = sum(whole.nbytes(shard) for shard in optimizer.shards.values())
+    return sum(each.slot.numel for each in whole.tensors), whole.moved, sent, found["flops"], nbytes
+
+
+def test_work_and_state_are_spread_and_whole_tensors_stay():
+    ((total, moved, sent, flops, nbytes),) = run_on(1, exchanged)
+    assert moved == sent == 0
+    for world_size in (2, 4):
+        found = run_on(world_size, exchanged)
+        assert sum(each[3] for each in found) == flops and max(each[3] for each in found) <= 1.3 * flops / world_size
+        assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
+        assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
+        assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master of what moves"
+
+
+# -- offload
+
+
+def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder: str, sections: dict) -> Curve:
+    """Two steps, a checkpoint and a resumption, two more steps; every tensor may go to a file, however small."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    config = ds_config(clip=0.5, accumulation=2, **SECTIONS[dtype], **SMALL, **sections)
+    data, folder = batches("llama", 4), Path(folder) / str(len(sections))
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    train_zero(engine, data[:2])
+    engine.save_checkpoint(folder)
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    engine.load_checkpoint(folder)
+    found = train_zero(engine, data[2:])
+    whole = engine.optimizer.whole
+    in_file = [
+        each.shard.tier.holds_in_file(value)
+        for each in whole.own
+        for value in whole.of(each).values()
+        if torch.is_tensor(value) and value.dim()
+    ]
+    assert in_file and all(in_file) == any(in_file) == bool(sections)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "world_size"),
+    [("Muon", torch.bfloat16, 2), ("Adafactor, lr", torch.float32, 2), ("torch's Adafactor", torch.float32, 1)],
+)
+def test_files_change_no_bit(name, dtype, world_size, tmp_path):
+    in_memory = curve_on(world_size, offloaded, name, dtype, str(tmp_path), {})
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    sections = (
+        {"offload_optimizer": nvme}
+        if dtype == torch.bfloat16
+        else {
+            "offload_optimizer": nvme,
+            "offload_param": {**nvme, "max_in_cpu": 0},
+        }
+    )
+    assert_equal(curve_on(world_size, offloaded, name, dtype, str(tmp_path), sections), in_memory)
+
+
+def counts_in_files(rank: int, world_size: int, folder: str) -> str:
+    config = ds_config(offload_optimizer={"device": "nvme", "nvme_path": folder})
+    engine, _ = start(build("llama"), config, make=MAKE["Whitened"])
+    with pytest.raises(ValueError) as caught:
+        train_zero(engine, batches("llama", 1))
+    return str(caught.value)
+
+
+def test_an_optimizer_that_counts_its_steps_cannot_be_offloaded(tmp_path):
+    (found,) = run_on(1, counts_in_files, str(tmp_path))
+    assert "Whitened changes a number of its own in step() (attribute steps)" in found
+    assert "zero_optimization.offload_optimizer.device" in found
+
+
+def relocated(rank: int, world_size: int, moves: bool) -> Curve:
+    engine, _ = start(build("llama"), ds_config(**BF16), make=MAKE["Whitened"])
+    data = batches("llama", 4)
+    train_zero(engine, data[:2])
+    if moves:
+        engine.offload_states()
+        engine.reload_states()
+    return train_zero(engine, data[2:])
+
+
+def test_offload_states_changes_no_bit():
+    assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))
+
+
+# -- numbers of the param groups
+
+
+class Counting(torch.optim.SGD):
+    """Changes a number of its param groups in each step, as Prodigy does."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] += 0.25
+            group["k"] = group.get("k", 0) + 1
+
+
+def counting(rank: int, world_size: int, stage: int) -> tuple[list[int], list[float], bool]:
+    """The numbers after two steps under a schedule that halves the learning rate."""
+    model = build("llama")
+    optimizer = Counting([{"params": [param]} for param in model.parameters()], lr=1.0)
+    schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(stage=stage), lr_scheduler=schedule)
+    train_zero(engine, batches("llama", 2))
+    groups = optimizer.param_groups
+    return list({group["k"] for group in groups}), list({group["lr"] for group in groups}), engine.was_step_applied()
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
+def test_a_rank_that_has_all_tensors_may_change_its_numbers(world_size, stage):
+    assert run_on(world_size, counting, stage) == [([2], [((1.0 + 0.25) / 2 + 0.25) / 2], True)] * world_size
+
+
+# -- single parameters
+
+
+def named(rank: int, world_size: int) -> list[str]:
+    model = build("llama")
+    expected = [(name, param.shape) for name, param in model.named_parameters()]
+    optimizer = torch.optim.Adafactor(model.named_parameters())
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config())
+    train_zero(engine, batches("llama", 1))
+    (group,) = optimizer.param_groups
+    assert [(name, p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)] == expected
+    return [name for name, param in zip(group["param_names"], group["params"], strict=True) if optimizer.state[param]]
+
+
+def test_names_and_shapes_are_the_models():
+    first, second = run_on(2, named)
+    assert sorted(first + second) == sorted(name for name, _ in build("llama").named_parameters())
+
+
+def fragments(rank: int, world_size: int, stage: int) -> dict:
+    engine, optimizer = start(build("llama"), ds_config(stage=stage, **BF16), make=MAKE["Muon"])
+    train_zero(engine, batches("llama", 1))
+    name, param = next((n, p) for n, p in engine.module.named_parameters() if "q_proj" in n)
+    before, owns = safe_get_full_optimizer_state(param, "momentum_buffer"), optimizer.whole.of_param[param].is_own
+    with pytest.raises(UsageError, match=f"momentum_buffer.* of {name} is not cut"):
+        safe_get_local_optimizer_state(param, "momentum_buffer")
+    safe_set_full_optimizer_state(param, before + 1, "momentum_buffer")
+    assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), before + 1)
+    assert safe_get_full_optimizer_state(param, "exp_avg") is None
+    parts = sum(part.numel() for part in optimizer.fp32_partitioned_groups_flat)
+    own = optimizer.state_dict()["state"]
+    return {
+        "momentum": before,
+        "owns": owns,
+        "parts": parts,
+        "state": len(own),
+        "weight": safe_get_full_fp32_param(param),
+    }
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+def test_the_state_of_one_parameter(stage):
+    first, second = run_on(2, fragments, stage)
+    assert first["momentum"].any() and torch.equal(first["momentum"], second["momentum"])
+    assert torch.equal(first["weight"], second["weight"])
+    params = dict(build("llama").named_parameters()).values()
+    if stage == 0:
+        assert first["owns"] and second["owns"] and first["state"] == second["state"] == len(params)
+    else:
+        assert first["owns"] != second["owns"] and first["state"] + second["state"] == len(params)
+        assert first["parts"] + second["parts"] == sum(param.numel() for param in params)

@@ -1,0 +1,165 @@
+"""Optimizers that are not element-wise, against the same optimizer in one process: bit for bit, on any number of ranks.
+
+The reference adds the gradients of the same micro-batches in the same order, and then calls the optimizer's `step()`
+on whole tensors. So nothing but the engine's exchange of whole tensors lies between the two. With clipping on several
+ranks, or with several param groups, the reference divides by the engine's norms, which are its own up to rounding.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from transformers import Adafactor
+
+import zero
+from tests.dist.training import (
+    Curve,
+    assert_equal,
+    assert_same_training,
+    curve_on,
+    ds_config,
+    one_group,
+    start,
+    train_in_slices,
+    train_zero,
+    two_groups,
+)
+from tests.parity.models import MODELS, batches, build
+from tests.parity.test_fp32 import SMALL
+from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
+
+STEPS = 6
+
+
+class Whitened(torch.optim.Optimizer):
+    """As Shampoo: lists of matrices of other shapes in its state, a new tensor in the place of a parameter's values.
+
+    It counts its steps in an attribute: `step()` must be called once for all parameters. It has some state at once.
+    """
+
+    def __init__(self, params, lr=1e-1):
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["rows"] = len(param)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad.reshape(len(param), -1)
+                if "sums" not in state:
+                    state["sums"] = [torch.eye(size) for size in grad.shape]
+                    state["longest"] = None
+                left, right = state["sums"]
+                left += grad @ grad.T
+                right += grad.T @ grad
+                state["longest"] = (self.steps, float(grad.norm()))
+                update = left.trace().rsqrt() * grad / right.diagonal().sqrt() / self.steps / state["rows"]
+                param.data = param.data - group["lr"] * update.view(param.shape)
+
+
+def muon(groups):
+    """Hidden matrices by Muon, as `"type": "Muon"` does; the test models' names are not at hand here."""
+    hidden = [{"params": [p], "use_muon": is_hidden_matrix(p, "")} for group in groups for p in group["params"]]
+    return MuonWithAdamW(hidden)
+
+
+MAKE = {
+    "Adafactor, relative step": partial(Adafactor, relative_step=True, warmup_init=True),
+    "Adafactor, lr": partial(
+        Adafactor, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9, weight_decay=0.1
+    ),
+    "torch's Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "Muon": muon,
+    "Whitened": Whitened,
+}
+SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}
+
+
+def reference(rank, world_size, name, model, dtype, ranks, accumulation, clip, norms, own_first, grouping) -> Curve:
+    settings = {"dtype": dtype, "clip": clip, "norms": norms, "own_first": own_first, "grouping": grouping}
+    return train_in_slices(build(model), batches(model, STEPS), ranks, accumulation, make=MAKE[name], **settings)
+
+
+def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
+    config = ds_config(clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage})
+    engine, _ = start(build(model), config, grouping, MAKE[name])
+    assert engine.optimizer.whole is not None and not engine.optimizer.tiles
+    shares = [each.slot.numel for each in engine.optimizer.whole.own]
+    total = sum(each.slot.numel for each in engine.optimizer.whole.tensors)
+    assert stage == 0 or sum(shares) <= 1.4 * total / world_size, "the tensors are spread over the ranks"
+    return train_zero(engine, batches(model, STEPS))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_world_of_one_is_bit_for_bit(name):
+    found = curve_on(1, sharded, name, "llama", torch.float32, 2, 0.5, 3, one_group)
+    assert max(found.norms) > 0.5, "clipping must be at work"
+    assert_equal(found, curve_on(1, reference, name, "llama", torch.float32, 1, 2, 0.5, None, False, one_group))
+
+
+# (optimizer, model, dtype, ranks, micro-batches in a step, clipping, stage)
+CASES = [
+    ("Adafactor, relative step", "t5", torch.float32, 2, 2, 0.0, 3),
+    ("Adafactor, relative step", "llama", torch.bfloat16, 3, 1, 0.5, 2),
+    ("Adafactor, lr", "t5", torch.bfloat16, 2, 1, 0.5, 1),
+    ("torch's Adafactor", "llama", torch.bfloat16, 4, 1, 0.0, 3),
+    ("torch's Adafactor", "llama", torch.float32, 2, 1, 0.5, 0),
+    ("Muon", "llama", torch.float32, 3, 2, 0.5, 3),
+    ("Muon", "t5", torch.bfloat16, 2, 2, 0.0, 2),
+    ("Whitened", "llama", torch.float32, 4, 1, 0.5, 3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(str(each).removeprefix("torch.") for each in case))
+def test_ranks_are_bit_for_bit(case):
+    name, model, dtype, ranks, accumulation, clip, stage = case
+    found = curve_on(ranks, sharded, name, model, dtype, accumulation, clip, stage, two_groups)
+    own_first = stage < 2 and accumulation > 1
+    norms = found.norms if clip else None
+    expected = curve_on(1, reference, name, model, dtype, ranks, accumulation, clip, norms, own_first, two_groups)
+    assert not clip or max(found.norms) > clip, "clipping must be at work"
+    assert_same_training(found, expected)
+
+
+# -- "type": "Muon"
+
+MUON = {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.9, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+
+
+def halves(named):
+    """The matrices of the blocks, and the rest."""
+    hidden = [param for name, param in named if "_proj" in name]
+    return [
+        {"params": hidden, "use_muon": True, "lr": 0.01, "momentum": 0.9},
+        {"params": [p for name, p in named if "_proj" not in name], "use_muon": False, "lr": 0.002, "eps": 1e-8},
+    ]
+
+
+def muon_in_halves(groups):
+    groups[1]["betas"] = (0.9, 0.99)
+    return MuonWithAdamW([group | {"weight_decay": 0.1} for group in groups])
+
+
+def configured(rank, world_size, under_init) -> Curve:
+    config = ds_config(optimizer={"type": "Muon", "params": MUON}, **SMALL)
+    torch.manual_seed(7)
+    with zero.Init(config_dict_or_path=config) if under_init else nullcontext():
+        model = MODELS["llama"]().train()
+    engine, *_ = zero.initialize(model=model, config=config)
+    return train_zero(engine, batches("llama", STEPS))
+
+
+def configured_reference(rank, world_size, ranks) -> Curve:
+    return train_in_slices(build("llama"), batches("llama", STEPS), ranks, grouping=halves, make=muon_in_halves)
+
+
+@pytest.mark.parametrize("under_init", [False, True], ids=["initialize", "Init"])
+def test_configured_muon_is_bit_for_bit(under_init):
+    assert_same_training(curve_on(2, configured, under_init), curve_on(1, configured_reference, 2))

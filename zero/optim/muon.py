@@ -1,0 +1,77 @@
+"""Muon for matrices and AdamW for the rest, in one optimizer: torch's own classes, each for its param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.errors import UsageError
+
+# What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
+MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+# Matrices whose names contain one of these are no hidden layers, for which Muon is made.
+NOT_HIDDEN = ("embed", "lm_head")
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Steps param groups whose `use_muon` is true by `torch.optim.Muon`, the others by Adam.
+
+    Args: groups: dicts with `params`, `use_muon` and settings of the class in question; decoupled_weight_decay: the
+    others are stepped by AdamW. State: that of the two classes. Raises UsageError for a group without `use_muon`,
+    ValueError for a parameter that is no matrix and should go to Muon.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], decoupled_weight_decay: bool = True):
+        self._decoupled = decoupled_weight_decay
+        self._parts: dict[bool, torch.optim.Optimizer] = {}
+        super().__init__(groups, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with the defaults of its class."""
+        group = dict(param_group)
+        if type(group.get("use_muon")) is not bool:
+            raise UsageError("MuonWithAdamW: a param group needs the entry 'use_muon', True or False")
+        if group["use_muon"]:
+            part = torch.optim.Muon([group], **MUON_DEFAULTS)
+        else:
+            part = torch.optim.Adam([group], **ADAM_DEFAULTS, decoupled_weight_decay=self._decoupled)
+        self._parts.setdefault(group["use_muon"], part)
+        super().add_param_group(part.param_groups[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for use_muon, part in self._parts.items():
+            part.state = self.state
+            part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
+            part.step()
+        return loss
+
+
+def split_groups(
+    groups: Iterable[Mapping[str, Any]], names: Mapping[nn.Parameter, str], muon: Mapping, adam: Mapping
+) -> Iterator[dict[str, Any]]:
+    """Each group's hidden matrices as a group for Muon, and its other parameters as a group for Adam.
+
+    Args: names: of the parameters; muon, adam: settings of the two kinds of groups, which those of a group itself
+    override.
+    """
+    for group in groups:
+        for use_muon, settings, keys in ((True, muon, MUON_DEFAULTS), (False, adam, ADAM_DEFAULTS)):
+            params = [p for p in group["params"] if p.requires_grad and is_hidden_matrix(p, names[p]) is use_muon]
+            if params:
+                own = {key: value for key, value in group.items() if key in keys}
+                yield {"params": params, "use_muon": use_muon, **settings, **own}
+
+
+def is_hidden_matrix(param: nn.Parameter, name: str) -> bool:
+    """Whether Muon is made for it: two dimensions, and neither an embedding nor the head."""
+    return param.dim() == 2 and not any(word in name.lower() for word in NOT_HIDDEN)
