@@ -51,7 +51,7 @@ LAYERS = [
 ]
 # Within a package.
 INSIDE = {
-    "zero.config": ["keys", "reading", "optim", "settings", "loading", "report", "explain", "__init__"],
+    "zero.config": ["keys", "reading", "optim", "offload", "settings", "loading", "report", "explain", "__init__"],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "values",

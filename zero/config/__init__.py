@@ -1,12 +1,12 @@
 """The DeepSpeed configuration, read, checked and reported. It knows nothing of the engine."""
 
 from zero.config.loading import load_config as load_config
-from zero.config.settings import AioConfig as AioConfig
+from zero.config.offload import AioConfig as AioConfig
+from zero.config.offload import OffloadConfig as OffloadConfig
+from zero.config.offload import OffloadOptimizerConfig as OffloadOptimizerConfig
+from zero.config.offload import OffloadParamConfig as OffloadParamConfig
 from zero.config.settings import BF16Config as BF16Config
 from zero.config.settings import Config as Config
 from zero.config.settings import FP16Config as FP16Config
 from zero.config.settings import LeafModuleConfig as LeafModuleConfig
-from zero.config.settings import OffloadConfig as OffloadConfig
-from zero.config.settings import OffloadOptimizerConfig as OffloadOptimizerConfig
-from zero.config.settings import OffloadParamConfig as OffloadParamConfig
 from zero.config.settings import ZeroConfig as ZeroConfig
