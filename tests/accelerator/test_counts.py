@@ -160,11 +160,15 @@ def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
         assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_offload_allocates_no_host_memory_after_the_first_steps(dtype):
-    sections = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
-    if dtype == "bf16":
-        sections |= SECTIONS[torch.bfloat16]
+HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [HOST, HOST | SECTIONS[torch.bfloat16], HOST | SECTIONS[torch.bfloat16] | {"offload_param": {"device": "cpu"}}],
+    ids=["optimizer", "optimizer, bf16", "both, bf16"],
+)
+def test_offload_allocates_no_host_memory_after_the_first_steps(sections):
     for found in run_on(2, fifth_step, sections, simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
 
