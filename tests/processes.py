@@ -311,6 +311,7 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     if request["simulated"]:
         device = importlib.import_module("tests.accelerator.device")
         device.register()
+        torch.accelerator.set_device_index(rank % device.device_count())  # as a script does by its local rank
         backend = f"cpu:gloo,{device.NAME}:{device.BACKEND}"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")

@@ -24,15 +24,20 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero.clock import Clock
-from zero.device import CPU, accelerator, compute_stream, is_accelerator, new_stream, use
+from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
+from zero.errors import UsageError
+from zero.order import CollectiveOrder, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
+
+T = TypeVar("T")
 
 # Newer releases of torch have other names for the same functions.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -54,7 +59,7 @@ class Communicator:
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
     operations, and of elements of the full buffers they moved, by operation name. clock: the time of all engines that
-    use these ranks.
+    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
     """
 
     def __init__(self, device: torch.device):
@@ -64,18 +69,21 @@ class Communicator:
         self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds())
+        backend, self._native = default_backend(device), is_accelerator(device)
+        mark_device = partial(mark, device) if self._native else None
+        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend, self._native = default_backend(device), is_accelerator(device)
         self._copies: torch.Stream | None = None
         # The engine has its own process groups, so its messages never match those of user code. NCCL matches operations
-        # by their order. If graphs differ, ranks start a reduction between different all-gathers. So reductions have a
-        # group of their own.
+        # by their order. In the first backward, ranks whose graphs differ may start a reduction between different
+        # all-gathers. So reductions have a group of their own. The hosts have one to compare these orders.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
+        self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
+        self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
 
     @property
     def is_destroyed(self) -> bool:
@@ -87,9 +95,26 @@ class Communicator:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
-    def _count(self, name: str, numel: int) -> None:
+    def _count(self, name: str, numel: int, unit: object = None) -> None:
         self.calls[name] += 1
         self.elements[name] += numel
+        if self.matches_by_order:
+            self._order.add(name, numel, unit)
+
+    def require_same_path(self) -> None:
+        """Raise UsageError on all ranks if they have used different units since the last call. All must call it.
+
+        See `zero/order.py`. Messages of gloo have numbers, which would never match then: nothing is to be compared.
+        """
+        if not self.matches_by_order:
+            return
+        own = torch.tensor(self._order.digests, device="cpu")
+        bounds = torch.cat([own, ~own])  # ~x falls as x rises, for all 64-bit numbers
+        least = partial(dist.all_reduce, bounds, op=dist.ReduceOp.MIN, group=self._hosts)
+        self._blocking("the comparison of paths", least)
+        if not torch.equal(bounds[:2], ~bounds[2:]):
+            raise UsageError(explain(self.exchange(self._order.recent)))
+        self._order.start_over()
 
     def _next_tag(self, kind: str, unit: object) -> int:
         """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
@@ -110,7 +135,7 @@ class Communicator:
 
         `unit`, here and below: the unit that is exchanged. Its `serial` is in messages' tags, its text in reports.
         """
-        self._count("all_gather", full.numel())
+        self._count("all_gather", full.numel(), unit)
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
@@ -178,7 +203,7 @@ class Communicator:
         self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool, unit: object
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
-        self._count("reduce_scatter", width * self.shard_group.size)
+        self._count("reduce_scatter", width * self.shard_group.size, unit)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
         if self._native:
             return self._reduce_columns_natively(out, rows, accumulate, unit)
@@ -258,11 +283,11 @@ class Communicator:
         self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
 
-    def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
-        texts = [text] * self.world_size
-        self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
-        return texts
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks. Blocking, and slow: for what goes into an error."""
+        values = [value] * self.world_size
+        self._blocking("an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts))
+        return values
 
     def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:

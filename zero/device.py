@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,6 +57,12 @@ def new_stream(device: torch.device) -> torch.Stream:
 def compute_stream(device: torch.device) -> torch.Stream:
     """The stream that computes now."""
     return torch.accelerator.current_stream(device)
+
+
+def mark(device: torch.device) -> Callable[[], bool]:
+    """Of everything that the default stream has been given so far: a function that says whether it is done."""
+    use(device)
+    return compute_stream(device).record_event().query
 
 
 # -- memory

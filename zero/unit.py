@@ -31,7 +31,7 @@ from torch import nn
 from zero.comm import Communicator
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
-from zero.parameters import ReadHook, owner_of, placeholder, set_owner, show
+from zero.parameters import ReadHook, owner_of, placeholder, set_owner, take_over
 from zero.pending import Pending
 from zero.schedule import Residency
 from zero.views import ParameterViews, Shown
@@ -158,7 +158,7 @@ class Unit:
             else:
                 former.hand_over(param, target)
             set_owner(param, self)
-            show(param, placeholder(slot.shape, source, self.comm.device))
+            take_over(param, placeholder(slot.shape, source, self.comm.device))
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
             if self.persistent:

@@ -65,7 +65,7 @@ def engine_with(folder: str, sections: dict, accumulation: int = 1, saves: bool 
     config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
     config["checkpoint"] = {"async_save": saves}
     engine, _ = start(model_on_device(), config)
-    assert engine.comm.device == torch.device(device.NAME, 0)
+    assert engine.comm.device == torch.device(device.NAME, engine.comm.rank)
     return engine
 
 
@@ -76,6 +76,7 @@ def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulatio
     engine.destroy()
     torch.accelerator.synchronize()
     assert device.mistakes() == []
+    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, "of the other device"
     return curve
 
 

@@ -165,6 +165,7 @@ class ZeroOptimizer:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
         with self.comm.clock.waiting("optimizer"):
             self.wait()
+        self.comm.require_same_path()
         self.reducer.drain()
         for unit in self.shards:
             self.reducer.collect_from_script(unit)
@@ -172,7 +173,7 @@ class ZeroOptimizer:
         self.reducer.drain()
         self._place()
         to_mean = self.gradient_factor
-        self.grad_norm = self._global_norm() * to_mean
+        self.grad_norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
         self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
             raise NonFiniteGradientError(self._explain_non_finite())
