@@ -19,6 +19,7 @@ Of a unit, this file knows only a number and a text for messages.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import weakref
 from collections import Counter
@@ -38,6 +39,7 @@ from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
 
 T = TypeVar("T")
+logger = logging.getLogger("zero")
 
 # Newer releases of torch have other names for the same functions.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -63,8 +65,11 @@ class Communicator:
     """
 
     def __init__(self, device: torch.device):
+        use(device)
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if device == CPU and (unused := accelerator()) is not None and self.rank == 0:
+            logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
         self.shard_group, self.replicate_group = Group(self.rank, self.world_size), Group(0, 1)
         self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
@@ -109,7 +114,7 @@ class Communicator:
         if not self.matches_by_order:
             return
         own = torch.tensor(self._order.digests, device="cpu")
-        bounds = torch.cat([own, ~own])  # ~x falls as x rises, for all 64-bit numbers
+        bounds = torch.cat([own, ~own])  # ~x falls as x rises
         least = partial(dist.all_reduce, bounds, op=dist.ReduceOp.MIN, group=self._hosts)
         self._blocking("the comparison of paths", least)
         if not torch.equal(bounds[:2], ~bounds[2:]):
@@ -310,14 +315,12 @@ def communicator() -> Communicator:
 
 
 def compute_device() -> torch.device:
-    """This rank's accelerator. The CPU if torch sees none, or none with collectives, or the process group has not its.
+    """This rank's accelerator, also beside a default process group without it: the engine makes groups of its own.
 
-    Apple's MPS has no collectives: gloo, which torch names for it, works on host memory.
+    The CPU if torch sees none, or none with collectives: gloo, which torch names for Apple's MPS, works on host memory.
     """
     device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
-    if device is None or (backend := default_backend(device)) == "gloo":
-        return CPU
-    return CPU if is_initialized() and backend not in dist.get_backend() else device
+    return CPU if device is None or default_backend(device) == "gloo" else device
 
 
 def default_timeout() -> timedelta:
@@ -328,7 +331,8 @@ def default_timeout() -> timedelta:
 
 def group_timeout() -> timedelta:
     """The timeout of the default process group, made by the engine or by the script; else `default_timeout`."""
-    options = getattr(dist.group.WORLD._get_backend(compute_device()), "options", None)
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return default_timeout() if options is None else options._timeout
 
 
@@ -349,8 +353,8 @@ def init_distributed(
     use(device)
     if dist.is_initialized():
         return
-    native = default_backend(device)
-    backend = dist_backend or (f"cpu:gloo,{device.type}:{native}" if is_accelerator(device) else native)
+    backend = default_backend(device)
+    backend = dist_backend or (f"cpu:gloo,{device.type}:{backend}" if is_accelerator(device) else backend)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
     dist.init_process_group(

@@ -244,7 +244,8 @@ class Unit:
             self.full = tier.keep(self.full)
             self.shard = self._own_slice(self.full)
             self._views.set_buffer(self.full)
-            self._views.show_values()
+            # `param.data` cannot change to each kind of device; meanwhile nothing may be computed.
+            self._views.show_values() if tier.device == self.comm.device else self._views.hide_values()
         else:
             self.shard, self.tier = tier.keep(self.shard), tier
         self._views.shard_was_placed(self.shard, self.pieces, self.persistent)

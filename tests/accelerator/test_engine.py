@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zero
 from tests.accelerator import device
@@ -100,6 +101,20 @@ def test_stage_3_trains_as_plain_torch_does(tmp_path, world_size):
     assert_same_training(found(world_size, tmp_path), expected(world_size, 1, None))
 
 
+def beside_gloo(rank: int, world_size: int) -> Curve:
+    """A script has made a process group that knows nothing of the device."""
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    curve = train_zero(engine_with("", {}), data_on_device())
+    assert device.mistakes() == []
+    return curve
+
+
+def test_a_process_group_of_gloo_does_not_keep_the_engine_from_its_device(tmp_path):
+    assert_same_training(curve_on(2, beside_gloo, simulated=True), expected(2, 1, None))
+
+
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 OFFLOADS = {
     "optimizer": {"offload_optimizer": {"device": "cpu"}},
@@ -124,11 +139,6 @@ def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
     longest = max(value.numel() for value in plain.weights.values())
     assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, VOCABULARY, STEPS)
     assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
-
-
-def test_late_updates_have_the_bits_of_those_that_wait(tmp_path):
-    at_once = {**HOST, "offload_optimizer": {"device": "cpu", "overlap_step": False}}
-    assert_equal(found(1, tmp_path, **HOST), found(1, tmp_path, **at_once))
 
 
 def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):

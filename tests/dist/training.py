@@ -212,9 +212,9 @@ def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
     return curve
 
 
-def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, simulated: bool = False) -> Curve:
+def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, **device: bool) -> Curve:
     """Run `fn(rank, world_size, *args)` on all ranks, as `run_on` does, and put their curves together."""
-    curves = run_on(world_size, fn, *args, simulated=simulated)
+    curves = run_on(world_size, fn, *args, **device)
     assert all(curve.norms == curves[0].norms for curve in curves), "ranks report different norms"
     losses = [
         [loss for micro in zip(*of_ranks, strict=True) for loss in micro]
