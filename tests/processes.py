@@ -68,7 +68,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """A child's environment: this repository on its path, `THREADS` threads; no launcher's variables, network or GPU."""
+    """A child's environment: this repository importable, `THREADS` threads, no launcher's variables, network or GPU."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

@@ -175,10 +175,11 @@ class Communicator:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice), in fp32.
+        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice).
 
-        The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
-        (at least one a rank) go into one collective.
+        gloo's messages are added in fp32; accelerators' backends add in the dtype of `full`. The result times
+        `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements (at least one a
+        rank) go into one collective.
         """
         n, step = out.numel(), max(1, max_numel // self.shard_group.size)
         if not self._native:

@@ -6,8 +6,12 @@ it moves.
 """
 
 import math
+import os
+import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +42,8 @@ from tests.tolerance import rounding
 from zero import activations, comm
 from zero.checkpoint.background import wait_for_background_saves
 from zero.device import new_stream
-from zero.offload import tiers
+from zero.offload import memory, tiers
+from zero.optimizer_shard import OptimizerShard
 
 STEPS = 5
 # Changes something in the process before the engine is made.
@@ -115,6 +120,19 @@ def test_a_process_group_of_gloo_does_not_keep_the_engine_from_its_device(tmp_pa
     assert_same_training(curve_on(2, beside_gloo, simulated=True), expected(2, 1, None))
 
 
+def on_apple(rank: int, world_size: int) -> list[str]:
+    texts: list[str] = []
+    with mock.patch.object(comm, "accelerator", lambda number=0: torch.device("mps", 0)):
+        with mock.patch.object(comm.logger, "warning", lambda text, *values: texts.append(text % values)):
+            assert comm.communicator().device == torch.device("cpu")
+            comm.communicator()
+    return texts
+
+
+def test_an_accelerator_that_cannot_be_used_is_named_once():
+    assert run_on(1, on_apple) == [["torch has no collectives for mps:0: the engine computes on the CPU"]]
+
+
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 OFFLOADS = {
     "optimizer": {"offload_optimizer": {"device": "cpu"}},
@@ -144,6 +162,79 @@ def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
 def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
     sections = SECTIONS[torch.bfloat16]
     assert_same_training(found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
+    """As NCCL does; gloo's messages are added in fp32, which `expected` does as well."""
+    sections = SECTIONS[torch.bfloat16] | {"communication_data_type": str(dtype).removeprefix("torch.")}
+    curve, precise = found(2, tmp_path, **sections), expected(2, 1, torch.bfloat16)
+    if dtype == torch.float32:
+        assert_same_training(curve, precise)
+    else:
+        assert curve.losses[0] == precise.losses[0] and curve.losses[1:] != precise.losses[1:]
+        longest = max(value.numel() for value in precise.weights.values())
+        assert relative(curve.norms, precise.norms) <= rounding(torch.bfloat16, longest, STEPS)
+
+
+def one_sum(rank: int, world_size: int) -> float:
+    """The mean of 1 and 2^-9: their sum is no bf16."""
+    device = comm.compute_device()
+    full = torch.full((2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device)
+    out = torch.empty(2, device=device)
+    comm.communicator().reduce_scatter(out, full, False, full.numel()).wait()
+    return out[0].item() * comm.communicator().mean_factor
+
+
+def test_gloos_messages_are_added_in_fp32_and_a_devices_in_their_own_dtype():
+    assert run_on(2, one_sum) == [(1 + 2.0**-9) / 2] * 2
+    assert run_on(2, one_sum, simulated=True) == [0.5] * 2
+
+
+def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
+    """Where the weights are updated: thread, device, and whether on the default stream."""
+    engine, places = engine_with("", {"offload_optimizer": {"device": "cpu"}}), set()
+    round_into_shard = OptimizerShard.round_into_shard
+
+    def recorded(self, start, values):
+        here = torch.accelerator.current_stream()
+        places.add((threading.current_thread().name, here.device_index, here.stream_id < device.device_count()))
+        return round_into_shard(self, start, values)
+
+    with mock.patch.object(OptimizerShard, "round_into_shard", recorded):
+        for batch in data_on_device()[:2]:
+            step(engine, split(batch, world_size)[rank : rank + 1])
+        engine.optimizer.wait()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return sorted(places)
+
+
+def test_late_updates_run_on_a_stream_of_their_own_on_their_ranks_device():
+    for rank, places in enumerate(run_on(2, late_updates, simulated=True)):
+        # Persistent units are updated in the step.
+        assert places == [("MainThread", rank, True), ("zero optimizer", rank, False)]
+
+
+def host_memory(rank: int, world_size: int) -> None:
+    """Registered memory: no forked process has it, and it is given back only when copies from it have ended."""
+    block = memory.new_block(memory.PAGE, pin=True)
+    values = torch.frombuffer(block, dtype=torch.float32).fill_(1)
+    address = f"{values.data_ptr():x}-"
+    assert address in Path("/proc/self/maps").read_text()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(address in Path("/proc/self/maps").read_text()))
+    assert os.waitpid(child, 0)[1] == 0
+    target = torch.zeros(memory.PAGE // 4, device=device.NAME)
+    target.copy_(values, non_blocking=True)
+    assert device.pending() > 0
+    del values, block
+    assert device.mistakes() == [] and (target == 1).all().item()
+
+
+def test_registered_memory_is_this_processes_alone_and_outlives_copies():
+    run_on(1, host_memory, simulated=True)
 
 
 def test_stage_2_trains_as_plain_torch_does(tmp_path):

@@ -109,7 +109,7 @@ class ZeroOptimizer:
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
         self._has_kernel = on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
-        self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
+        self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
             shard.make_master(self._updates)
             _optimizer_of[unit] = weakref.ref(self)
