@@ -126,6 +126,11 @@ def pending() -> int:
     return _simulated().pending()
 
 
+def set_limit(nbytes: int) -> None:
+    """Of the memory of each device."""
+    _simulated().set_limit(nbytes)
+
+
 def fail_collective(after: int) -> None:
     """Let this rank's next collective but `after` raise an error."""
     _simulated().fail_collective(after)

@@ -5,6 +5,8 @@
 // the work that was there before has run.
 #pragma once
 
+#include <Python.h>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -23,7 +25,21 @@
 
 namespace {
 
-using Guarded = std::lock_guard<std::recursive_mutex>;
+// While a thread waits for a mutex, others may run Python: whoever holds the mutex may need that, to copy a tensor.
+template <class Mutex>
+void lock(Mutex& mutex) {
+  if (mutex.try_lock()) return;
+  PyThreadState* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  mutex.lock();
+  if (python) PyEval_RestoreThread(python);
+}
+
+struct Guarded {
+  std::recursive_mutex& mutex;
+  explicit Guarded(std::recursive_mutex& mutex) : mutex(mutex) { lock(mutex); }
+  ~Guarded() { mutex.unlock(); }
+};
+
 using Address = uintptr_t;
 constexpr int kDevices = 2;
 
@@ -193,11 +209,11 @@ bool is_wanted(const Late& each, const Clock& wanted) { return each.number <= wa
 // Run late work and what that needs. It is in the order of its launch, which no event contradicts. If other late work
 // runs at the moment, and maybe never ends, who does not insist goes on.
 void run_late(const Clock& wanted, bool insists = true) {
-  std::unique_lock<std::mutex> alone(running, std::defer_lock);
   if (insists)
-    alone.lock();
-  else if (!alone.try_lock())
+    lock(running);
+  else if (!running.try_lock())
     return;
+  std::lock_guard<std::mutex> alone(running, std::adopt_lock);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

@@ -28,7 +28,8 @@ Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::opt
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard on(device);
   return at::detail::empty_strided_generic(size, stride, &device_memory,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));

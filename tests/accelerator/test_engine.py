@@ -241,6 +241,28 @@ def test_stage_2_trains_as_plain_torch_does(tmp_path):
     assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
 
 
+def out_of_memory(rank: int, world_size: int) -> list[float]:
+    """Losses, where the third batch finds too little memory at first; a script may catch that and try again."""
+    engine, losses = engine_with("", {"offload_param": {"device": "cpu"}}), []
+    free, total = torch.accelerator.get_memory_info()
+    for number, batch in enumerate(data_on_device()):
+        if number == 2:
+            device.set_limit(torch.accelerator.memory_allocated() + 30_000)
+            with pytest.raises(torch.OutOfMemoryError):
+                step(engine, [batch])
+            device.set_limit(total)
+            engine.zero_grad()
+        losses += step(engine, [batch])
+    engine.destroy()
+    torch.accelerator.synchronize()
+    assert device.mistakes() == []
+    return losses
+
+
+def test_after_an_error_for_lack_of_memory_training_goes_on(tmp_path):
+    assert [[loss] for loss in run_on(1, out_of_memory, simulated=True)[0]] == expected(1, 1, None).losses
+
+
 def without_registration() -> None:
     """A device that has no call to pin memory that is there: torch's own pinned allocator serves."""
     del device.cudart
