@@ -157,8 +157,8 @@ def run_on(
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank of a gloo group; the results in order of rank.
 
-    `simulated`: each rank has the accelerator of `tests.accelerator.device`. `gpu`: each rank has a GPU. Then the group
-    is one without a named backend. Otherwise ranks see no GPU.
+    `simulated`: each rank has the accelerator of `tests.accelerator.device`, and `fn` fails if that finds a mistake.
+    `gpu`: each rank has a GPU. Then the group is one without a named backend. Otherwise ranks see no GPU.
     `fn` is a function at the top level of a module. Raises `RuntimeError` with the first failing rank's traceback, or
     `TimeoutError` naming the ranks not done after `timeout` seconds.
     """
@@ -317,7 +317,8 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False)
     limit, backend = timedelta(seconds=request["timeout"]), None
     if request["simulated"]:
-        importlib.import_module("tests.accelerator.device").register()
+        device = importlib.import_module("tests.accelerator.device")
+        device.register()
     elif request["gpu"]:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
@@ -329,6 +330,9 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     fn, args = pickle.loads((folder / "task").read_bytes())
     torch.manual_seed(0)
     result = pickle.dumps(fn(rank, world_size, *args))
+    if request["simulated"]:
+        torch.accelerator.synchronize()
+        assert (found := device.mistakes()) == [], found
     dist.barrier()  # a rank that leaves early would break the connections of those still at work
     (folder / f"result{rank}").write_bytes(result)
     sys.stdout.flush()

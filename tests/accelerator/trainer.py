@@ -1,5 +1,6 @@
-"""The jobs of `tests/hf/scripts/jobs.py`, an ordinary Trainer script, on the simulated accelerator."""
+"""An ordinary Trainer script of the other tests on the simulated accelerator: `trainer.py jobs|steps JOBS`."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -9,15 +10,15 @@ import torch
 from tests.accelerator import device
 
 LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+TESTS = Path(__file__).parents[1]
 
 if __name__ == "__main__":
     device.register()
     torch.accelerator.set_device_index(LOCAL_RANK)
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{LOCAL_RANK}"
-    sys.path.insert(0, str(Path(__file__).parents[1] / "hf" / "scripts"))
-    import jobs
-
-    jobs.main()
+    sys.path += [str(TESTS / "hf" / "scripts"), str(TESTS / "distill" / "scripts")]
+    script = importlib.import_module(sys.argv.pop(1))
+    script.main()
     torch.accelerator.synchronize()
-    assert device.mistakes() == []
+    assert (found := device.mistakes()) == [], found
     assert torch.accelerator.max_memory_allocated() > 0 == torch.accelerator.max_memory_allocated(1 - LOCAL_RANK)

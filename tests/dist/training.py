@@ -193,7 +193,7 @@ def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
     """One optimizer step over this rank's micro-batches; their losses."""
     losses = []
     for part in parts:
-        loss = loss_of(engine(**part))
+        loss = loss_of(engine(**{name: value.to(engine.comm.device) for name, value in part.items()}))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
