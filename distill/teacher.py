@@ -49,7 +49,7 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
     section.pop("offload_optimizer", None)
     if section.get("stage", 0) == 3 and not args.teacher_deepspeed:
         section |= {
-            "offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
+            "offload_param": {"device": "cpu", "pin_memory": torch.accelerator.is_available()},
             "stage3_prefetch_bucket_size": 1,
             "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": section.get(

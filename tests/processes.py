@@ -68,10 +68,11 @@ Done = subprocess.CompletedProcess[str]
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """A child's environment: this repository importable, `THREADS` threads, no network, no launcher's variables."""
+    """A child's environment: this repository importable, `THREADS` threads, no launcher's variables, network or GPU."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
-    return env | {"OMP_NUM_THREADS": THREADS, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} | (extra or {})
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return env | {"OMP_NUM_THREADS": THREADS, "CUDA_VISIBLE_DEVICES": ""} | offline | (extra or {})
 
 
 # -- commands
@@ -147,17 +148,24 @@ def fork_ranks(
 
 
 def run_on(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, simulated: bool = False
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    simulated: bool = False,
+    gpu: bool = False,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank of a gloo group; the results in order of rank.
 
-    `simulated`: each rank has the accelerator of `tests.accelerator.device`, and its group that one's backend as well.
+    `simulated`: each rank has the accelerator of `tests.accelerator.device`, and `fn` fails if that finds a mistake.
+    `gpu`: each rank has a GPU. Then the group is one without a named backend. Otherwise ranks see no GPU.
     `fn` is a function at the top level of a module. Raises `RuntimeError` with the first failing rank's traceback, or
     `TimeoutError` naming the ranks not done after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
-        request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd(), "simulated": simulated}
+        request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd()}
+        request |= {"simulated": simulated, "gpu": gpu}
         code, stdout, stderr = _ask("tests", request, Path(folder), timeout)
         results = [Path(folder, f"result{rank}") for rank in range(world_size)]
         missing = [rank for rank, path in enumerate(results) if not path.exists()]
@@ -307,17 +315,24 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     """Call the function of `run_on`, and write down its result."""
     folder, world_size = Path(request["folder"]), request["ranks"]
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False)
-    limit, backend = timedelta(seconds=request["timeout"]), "gloo"
+    limit, backend = timedelta(seconds=request["timeout"]), None
     if request["simulated"]:
         device = importlib.import_module("tests.accelerator.device")
         device.register()
-        backend = f"cpu:gloo,{device.NAME}:{device.BACKEND}"
+    elif request["gpu"]:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        backend, os.environ["ACCELERATE_USE_CPU"] = "gloo", "true"
+    if torch.accelerator.is_available():  # as a script does by its local rank
+        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     fn, args = pickle.loads((folder / "task").read_bytes())
     torch.manual_seed(0)
     result = pickle.dumps(fn(rank, world_size, *args))
+    if request["simulated"]:
+        torch.accelerator.synchronize()
+        assert (found := device.mistakes()) == [], found
     dist.barrier()  # a rank that leaves early would break the connections of those still at work
     (folder / f"result{rank}").write_bytes(result)
     sys.stdout.flush()

@@ -19,21 +19,27 @@ Of a unit, this file knows only a number and a text for messages.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero.clock import Clock
-from zero.device import CPU, accelerator, compute_stream, is_accelerator, new_stream, use
+from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
+from zero.errors import UsageError
+from zero.order import CollectiveOrder, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
+
+T = TypeVar("T")
+logger = logging.getLogger("zero")
 
 # Newer releases of torch have other names for the same functions.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,28 +61,34 @@ class Communicator:
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
     operations, and of elements of the full buffers they moved, by operation name. clock: the time of all engines that
-    use these ranks.
+    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
     """
 
     def __init__(self, device: torch.device):
+        use(device)
         self.device = device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if device == CPU and (unused := accelerator()) is not None and self.rank == 0:
+            logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
         self.shard_group, self.replicate_group = Group(self.rank, self.world_size), Group(0, 1)
         self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
-        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds())
+        backend, self._native = default_backend(device), is_accelerator(device)
+        mark_device = partial(mark, device) if self._native else None
+        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
-        backend, self._native = default_backend(device), is_accelerator(device)
         self._copies: torch.Stream | None = None
         # The engine has its own process groups, so its messages never match those of user code. NCCL matches operations
-        # by their order. If graphs differ, ranks start a reduction between different all-gathers. So reductions have a
-        # group of their own.
+        # by their order. In the first backward, ranks whose graphs differ may start a reduction between different
+        # all-gathers. So reductions have a group of their own. The hosts have one to compare these orders.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
+        self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
+        self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
 
     @property
     def is_destroyed(self) -> bool:
@@ -88,9 +100,26 @@ class Communicator:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
-    def _count(self, name: str, numel: int) -> None:
+    def _count(self, name: str, numel: int, unit: object = None) -> None:
         self.calls[name] += 1
         self.elements[name] += numel
+        if self.matches_by_order:
+            self._order.add(name, numel, unit)
+
+    def require_same_path(self) -> None:
+        """Raise UsageError on all ranks if they have used different units since the last call. All must call it.
+
+        See `zero/order.py`. Messages of gloo have numbers, which would never match then: nothing is to be compared.
+        """
+        if not self.matches_by_order:
+            return
+        own = torch.tensor(self._order.digests, device="cpu")
+        bounds = torch.cat([own, ~own])  # ~x falls as x rises
+        least = partial(dist.all_reduce, bounds, op=dist.ReduceOp.MIN, group=self._hosts)
+        self._blocking("the comparison of paths", least)
+        if not torch.equal(bounds[:2], ~bounds[2:]):
+            raise UsageError(explain(self.exchange(self._order.recent)))
+        self._order.start_over()
 
     def _next_tag(self, kind: str, unit: object) -> int:
         """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
@@ -111,7 +140,7 @@ class Communicator:
 
         `unit`, here and below: the unit that is exchanged. Its `serial` is in messages' tags, its text in reports.
         """
-        self._count("all_gather", full.numel())
+        self._count("all_gather", full.numel(), unit)
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
@@ -146,10 +175,11 @@ class Communicator:
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice), in fp32.
+        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice).
 
-        The result times `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements
-        (at least one a rank) go into one exchange of messages; natively, all of `full` goes into one collective.
+        gloo's messages are added in fp32; accelerators' backends add in the dtype of `full`. The result times
+        `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements (at least one a
+        rank) go into one exchange of messages; natively, all of `full` goes into one collective.
         """
         if self._native:
             return self._reduce_scatter_natively(out, full, accumulate, unit)
@@ -180,7 +210,7 @@ class Communicator:
         self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool, unit: object
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
-        self._count("reduce_scatter", width * self.shard_group.size)
+        self._count("reduce_scatter", width * self.shard_group.size, unit)
         rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
         tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
         for peer in self._peers():
@@ -202,7 +232,7 @@ class Communicator:
     def _reduce_scatter_natively(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, unit: object
     ) -> Pending:
-        self._count("reduce_scatter", full.numel())
+        self._count("reduce_scatter", full.numel(), unit)
         alone, in_place = self.shard_group.size == 1, out.dtype == full.dtype and not accumulate
         result = full if alone else out if in_place else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
         works = []
@@ -259,7 +289,8 @@ class Communicator:
 
         Both are 1-D and hold their parts in the order of ranks.
         """
-        self._count("all_to_all", sent.numel() - sent_sizes[self.shard_group.rank])
+        self._count("all_to_all", 0)  # how much goes where differs between ranks
+        self.elements["all_to_all"] += sent.numel() - sent_sizes[self.shard_group.rank]
         sizes = received_sizes, sent_sizes
         exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._group)
         self._blocking("an exchange of whole tensors", exchange)
@@ -271,11 +302,11 @@ class Communicator:
         self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
         return tensor
 
-    def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in the order of the ranks. Blocking, and slow: for what goes into an error."""
-        texts = [text] * self.world_size
-        self._blocking("an exchange of texts", lambda: dist.all_gather_object(texts, text, group=self._group))
-        return texts
+    def exchange(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks. Blocking, and slow: for what goes into an error."""
+        values = [value] * self.world_size
+        self._blocking("an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts))
+        return values
 
     def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
@@ -298,14 +329,12 @@ def communicator() -> Communicator:
 
 
 def compute_device() -> torch.device:
-    """This rank's accelerator. The CPU if torch sees none, or none with collectives, or the process group has not its.
+    """This rank's accelerator, also beside a default process group without it: the engine makes groups of its own.
 
-    Apple's MPS has no collectives: gloo, which torch names for it, works on host memory.
+    The CPU if torch sees none, or none with collectives: gloo, which torch names for Apple's MPS, works on host memory.
     """
     device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
-    if device is None or (backend := default_backend(device)) == "gloo":
-        return CPU
-    return CPU if is_initialized() and backend not in dist.get_backend() else device
+    return CPU if device is None or default_backend(device) == "gloo" else device
 
 
 def default_timeout() -> timedelta:
@@ -316,7 +345,8 @@ def default_timeout() -> timedelta:
 
 def group_timeout() -> timedelta:
     """The timeout of the default process group, made by the engine or by the script; else `default_timeout`."""
-    options = getattr(dist.group.WORLD._get_backend(compute_device()), "options", None)
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return default_timeout() if options is None else options._timeout
 
 
@@ -337,8 +367,8 @@ def init_distributed(
     use(device)
     if dist.is_initialized():
         return
-    native = default_backend(device)
-    backend = dist_backend or (f"cpu:gloo,{device.type}:{native}" if is_accelerator(device) else native)
+    backend = default_backend(device)
+    backend = dist_backend or (f"cpu:gloo,{device.type}:{backend}" if is_accelerator(device) else backend)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
     dist.init_process_group(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -56,6 +57,30 @@ def new_stream(device: torch.device) -> torch.Stream:
 def compute_stream(device: torch.device) -> torch.Stream:
     """The stream that computes now."""
     return torch.accelerator.current_stream(device)
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, ready: torch.Event | None) -> Iterator[torch.Stream | None]:
+    """For a thread: a stream of its own on `device`, current within, which waits for `ready`. None on the CPU."""
+    if ready is None:
+        yield None
+        return
+    use(device)
+    stream = new_stream(device)
+    stream.wait_event(ready)
+    with stream:
+        yield stream
+
+
+def ready_for_thread(device: torch.device) -> torch.Event | None:
+    """The end of what this thread has given to `device` so far, for `beside`."""
+    return compute_stream(device).record_event() if is_accelerator(device) else None
+
+
+def mark(device: torch.device) -> Callable[[], bool]:
+    """Of everything that the default stream has been given so far: a function that says whether it is done."""
+    use(device)
+    return compute_stream(device).record_event().query
 
 
 # -- memory
@@ -108,8 +133,13 @@ def pin(address: int, nbytes: int) -> int:
     return code
 
 
-def unpin(address: int, memory: mmap.mmap) -> None:
-    """Undo `pin`. `memory` is an argument so that it is unmapped after this."""
+def unpin(address: int, memory: mmap.mmap, device: int) -> None:
+    """Undo `pin`, after copies from and to the memory on the accelerator of this number.
+
+    The garbage collector calls it, maybe while such copies are under way. `memory` is an argument so that it is
+    unmapped after this.
+    """
+    torch.accelerator.synchronize(device)
     torch.get_device_module().cudart().cudaHostUnregister(address)
 
 

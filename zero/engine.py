@@ -93,11 +93,12 @@ class ZeroEngine(Accumulation, nn.Module):
         placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
         self.reducer = construction.make_reducer(settings, self.comm, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
+        reductions = ReductionOrder(self.units, self.reducer, self.comm)
         self.hooks = ModuleHooks(
             model,
             self.units,
-            Gathering(self.units, self.schedule, self.comm, self.residency),
-            ReductionOrder(self.units, self.reducer, self.comm),
+            Gathering(self.units, self.schedule, self.comm, self.residency, reductions.before_use),
+            reductions,
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,

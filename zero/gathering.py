@@ -7,7 +7,7 @@ finished: all ranks must start the same all-gathers in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from zero.comm import Communicator
 from zero.schedule import Residency, Schedule
@@ -18,13 +18,21 @@ class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
     Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Persistent units
-    are left alone.
+    are left alone. `before_use` is called when a unit is about to be used, before any all-gather starts for that.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, comm: Communicator, residency: Residency):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        comm: Communicator,
+        residency: Residency,
+        before_use: Callable[[], None],
+    ):
         self._units, self._schedule, self._comm, self._residency = list(units), schedule, comm, residency
         self._position = {unit: i for i, unit in enumerate(self._units)}
         self._uses: Counter[Unit] = Counter()
+        self._before_use = before_use
 
     def begin_pass(self, kind: Hashable, wraps: bool) -> None:
         """A pass of `kind` begins; `wraps`: parameters do not change before the next one of this kind."""
@@ -41,6 +49,7 @@ class Gathering:
         """The unit is used from now on: its parameters show their values. The units that come next are prefetched."""
         if unit.persistent:
             return
+        self._before_use()
         self._comm.watchdog.set_position(unit)
         self._comm.clock.progress.advance(len(self._units))
         self._schedule.visit(self._position[unit])

@@ -247,6 +247,7 @@ class ModuleHooks:
         if not self._backward_is_open:
             self._backward_is_open = self._in_pass = True
             self._has_gradients = False
+            self._reductions.begin()
             self._reads.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 

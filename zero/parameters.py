@@ -107,6 +107,16 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
     param.data = values
 
 
+def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
+    """Make an ordinary parameter, whatever device it is on, show the placeholder `nan`. It must not be in any graph."""
+    if not torch._has_compatible_shallow_copy_type(param, nan):
+        # `param.data` cannot change to a device that torch does not have itself (PrivateUse1). The object stays.
+        fresh = nn.Parameter(nan, param.requires_grad)
+        fresh.__class__, fresh.__dict__ = type(param), dict(param.__dict__)
+        torch.utils.swap_tensors(param, fresh)
+    show(param, nan)
+
+
 def hide(param: nn.Parameter, nan: torch.Tensor) -> None:
     """Make `param` show the placeholder `nan`, and notice its reads."""
     show(param, nan)

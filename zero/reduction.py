@@ -7,6 +7,13 @@ Every rank starts its reductions in one agreed order, each as soon as it and all
 graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first this is the
 reversed order of the units. After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its units
 completed, as DistributedDataParallel rebuilds its buckets.
+
+[Note: place of a reduction]
+NCCL can block for ever if ranks start operations of two communicators in different orders. So where operations match by
+order, rank 0 also tells between which two uses of units each reduction starts. All-gathers start at uses, the same on
+all ranks. If a rank's gradients are not complete when the later of both uses comes, the reduction starts without those
+that are missing: an expert that was not used has none. Before rank 0 has told, in the first backward, reductions start
+as they can, or at the end if the model has leaf modules, between which ranks may choose.
 """
 
 from __future__ import annotations
@@ -17,13 +24,15 @@ import torch
 
 from zero.comm import Communicator
 from zero.gradients import GradientReducer
+from zero.layout import LEAF_FLAG
 from zero.unit import Unit
 
 
 class ReductionOrder:
     """Follows the gradients of one backward at a time and starts reductions in the agreed order.
 
-    Order of calls in a backward: `collect` for each gradient, `complete` for each unit that has all of them, `finish`.
+    Order of calls in a backward: `begin`, `before_use` whenever a unit is about to be used, `collect` for each
+    gradient, `complete` for each unit that has all of them, `finish`.
     """
 
     def __init__(self, units: Sequence[Unit], reducer: GradientReducer, comm: Communicator):
@@ -33,8 +42,24 @@ class ReductionOrder:
         first = [unit for unit in units if unit not in last]
         self._order = [unit for unit in [*reversed(first), *reversed(last)] if unit.trainable]
         self._collected: dict[Unit, set[int]] = {unit: set() for unit in units}
-        self._complete: dict[Unit, None] = {}
-        self._started = self._backwards = 0
+        # With the number of uses before.
+        self._complete: dict[Unit, int] = {}
+        self._places: dict[Unit, int] | None = None
+        self._has_leaves = any(getattr(module, LEAF_FLAG, False) for unit in units for module in unit.modules)
+        self._started = self._backwards = self._uses = 0
+        self._is_open = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._uses, self._is_open = 0, True
+
+    def before_use(self) -> None:
+        """A unit is about to be used, and others prefetched: reductions that all ranks start before that start now."""
+        if self._is_open:
+            if self._places is not None and self._comm.matches_by_order:
+                while self._started < len(self._order) and self._places[self._order[self._started]] <= self._uses:
+                    self._start_next()
+            self._uses += 1
 
     def collect(self, unit: Unit, index: int) -> bool:
         """Take the gradient of the unit's parameter number `index`; whether the unit has all of its gradients now."""
@@ -47,10 +72,18 @@ class ReductionOrder:
 
     def complete(self, unit: Unit) -> None:
         """The unit has all of its gradients: its reduction starts as soon as those before it have started."""
-        self._complete[unit] = None
-        while self._started < len(self._order) and self._order[self._started] in self._complete:
-            self._reducer.reduce(self._order[self._started])
-            self._started += 1
+        self._complete[unit] = self._uses
+        while self._started < len(self._order) and self._may_start(self._order[self._started]):
+            self._start_next()
+
+    def _may_start(self, unit: Unit) -> bool:
+        if unit not in self._complete or not self._comm.matches_by_order:
+            return unit in self._complete
+        return not self._has_leaves if self._places is None else self._places[unit] <= self._uses
+
+    def _start_next(self) -> None:
+        self._reducer.reduce(self._order[self._started])
+        self._started += 1
 
     def missing(self) -> Iterator[str]:
         """Names of the trainable parameters without a gradient in this backward."""
@@ -70,16 +103,17 @@ class ReductionOrder:
     def _agree(self) -> None:
         self._backwards += 1
         if self._comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
-            units = [*self._complete, *(unit for unit in self._order if unit not in self._complete)]
+            places = self._complete | {unit: self._uses for unit in self._order if unit not in self._complete}
             numbers = {unit: i for i, unit in enumerate(self._units)}
-            order = torch.tensor([numbers[unit] for unit in units], device=self._comm.device)
-            self._comm.broadcast(order, src=0)
-            self._order = [self._units[i] for i in order.tolist()]
+            told = torch.tensor([[numbers[unit], place] for unit, place in places.items()], device=self._comm.device)
+            self._comm.broadcast(told, src=0)
+            self._places = {self._units[i]: place for i, place in told.tolist()}
+            self._order = list(self._places)
         self.clear()
 
     def clear(self) -> None:
         """Forget the gradients of a backward that is over, or that ended in an exception."""
         self._complete.clear()
-        self._started = 0
+        self._started, self._is_open = 0, False
         for collected in self._collected.values():
             collected.clear()

@@ -32,7 +32,7 @@ from zero.clock import label
 from zero.comm import Communicator
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
-from zero.parameters import ReadHook, owner_of, placeholder, set_owner, show
+from zero.parameters import ReadHook, owner_of, placeholder, set_owner, take_over
 from zero.pending import Pending
 from zero.schedule import Residency
 from zero.views import ParameterViews, Shown
@@ -159,7 +159,7 @@ class Unit:
             else:
                 former.hand_over(param, target)
             set_owner(param, self)
-            show(param, placeholder(slot.shape, source, self.comm.device))
+            take_over(param, placeholder(slot.shape, source, self.comm.device))
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
             if self.persistent:
@@ -245,7 +245,8 @@ class Unit:
             self.full = tier.keep(self.full)
             self.shard = self._own_slice(self.full)
             self._views.set_buffer(self.full)
-            self._views.show_values()
+            # `param.data` cannot change to each kind of device; meanwhile nothing may be computed.
+            self._views.show_values() if tier.device == self.comm.device else self._views.hide_values()
         else:
             self.shard, self.tier = tier.keep(self.shard), tier
         self._views.shard_was_placed(self.shard, self.pieces, self.persistent)

@@ -24,19 +24,32 @@ T = TypeVar("T")
 
 # Seconds that the other ranks have to answer an alarm.
 GRACE = 10.0
+ADVICE = (
+    "If ranks choose between modules, have their parent gathered as a whole: call "
+    "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize."
+)
 _ALARM = "zero_watchdog/alarm"
 # In the messages of gloo and NCCL where the other process is gone.
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 class Watchdog:
-    """Watches the waits of one rank until `stop`; `timeout` in seconds."""
+    """Watches the waits of one rank until `stop`; `timeout` in seconds.
 
-    def __init__(self, rank: int, world_size: int, timeout: float):
+    `mark`, for an accelerator, whose collectives do not block the host: called in the thread, it returns a function
+    that says whether the device has done all that it had been given.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, timeout: float, mark: Callable[[], Callable[[], bool]] | None = None
+    ):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._position: Callable[[], object] = lambda: "before the first module"
         # Since when, for what, and for how long at most.
         self._waiting: tuple[float, object, float] | None = None
+        # When the main thread started something the last time.
+        self._moved, self._mark = time.monotonic(), mark
+        self._is_past: Callable[[], bool] | None = None
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         if world_size > 1:
@@ -65,14 +78,15 @@ class Watchdog:
 
     def set_position(self, where: object) -> None:
         """The main thread is at `where` now."""
-        self._position = weakref.ref(where)
+        self._position, self._moved = weakref.ref(where), time.monotonic()
 
     def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:
         """Call `wait()`, which blocks until other ranks have done their part in `what`.
 
         After `timeout` seconds, or `at_least` if that is more, the job ends. For calls of the main thread.
         """
-        self._waiting = (time.monotonic(), what, max(self.timeout, at_least))
+        around, self._moved = self._waiting, time.monotonic()
+        self._waiting = (self._moved, what, max(self.timeout, at_least))
         try:
             return wait()
         except RuntimeError as error:
@@ -80,7 +94,7 @@ class Watchdog:
                 raise RuntimeError(self._explain_lost(what)) from error
             raise
         finally:
-            self._waiting = None
+            self._waiting, self._moved = around, time.monotonic()
 
     def _explain_lost(self, what: object) -> str:
         time.sleep(1.0)  # a rank that ends normally says so at its very end
@@ -102,13 +116,26 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._stopped.wait(min(1.0, self.timeout / 10)):
-                waiting = self._waiting
-                if waiting is not None and time.monotonic() - waiting[0] > waiting[2]:
+                if self._is_blocked() or self._device_is_blocked():
                     self._answer(first=self._store.add(_ALARM, 1) == 1)
                 elif self._store.check([_ALARM]):
                     self._answer(first=False)
         except dist.DistError:
             return  # The store is gone: the job is at its end.
+
+    def _is_blocked(self) -> bool:
+        waiting = self._waiting
+        return waiting is not None and time.monotonic() - waiting[0] > waiting[2]
+
+    def _device_is_blocked(self) -> bool:
+        """Whether for `timeout` seconds the main thread has started nothing, and the device has not done the rest."""
+        idle = time.monotonic() - self._moved
+        if self._mark is None or self._waiting is not None or idle < self.timeout / 2:
+            self._is_past = None
+            return False
+        if self._is_past is None:
+            self._is_past = self._mark()
+        return not self._is_past() and idle > self.timeout
 
     def _status(self) -> str:
         waiting = self._waiting
@@ -117,7 +144,9 @@ class Watchdog:
             return f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {place}"
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         here = frames[-1]
-        return f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}"
+        blocked = self._is_past is not None and not self._is_past()
+        device = f"has a device that has not come to an end for {time.monotonic() - self._moved:.0f} s, " * blocked
+        return f"{device}is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}"
 
     def _answer(self, first: bool) -> None:
         self._store.set(self._key(self.rank), self._status())
@@ -133,8 +162,7 @@ class Watchdog:
                 f"zero: the ranks have gone different ways: nothing moved for {self.timeout:g} s "
                 "(`watchdog_timeout` in the configuration).\n"
                 + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
-                + "\nIf ranks choose between modules, have their parent gathered as a whole: call "
-                "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize.",
+                + f"\n{ADVICE}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -7,54 +7,75 @@
 
 namespace {
 
+// The host does not wait: the current stream does.
 struct Started : c10d::Work {
   Point end;
-  explicit Started(Point end) : end(std::move(end)) {}
+  c10::Device device;
+  bool asked = false;
+  Started(Point end, c10::Device device) : end(std::move(end)), device(device) {}
   bool wait(std::chrono::milliseconds) override {
     Guarded guard(state);
-    streams[current].join(end);
+    streams[Guard().getStream(device).id()].join(end);
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
-  bool isCompleted() override {
-    Guarded guard(state);
-    return is_done(end);
-  }
+  bool isCompleted() override { return is_over(end, asked); }
 };
+
+int collectives_before_failure = -1;  // how many of this process still succeed; below 0, all
 
 // One process runs all its collectives in the order of their launch: else ranks that wait for them in another order, as
 // threads may, would block each other where hardware runs two communicators at a time.
 Clock before_collectives;
 
-// Collectives on a stream of their own, late; gloo carries them out.
+// Collectives on a stream of their own, late; gloo carries them out. As NCCL's, those of one communicator match by their
+// order alone: ranks whose orders differ get each other's data. Where the kinds or the sizes differ as well, NCCL hangs
+// or delivers anything: this one delivers NaN.
 struct Collectives : c10d::Backend {
   using Run = c10::intrusive_ptr<c10d::Work>;
   c10::intrusive_ptr<c10d::Backend> gloo;
   std::chrono::milliseconds timeout;
-  int stream;
+  int stream = -1;  // made for the device of the first collective
 
   Collectives(c10::intrusive_ptr<c10d::Backend> gloo, int64_t milliseconds)
-      : Backend(gloo->getRank(), gloo->getSize()), gloo(gloo), timeout(milliseconds),
-        stream((int)Guard().getNewStream(c10::Device(kSim, 0), 0).id()) {}
+      : Backend(gloo->getRank(), gloo->getSize()), gloo(gloo), timeout(milliseconds) {}
 
   const std::string getBackendName() const override { return "simccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return c10::make_intrusive<Options>(getBackendName(), timeout);
   }
 
+  // Whether all ranks have come to the same operation.
+  bool is_the_same_everywhere(const std::string& what, int64_t bytes) {
+    if (getSize() == 1) return true;
+    auto own = at::tensor({(int64_t)std::hash<std::string>()(what), bytes}, at::kLong).view({1, 2});
+    auto all = at::empty({getSize(), 2}, at::kLong);
+    gloo->_allgather_base(all, own)->wait();
+    return all.eq(own).all().item<bool>();
+  }
+
   Run start(const std::string& what, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes,
             std::function<void()> run) {
+    if (collectives_before_failure >= 0)
+      TORCH_CHECK_WITH(DistBackendError, collectives_before_failure-- > 0, "simccl: ", what, " failed, as was planned");
+    c10::Device device = reads.empty() ? Guard().getDevice() : reads[0].device();
+    if (stream < 0) stream = (int)Guard().getNewStream(device, 0).id();
     Guarded guard(state);
     auto& own = streams[stream];
-    own.join(streams[current]);
+    own.join(streams[Guard().getStream(device).id()]);
     begin(stream, what, reads, writes);
     std::vector<Range> ranges;
+    int64_t bytes = 0;
     for (auto* tensors : {&reads, &writes})
       for (auto& each : *tensors) ranges.push_back(range_of(each));
+    for (auto& each : writes) bytes += (int64_t)each.nbytes();
     own.needs.join(before_collectives);
-    enqueue(stream, true, std::move(ranges), std::move(run));
+    enqueue(stream, true, std::move(ranges), [this, what, bytes, run, results = all_on_host(writes)] {
+      if (is_the_same_everywhere(what, bytes)) return run();
+      for (auto& each : results) memset(each.mutable_data_ptr(), 0xFF, each.nbytes());
+    });
     before_collectives = own.needs;
-    return c10::make_intrusive<Started>(own);
+    return c10::make_intrusive<Started>(own, device);
   }
 
   static std::vector<Tensor> all_on_host(const std::vector<Tensor>& tensors) {
@@ -76,8 +97,8 @@ struct Collectives : c10d::Backend {
   }
 
   Run _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions&) override {
-    return start("all_gather", {in}, {out}, [this, to = on_host(out), from = on_host(in)]() mutable {
-      auto own = from.clone();  // it may be a part of `out`
+    return start("all_gather", {in}, {out}, [this, to = on_host(out).view(-1), from = on_host(in)]() mutable {
+      auto own = from.reshape(-1).clone();  // it may be a part of `out`
       gloo->_allgather_base(to, own)->wait();
     });
   }
@@ -89,14 +110,17 @@ struct Collectives : c10d::Backend {
     });
   }
 
-  // Summed in fp32, where NCCL sums in the dtype of the tensors.
+  // As NCCL, in the dtype of the tensors, which is rounded after each rank's part; for a mean each part is divided.
   Run _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     bool mean = options.reduceOp == c10d::ReduceOp::AVG;
     return start("reduce_scatter", {in}, {out}, [this, mean, to = on_host(out), from = on_host(in)] {
-      std::vector<Tensor> sum{from.to(at::kFloat, false, true)};
-      gloo->allreduce(sum)->wait();
-      if (mean) sum[0].div_(getSize());
-      to.copy_(sum[0].view({getSize(), -1})[getRank()].view_as(to));
+      auto part = (mean ? from.div(getSize()) : from).view({1, -1});
+      auto parts = at::empty({getSize(), from.numel()}, from.options());
+      gloo->_allgather_base(parts, part)->wait();
+      auto own = parts.view({getSize(), getSize(), -1}).select(1, getRank());
+      auto sum = own[0].clone();
+      for (int64_t rank = 1; rank < getSize(); rank++) sum.add_(own[rank]);
+      to.copy_(sum.view_as(to));
     });
   }
 

@@ -26,7 +26,7 @@ void give_back(void* memory) {
       std::remove_if(loans.begin(), loans.end(), [&](Loan& loan) { return loan.use.range.overlaps(range); }),
       loans.end());
   if (!block.pinned) {
-    live -= block.size;
+    live[block.device()] -= block.size;
     Clock before = streams[block.home].before;
     before.join(host);
     bool wrong = false;
@@ -46,18 +46,19 @@ void give_back(void* memory) {
 void* take(size_t size, size_t alignment, bool pinned) {
   if (!size) return nullptr;
   Guarded guard(state);
-  TORCH_CHECK_WITH(OutOfMemoryError, pinned || live + size <= limit, "sim out of memory: ", size, " bytes wanted, ",
-                   live, " of ", limit, " are in use");
+  auto &used = live[current_device], &most = peak[current_device];
+  TORCH_CHECK_WITH(OutOfMemoryError, pinned || used + size <= limit, "sim out of memory: ", size, " bytes wanted, ",
+                   used, " of ", limit, " are in use");
   void* memory;
   if (posix_memalign(&memory, alignment, (size + 511) / 512 * 512)) throw std::bad_alloc();
   memset(memory, 0xFF, size);
-  auto& block = blocks[(Address)memory] = Block{size, pinned, current};
+  auto& block = blocks[(Address)memory] = Block{size, pinned, current()};
   if (!pinned) {
-    live += size;
-    peak = std::max(peak, live);
+    used += size;
+    most = std::max(most, used);
     // A caching allocator hands on what tensors of the same stream have used, maybe just now.
     Range whole{(Address)memory, (Address)memory + size};
-    block.uses.push_back({whole, current, launch(current), true, "an earlier use of that memory"});
+    block.uses.push_back({whole, current(), launch(current()), true, "an earlier use of that memory"});
   }
   return memory;
 }
@@ -65,7 +66,7 @@ void* take(size_t size, size_t alignment, bool pinned) {
 struct DeviceMemory : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     void* memory = take(size, 512, false);
-    return {memory, memory, raw_deleter(), c10::Device(kSim, 0)};
+    return {memory, memory, raw_deleter(), c10::Device(kSim, (c10::DeviceIndex)current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return [](void* memory) { give_back(memory); };
@@ -77,23 +78,23 @@ struct DeviceMemory : c10::DeviceAllocator {
     Guarded guard(state);
     if (auto* block = block_at((Address)memory.get())) block->recorded.insert((int)stream.id());
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     Guarded guard(state);
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes[0], &stats.reserved_bytes[0]}) {
-      bytes->current = (int64_t)live;
-      bytes->peak = (int64_t)peak;
+      bytes->current = (int64_t)live[device];
+      bytes->peak = (int64_t)peak[device];
     }
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
-  void resetPeakStats(c10::DeviceIndex) override {
+  void resetPeakStats(c10::DeviceIndex device) override {
     Guarded guard(state);
-    peak = live;
+    peak[device] = live[device];
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     Guarded guard(state);
-    return {limit - live, limit};
+    return {limit - live[device], limit};
   }
 };
 
@@ -116,7 +117,7 @@ REGISTER_ALLOCATOR(kSim, &device_memory);
 // Memory that was there before is pinned, as by cudaHostRegister.
 void register_memory(Address address, size_t size) {
   Guarded guard(state);
-  blocks[address] = Block{size, true, kDefault};
+  blocks[address] = Block{size, true, current_device};
 }
 
 void unregister_memory(Address address) {
@@ -138,53 +139,71 @@ void unregister_memory(Address address) {
 
 // ---- streams and events
 
+// An event: a point, and whether somebody has asked if it is over.
+struct Event {
+  Point point;
+  bool asked = false;
+};
+
+// What has run may still be running as far as the host can know: the first answer is no.
+bool is_over(const Point& point, bool& asked) {
+  {
+    Guarded guard(state);
+    if (is_done(point) && (asked || host.covers(point.before))) {
+      host.join(point.before);
+      return true;
+    }
+  }
+  asked = true;
+  run_late(point.late, false);  // so a host that asks again and again comes to an end
+  return false;
+}
+
 struct Guard : c10::impl::DeviceGuardImplInterface {
-  c10::Device only() const { return c10::Device(kSim, 0); }
-  c10::Stream numbered(int stream) const { return c10::Stream(c10::Stream::UNSAFE, only(), stream); }
+  static int number(c10::Device device) { return device.has_index() ? device.index() : current_device; }
+  static c10::Device numbered_device(int device) { return c10::Device(kSim, (c10::DeviceIndex)device); }
+  static c10::Stream numbered(int stream) {
+    return c10::Stream(c10::Stream::UNSAFE, numbered_device(device_of_stream[stream]), stream);
+  }
   c10::DeviceType type() const override { return kSim; }
-  c10::Device exchangeDevice(c10::Device) const override { return only(); }
-  c10::Device getDevice() const override { return only(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::Stream getStream(c10::Device) const override { return numbered(current); }
-  c10::Stream getDefaultStream(c10::Device) const override { return numbered(kDefault); }
-  c10::Stream getNewStream(c10::Device, int) const override {
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return numbered_device(std::exchange(current_device, number(device)));
+  }
+  c10::Device getDevice() const override { return numbered_device(current_device); }
+  void setDevice(c10::Device device) const override { current_device = number(device); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = number(device); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::Stream getStream(c10::Device device) const override { return numbered(current_streams[number(device)]); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return numbered(number(device)); }
+  c10::Stream getNewStream(c10::Device device, int) const override {
     Guarded guard(state);
     streams.emplace_back();
+    device_of_stream.push_back(number(device));
     return numbered((int)streams.size() - 1);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    auto former = numbered(current);
-    current = (int)stream.id();
-    return former;
+    return numbered(std::exchange(current_streams[stream.device_index()], (int)stream.id()));
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    if (!*event) *event = new Point();
-    *(Point*)*event = point_of((int)stream.id());
+    delete (Event*)*event;
+    *event = new Event{point_of((int)stream.id())};
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Point*)event; }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
   void block(void* event, const c10::Stream& stream) const override {
     Guarded guard(state);
-    if (event) streams[stream.id()].join(*(Point*)event);
+    if (event) streams[stream.id()].join(((Event*)event)->point);
   }
-  bool is_over(const Point& point) const {
-    {
-      Guarded guard(state);
-      if (is_done(point)) {
-        host.join(point.before);
-        return true;
-      }
-    }
-    run_late(point.late);  // so a host that asks again and again comes to an end
-    return false;
+  bool queryEvent(void* event) const override {
+    return !event || is_over(((Event*)event)->point, ((Event*)event)->asked);
   }
-  bool queryEvent(void* event) const override { return !event || is_over(*(Point*)event); }
-  bool queryStream(const c10::Stream& stream) const override { return is_over(point_of((int)stream.id())); }
+  bool queryStream(const c10::Stream& stream) const override {
+    bool asked = true;
+    return is_over(point_of((int)stream.id()), asked);
+  }
   void synchronizeStream(const c10::Stream& stream) const override { wait_on_host(point_of((int)stream.id())); }
   void synchronizeEvent(void* event) const override {
-    if (event) wait_on_host(*(Point*)event);
+    if (event) wait_on_host(((Event*)event)->point);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_everything(); }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
@@ -197,12 +216,20 @@ struct Hooks : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
-  at::Device getDeviceFromPtr(void*) const override { return at::Device(kSim, 0); }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return (c10::DeviceIndex)current_device; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return (c10::DeviceIndex)std::exchange(current_device, (int)device);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return device < 0 ? getCurrentDevice() : exchangeDevice(device);
+  }
+  at::Device getDeviceFromPtr(void* memory) const override {
+    Guarded guard(state);
+    auto* block = block_at((Address)memory);
+    return Guard::numbered_device(block ? block->device() : current_device);
+  }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
@@ -210,6 +237,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
+    c10::DeviceGuard on(storage.device());
     auto memory = device_memory.allocate(size);
     if (size_t kept = std::min(size, impl->nbytes())) memcpy(memory.get(), impl->data(), kept);
     impl->set_data_ptr_noswap(std::move(memory));

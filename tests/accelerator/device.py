@@ -126,6 +126,16 @@ def pending() -> int:
     return _simulated().pending()
 
 
+def set_limit(nbytes: int) -> None:
+    """Of the memory of each device."""
+    _simulated().set_limit(nbytes)
+
+
+def fail_collective(after: int) -> None:
+    """Let this rank's next collective but `after` raise an error."""
+    _simulated().fail_collective(after)
+
+
 # -- what a device's module has
 
 
@@ -134,11 +144,11 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return 2
 
 
 def current_device() -> int:
-    return 0
+    return torch.accelerator.current_device_index()
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:

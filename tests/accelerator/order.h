@@ -5,6 +5,8 @@
 // the work that was there before has run.
 #pragma once
 
+#include <Python.h>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -18,17 +20,38 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
-using Guarded = std::lock_guard<std::recursive_mutex>;
+// While a thread waits for a mutex, others may run Python: whoever holds the mutex may need that, to copy a tensor.
+template <class Mutex>
+void lock(Mutex& mutex) {
+  if (mutex.try_lock()) return;
+  PyThreadState* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  mutex.lock();
+  if (python) PyEval_RestoreThread(python);
+}
+
+struct Guarded {
+  std::recursive_mutex& mutex;
+  explicit Guarded(std::recursive_mutex& mutex) : mutex(mutex) { lock(mutex); }
+  ~Guarded() { mutex.unlock(); }
+};
+
 using Address = uintptr_t;
-constexpr int kDefault = 0;
+constexpr int kDevices = 2;
 
 std::recursive_mutex state;
 std::mutex running;
-thread_local int current = kDefault;  // number of this thread's current stream
+// Streams have numbers. Those below `kDevices` are the default streams of the devices with these numbers.
+thread_local int current_device = 0;
+thread_local int current_streams[kDevices] = {0, 1};  // of this thread, by device
+std::vector<int> device_of_stream{0, 1};
+
+int current() { return current_streams[current_device]; }
+bool is_default(int stream) { return stream < kDevices; }
 
 std::vector<std::string> mistakes;
 
@@ -45,6 +68,11 @@ struct Clock {
   void set(int stream, int64_t tick) {
     if ((int)ticks.size() <= stream) ticks.resize(stream + 1);
     ticks[stream] = tick;
+  }
+  bool covers(const Clock& other) const {
+    for (size_t i = 0; i < other.ticks.size(); i++)
+      if (other.ticks[i] > at((int)i)) return false;
+    return true;
   }
   void join(const Clock& other) {
     if (ticks.size() < other.ticks.size()) ticks.resize(other.ticks.size());
@@ -64,7 +92,7 @@ struct Point {
   }
 };
 
-std::vector<Point> streams(1);
+std::vector<Point> streams(kDevices);
 Clock host;  // what the host knows to be done
 
 // The host launches an operation on a stream; the operation's number.
@@ -97,12 +125,14 @@ struct Block {
   size_t size;
   bool pinned;
   int home;  // the stream that allocated it
+  int device() const { return device_of_stream[home]; }
   std::vector<Use> uses;
   std::set<int> recorded;
 };
 
 std::map<Address, Block> blocks;
-size_t live = 0, peak = 0, limit = size_t(1) << 30;
+// Of each device: bytes in use, and the most since the last reset. `limit` is of each one.
+size_t live[kDevices] = {}, peak[kDevices] = {}, limit = size_t(1) << 30;
 
 Block* block_at(Address address) {
   auto found = blocks.upper_bound(address);
@@ -176,9 +206,14 @@ void bury() {
 
 bool is_wanted(const Late& each, const Clock& wanted) { return each.number <= wanted.at(each.stream); }
 
-// Run late work and what that needs. It is in the order of its launch, which no event contradicts.
-void run_late(const Clock& wanted) {
-  std::lock_guard<std::mutex> alone(running);
+// Run late work and what that needs. It is in the order of its launch, which no event contradicts. If other late work
+// runs at the moment, and maybe never ends, who does not insist goes on.
+void run_late(const Clock& wanted, bool insists = true) {
+  if (insists)
+    lock(running);
+  else if (!running.try_lock())
+    return;
+  std::lock_guard<std::mutex> alone(running, std::adopt_lock);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
@@ -235,7 +270,7 @@ void go_on_if_idle() {
     if (seen == issued + ended) wanted = everything_late();
     seen = issued + ended;
   }
-  run_late(wanted);
+  run_late(wanted, false);
 }
 
 // The host waits for a point.

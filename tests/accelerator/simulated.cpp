@@ -21,46 +21,49 @@ PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 namespace {
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard on(device);
   return at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    dtype.value_or(at::get_default_dtype_as_scalartype()), format);
 }
 
 Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::OptionalDeviceGuard on(device);
   return at::detail::empty_strided_generic(size, stride, &device_memory,
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
 // What this stream launched and waits for has run, so that a kernel may read it.
-void run_what_is_needed() { run_late(point_of(current).needs); }
+void run_what_is_needed() { run_late(point_of(current()).needs); }
 
 // From pinned memory, to it, or between tensors of the device: late. From the default stream a copy to pinned memory
 // has read its source, but not written yet: so later kernels need not wait for it.
 void copy_late(const Tensor& from, const Tensor& to, const std::string& what) {
-  bool out = !on_device(to), in = !on_device(from), snapshot = out && current == kDefault;
+  bool out = !on_device(to), in = !on_device(from), snapshot = out && is_default(current());
   Range source = range_of(from), target = range_of(to);
   if (in || out) run_what_touches(in ? source : target);
   if (snapshot) run_what_is_needed();
   Tensor a = on_host(from), b = on_host(to);
   if (snapshot) a = a.clone();
   Guarded guard(state);
-  begin(current, what, {from}, {to});
+  begin(current(), what, {from}, {to});
   // Who reads too early reads this.
   if (out && to.is_contiguous()) memset((void*)target.low, 0xFF, target.high - target.low);
   if (in) {
     auto content = std::string((char*)source.low, source.high - source.low);
-    loans.push_back({{source, current, streams[current].before.at(current), false, what}, std::move(content)});
+    loans.push_back({{source, current(), streams[current()].before.at(current()), false, what}, std::move(content)});
   }
-  enqueue(current, !snapshot, {source, target}, [a, b] { b.copy_(a); });
+  enqueue(current(), !snapshot, {source, target}, [a, b] { b.copy_(a); });
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   bool in = !on_device(from), out = !on_device(to);
   std::string what = in ? "a copy from the host" : out ? "a copy to the host" : "a copy";
-  bool is_late = in || out ? non_blocking && is_pinned((in ? from : to).const_data_ptr()) : current != kDefault;
+  bool is_late = in || out ? non_blocking && is_pinned((in ? from : to).const_data_ptr()) : !is_default(current());
   if (!to.numel()) return to;
+  c10::DeviceGuard on(out ? from.device() : to.device());
   if (is_late) {
     copy_late(from, to, what);
     return to;
@@ -69,11 +72,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (in || out) run_what_touches(range_of(in ? from : to));
   {
     Guarded guard(state);
-    begin(current, what, {from}, {to});
+    begin(current(), what, {from}, {to});
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   on_host(to).copy_(on_host(from));
-  if (in || out) wait_on_host(point_of(current));
+  if (in || out) wait_on_host(point_of(current()));
   return to;
 }
 
@@ -83,11 +86,12 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar local_scalar(const Tensor& tensor) {
+  c10::DeviceGuard on(tensor.device());
   {
     Guarded guard(state);
-    begin(current, "item", {tensor}, {});
+    begin(current(), "item", {tensor}, {});
   }
-  wait_on_host(point_of(current));
+  wait_on_host(point_of(current()));
   return at::_local_scalar_dense(on_host(tensor));
 }
 
@@ -118,6 +122,14 @@ struct Call {
     }
   }
 
+  // Of its tensors; else the one that it asks for, or the current one.
+  c10::Device device() const {
+    if (!originals.empty()) return originals[0].device();
+    for (auto& each : given)
+      if (each.isDevice() && each.toDevice().has_index()) return each.toDevice();
+    return Guard().getDevice();
+  }
+
   c10::IValue argument(const c10::IValue& value, bool writes) {
     if (value.isTensor()) return stand_in(value.toTensor(), writes);
     if (value.isDevice()) return c10::Device(at::kCPU);
@@ -138,6 +150,8 @@ struct Call {
   Tensor stand_in(const Tensor& tensor, bool is_written) {
     if (!on_device(tensor)) return tensor;
     (is_written ? writes : reads).push_back(tensor);
+    TORCH_CHECK(originals.empty() || originals[0].device() == tensor.device(), schema.name(), ": tensors of ",
+                originals[0].device(), " and of ", tensor.device());
     // What an `out` without elements becomes is the kernel's to say.
     bool to_be_sized = is_written && !tensor.numel();
     auto made = to_be_sized ? at::empty({0}, at::TensorOptions().dtype(tensor.dtype())) : on_host(tensor);
@@ -177,7 +191,7 @@ struct Call {
         return at::native::as_strided_tensorimpl(originals[i], made.sizes(), made.strides(),
                                                  originals[i].storage_offset() + made.storage_offset());
     }
-    auto kept = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, {}, {});
+    auto kept = empty_strided(made.sizes(), made.strides(), made.scalar_type(), {}, device(), {});
     fill(kept, made);
     return kept;
   }
@@ -185,20 +199,21 @@ struct Call {
   void fill(const Tensor& kept, const Tensor& made) {
     on_host(kept).copy_(made);
     Guarded guard(state);
-    begin(current, schema.name(), {}, {kept});
+    begin(current(), schema.name(), {}, {kept});
   }
 };
 
 void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  run_what_is_needed();
   Call call(op, *stack);
+  c10::DeviceGuard on(call.device());
+  run_what_is_needed();
   {
     Guarded guard(state);
-    begin(current, call.schema.name(), call.reads, call.writes);
+    begin(current(), call.schema.name(), call.reads, call.writes);
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  if (call.take_results()) wait_on_host(point_of(current));
+  if (call.take_results()) wait_on_host(point_of(current()));
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -241,5 +256,6 @@ PYBIND11_MODULE(simulated, module) {
     mistakes.clear();
     return found;
   }, released());
+  module.def("fail_collective", [](int after) { collectives_before_failure = after; }, released());
   module.def("set_limit", [](size_t bytes) { limit = bytes; }, released());
 }

@@ -176,9 +176,51 @@ def memory(rank: int, world_size: int) -> None:
     assert torch.accelerator.max_memory_allocated() == total - free
     with pytest.raises(RuntimeError, match="memory was freed"):
         held.add_(1)
+    device.set_limit(total // 2)
     with pytest.raises(torch.OutOfMemoryError, match="sim out of memory"):
-        torch.empty(total + 1, dtype=torch.uint8, device=device.NAME)
+        torch.empty(total // 2 + 1, dtype=torch.uint8, device=device.NAME)
 
 
 def test_memory_is_counted_and_ends():
     run_on(1, memory, simulated=True)
+
+
+def devices(rank: int, world_size: int) -> None:
+    here, there = ones(), torch.ones(N, device=f"{device.NAME}:1")
+    assert (here.device.index, there.device.index) == (0, 1)
+    for number, tensor in enumerate((here, there)):
+        assert torch.accelerator.memory_allocated(number) == tensor.nbytes
+        assert tensor.clone().device == tensor.device and torch.ones_like(tensor).device == tensor.device
+    with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
+        here.add_(there)
+    assert torch.accelerator.current_stream(1).device_index == 1
+    torch.accelerator.set_device_index(1)
+    assert ones().device.index == 1 and (there + there).sum().item() == 2 * N
+    assert torch.equal(there.to(here.device).cpu(), here.cpu())
+
+
+def test_there_are_two_devices():
+    run_on(1, devices, simulated=True)
+
+
+def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:
+    """What each rank gets if the ranks start two gathers in different orders, and if their kinds or sizes differ."""
+    found = {}
+    for value in (1.0, 2.0) if rank == 0 else (2.0, 1.0):
+        full = torch.zeros(world_size, device=device.NAME)
+        dist.all_gather_single(full, torch.full((1,), value, device=device.NAME))
+        found[value] = full.tolist()
+    tensor = ones()
+    if rank == 0:
+        dist.all_reduce(tensor)
+    else:
+        dist.broadcast(tensor, src=0)
+    mixed = tensor.isnan().all().item()
+    total = torch.ones(1, device=device.NAME)
+    dist.all_reduce(total)  # the orders are the same again
+    assert device.mistakes() == [], "nothing tells a rank"
+    return found[1.0], mixed, total.item()
+
+
+def test_collectives_match_by_their_order():
+    assert run_on(2, other_orders, simulated=True) == [([1.0, 2.0], True, 2.0), ([2.0, 1.0], True, 2.0)]

@@ -29,10 +29,10 @@ def reductions(rank: int, world_size: int, settings: dict) -> tuple[list[int], i
     in_flight = [0]
     count = Communicator._count
 
-    def counted(self, name, numel):
+    def counted(self, name, numel, *unit):
         if name == "reduce_scatter":
             sizes.append(numel)
-        count(self, name, numel)
+        count(self, name, numel, *unit)
 
     def look(reducer):
         in_flight.append(sum(reduction.numel for reduction in reducer._in_flight))

@@ -198,7 +198,7 @@ def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
     """One optimizer step over this rank's micro-batches; their losses."""
     losses = []
     for part in parts:
-        loss = loss_of(engine(**part))
+        loss = loss_of(engine(**{name: value.to(engine.comm.device) for name, value in part.items()}))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -217,9 +217,9 @@ def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
     return curve
 
 
-def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, simulated: bool = False) -> Curve:
+def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, **device: bool) -> Curve:
     """Run `fn(rank, world_size, *args)` on all ranks, as `run_on` does, and put their curves together."""
-    curves = run_on(world_size, fn, *args, simulated=simulated)
+    curves = run_on(world_size, fn, *args, **device)
     assert all(curve.norms == curves[0].norms for curve in curves), "ranks report different norms"
     losses = [
         [loss for micro in zip(*of_ranks, strict=True) for loss in micro]

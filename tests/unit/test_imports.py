@@ -18,6 +18,7 @@ LAYERS = [
     "zero.schedule",
     "zero.clock",
     "zero.watchdog",
+    "zero.order",
     "zero.pending",
     "zero.comm",
     "zero.agreement",

@@ -37,7 +37,7 @@ class State:
 
 @pytest.fixture
 def updates():
-    return Updates(read_ahead=True, write_behind=True, shows=False)
+    return Updates(torch.device("cpu"), read_ahead=True, write_behind=True, shows=False)
 
 
 def tiles_of(shards, each=1):

@@ -22,7 +22,7 @@ from zero.checkpoint.files import Slices
 from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal
 from zero.checkpoint.state import Trained
-from zero.device import is_accelerator, use
+from zero.device import beside, is_accelerator, ready_for_thread
 
 logger = logging.getLogger("zero")
 
@@ -65,21 +65,27 @@ class BackgroundSaves:
                 if key.startswith("optimizer/"):
                     self._later.append((target, part))
                 else:
-                    target.copy_(part)
+                    target.copy_(part, non_blocking=True)
         return copies
 
     def start(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
         """Complete what `copy` returned, and call `act` with it, in a thread."""
         self._copied.clear()
-        self._thread = threading.Thread(target=self._run, args=(copies, act), name="zero checkpoint", daemon=True)
+        args = copies, act, ready_for_thread(self._device)
+        self._thread = threading.Thread(target=self._run, args=args, name="zero checkpoint", daemon=True)
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
+    def _run(
+        self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None], ready: torch.Event | None
+    ) -> None:
         try:
-            use(self._device)
-            for target, values in self._later:
-                target.copy_(values)
+            # On a stream of its own: the copies lie beside the kernels of the training.
+            with beside(self._device, ready) as stream:
+                for target, values in self._later:
+                    target.copy_(values, non_blocking=True)
+                if stream is not None:
+                    stream.synchronize()
             self._later.clear()
             self._copied.set()
             act(copies)

@@ -259,7 +259,8 @@ class Config(SectionsWithoutEffect):
     """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.
     Default: 0.8 of the process group's timeout."""
     communication_data_type: DType = None
-    """Dtype in which gradients are reduced. Default: that of the parameters."""
+    """Dtype in which gradients travel between ranks. gloo's messages are then added in fp32; NCCL adds in this dtype.
+    Default: that of the parameters."""
     gradient_allreduce_op: choice("mean", "sum") = acts("mean", "Mean or sum of the gradients over the processes.")
     zero_allow_untested_optimizer: Flag = True
     """false: an optimizer object that is neither torch's nor DeepSpeed's is refused. DeepSpeed's default is false."""

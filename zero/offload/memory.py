@@ -66,7 +66,11 @@ def new_block(size: int, pin: bool) -> memoryview:
         address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
         code = device.pin(address, size)
         if code == 0:
-            weakref.finalize(block, device.unpin, address, memory).atexit = False
+            # A forked process (a worker of a DataLoader) would share the pages. The next write by this one would then
+            # go to a copy, and the accelerator would go on reading the old page.
+            memory.madvise(mmap.MADV_DONTFORK)
+            index = torch.accelerator.current_device_index()
+            weakref.finalize(block, device.unpin, address, memory, index).atexit = False
         else:
             _pins = False
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -118,7 +118,7 @@ class ZeroOptimizer:
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
         self._rounded = HostMemory(pin=is_accelerator(comm.device))
-        self._updates = Updates(read_ahead, write_behind, comm.clock.shows)
+        self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
             shard.make_master(self._updates)
             _optimizer_of[unit] = weakref.ref(self)
@@ -176,6 +176,7 @@ class ZeroOptimizer:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
         with self.comm.clock.waiting("optimizer"):
             self.wait()
+        self.comm.require_same_path()
         self.reducer.drain()
         for unit in self.shards:
             self.reducer.collect_from_script(unit)
@@ -183,7 +184,7 @@ class ZeroOptimizer:
         self.reducer.drain()
         self._place()
         to_mean = self.gradient_factor
-        self.grad_norm = self._global_norm() * to_mean
+        self.grad_norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
         self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
         if self.overflow and self.scaler is not None and self.scaler.exhausted:
             raise NonFiniteGradientError(self._explain_non_finite())

@@ -5,7 +5,8 @@ This file does not know what an update computes.
 [Note: late updates]
 Once norm and overflow are known, the update of a tile depends on nothing but the tile. So `step` may return at once. A
 thread then updates the tiles, in the order in which the next forward needs them. An all-gather waits for its own unit
-only, whose tiles are then updated first. The results are those of a step that waits.
+only, whose tiles are then updated first. The results are those of a step that waits. On an accelerator the thread has a
+stream of its own: on the default one its copies would lie between the kernels of the forward.
 
 [Note: files]
 Tensors of a tile that are in a file are read into host buffers, updated there, and written back. While one tile is
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from zero.clock import Progress, label
+from zero.device import beside, compute_stream, ready_for_thread
 from zero.offload.memory import HostMemory
 from zero.optim.tiles import Tile, TiledState, is_elementwise
 from zero.optimizer_shard import OptimizerShard
@@ -103,11 +105,14 @@ def _drop_all() -> None:
 class Updates:
     """Updates tiles by a function, now or in a thread.
 
-    Args: read_ahead, write_behind: see the note on files; shows: print the progress of slow updates.
+    Args: device: that computes; read_ahead, write_behind: see the note on files; shows: print the progress of slow
+    updates.
     """
 
-    def __init__(self, read_ahead: bool, write_behind: bool, shows: bool):
-        self._shows, self._memory = shows, HostMemory()
+    def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
+        self._device, self._shows, self._memory = device, shows, HostMemory()
+        # The end of late updates on the thread's stream.
+        self._ends: dict[OptimizerShard, torch.Event] = {}
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._todo: deque[Tile] = deque()
         self._left: Counter[OptimizerShard] = Counter()
@@ -130,10 +135,8 @@ class Updates:
         self._plan(tiles)
         if self._left:
             self._busy = True
-            work = threading.Thread(
-                target=self._work_in_thread, args=(state, update), name="zero optimizer", daemon=True
-            )
-            work.start()
+            args = state, update, ready_for_thread(self._device)
+            threading.Thread(target=self._work_in_thread, args=args, name="zero optimizer", daemon=True).start()
 
     def prefer(self, shard: OptimizerShard) -> None:
         """Update the tiles of `shard` next: somebody needs them."""
@@ -141,7 +144,10 @@ class Updates:
             self._todo = deque(sorted(self._todo, key=lambda tile: tile.shard is not shard))
 
     def wait(self, shard: OptimizerShard | None = None) -> None:
-        """Block until `shard` is updated, or everything is; raises the thread's error."""
+        """Block until `shard` is updated, or everything is; raises the thread's error.
+
+        On an accelerator what the caller gives to its current stream afterwards comes after the updates.
+        """
 
         def is_over() -> bool:
             return self._failure is not None or not (self._busy if shard is None else self._left[shard])
@@ -153,6 +159,9 @@ class Updates:
                 self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        ends = list(self._ends.values()) if shard is None else [self._ends[shard]] if shard in self._ends else []
+        for end in ends:
+            compute_stream(self._device).wait_event(end)
 
     def is_late(self, shard: OptimizerShard) -> bool:
         """Whether tiles of `shard` are still to be updated."""
@@ -176,19 +185,20 @@ class Updates:
 
     def _plan(self, tiles: Iterable[Tile]) -> None:
         self._todo = deque(tiles)
+        self._ends.clear()
         self._left = Counter(tile.shard for tile in self._todo)
 
-    def _work_in_thread(self, state: TiledState, update: Update) -> None:
+    def _work_in_thread(self, state: TiledState, update: Update, ready: torch.Event | None) -> None:
         try:
-            with torch.no_grad():
-                self._work(state, update)
+            with torch.no_grad(), beside(self._device, ready) as stream:
+                self._work(state, update, stream)
         except BaseException as error:
             self.fail(error)
         with self._changed:
             self._busy = False
             self._changed.notify_all()
 
-    def _work(self, state: TiledState, update: Update) -> None:
+    def _work(self, state: TiledState, update: Update, stream: torch.Stream | None = None) -> None:
         ahead: dict[Tile, TileInMemory] = {}
         writing = Pending()
         progress, total = Progress(self._shows, "optimizer"), len(self._todo)
@@ -205,7 +215,7 @@ class Updates:
             del values, rounded  # they would keep the buffers from being used again
             if not self._write_behind:
                 writing.wait()
-            self._done(tile)
+            self._done(tile, stream)
             progress.advance(total)
             tile, following = self._next()
         writing.wait()
@@ -216,9 +226,11 @@ class Updates:
             tile = self._todo.popleft() if self._todo else None
             return tile, self._todo[0] if self._todo else None
 
-    def _done(self, tile: Tile) -> None:
+    def _done(self, tile: Tile, stream: torch.Stream | None) -> None:
         with self._changed:
             self._left[tile.shard] -= 1
             if not self._left[tile.shard]:
+                if stream is not None:
+                    self._ends[tile.shard] = stream.record_event()
                 del self._left[tile.shard]
                 self._changed.notify_all()

@@ -1,0 +1,96 @@
+"""On an accelerator, a GPU or the simulated one: the same bits wherever state lies and however long copies take."""
+
+import random
+
+import pytest
+import torch
+
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.parity.test_offload import BOTH, NVME
+from tests.processes import run_on
+from zero.offload import tiers
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Arguments of `run_on`.
+DEVICES = [pytest.param({"simulated": True}, id="simulated"), pytest.param({"gpu": True}, id="gpu", marks=ON_GPU)]
+CASES = {
+    "parameters": ({"device": "cpu"}, {"device": "none"}),
+    "both": ({"device": "cpu"}, {"device": "cpu"}),
+    "both, pageable": ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}),
+    "files": (NVME, {"device": "nvme", **BOTH}),
+}
+
+
+def here(value: torch.Tensor | torch.nn.Module) -> torch.Tensor | torch.nn.Module:
+    return value.to(torch.accelerator.current_accelerator())
+
+
+def sleepy(kind: type, name: str) -> None:
+    """Let the device sleep at random before each call of a method, on the stream that is current then."""
+    method = getattr(kind, name)
+
+    def after_a_sleep(*args: object, **kwargs: object) -> object:
+        torch.cuda._sleep(random.randrange(2_000_000))
+        return method(*args, **kwargs)
+
+    setattr(kind, name, after_a_sleep)
+
+
+def trained(rank: int, world_size: int, folder: str, param: dict, optimizer: dict, steps: int, sleeps: bool) -> Curve:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    if sleeps:
+        sleepy(torch.Tensor, "copy_")
+        sleepy(torch.nn.Linear, "forward")
+    offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
+    config = ds_config(clip=0.5, **{**SMALL, "sub_group_size": 20000, **offload})
+    engine, _ = start(here(build("t5")), config)
+    return train_zero(engine, [{name: here(value) for name, value in batch.items()} for batch in batches("t5", steps)])
+
+
+def assert_same_bits(device: dict, folder: object, case: str, steps: int, sleeps: bool = False) -> None:
+    """Of an optimizer whose update both processors round alike: Adam's last bits are each one's own."""
+    param, optimizer = CASES[case]
+    away = optimizer["device"] != "none"
+    found = curve_on(1, trained, str(folder), param, optimizer, steps, sleeps, **device)
+    same = ({"device": "cpu"}, {"device": "cpu", "overlap_step": False}) if away else ({}, {})
+    assert_equal(found, curve_on(1, trained, str(folder), *same, steps, False, **device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_same_bits(tmp_path, device, case):
+    assert_same_bits(device, tmp_path, case, steps=5)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=ON_GPU) for case in CASES])
+def test_same_bits_if_copies_and_kernels_take_long(tmp_path, case):
+    """The simulated device is always late."""
+    assert_same_bits({"gpu": True}, tmp_path, case, steps=20, sleeps=True)
+
+
+def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float]:
+    """Losses in 16 bits, all states going to the host and back after each step."""
+    engine, _ = start(here(build("t5")), ds_config(**SMALL, bf16={"enabled": True}, stage=stage))
+    states = (2 + 4 + 4 + 8) * sum(unit.layout.shard_numel for unit in engine.units)
+    losses = []
+    for batch in batches("t5", 4):
+        loss = engine(**{name: here(value) for name, value in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if moves:
+            before = torch.accelerator.memory_allocated()
+            engine.offload_states()
+            assert before - torch.accelerator.memory_allocated() > 0.9 * states
+            assert {shard.master.device.type for shard in engine.optimizer.shards.values()} == {"cpu"}
+            engine.reload_states()
+            assert torch.accelerator.memory_allocated() > before - 0.1 * states
+    return losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_states_leave_the_device_and_come_back(device, stage):
+    assert run_on(1, relocated, stage, True, **device) == run_on(1, relocated, stage, False, **device)

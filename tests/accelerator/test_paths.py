@@ -1,0 +1,116 @@
+"""Ranks that go different ways on a backend that matches collectives by their order alone, as NCCL does."""
+
+import re
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.accelerator import device
+from tests.dist.test_own_loops import ROWS, WIDTH, Experts, build, engine_of
+from tests.processes import run_on
+from tests.tolerance import assert_close
+from zero.deepspeed.leaf import set_z3_leaf_modules
+from zero.errors import UsageError
+
+
+def rows() -> torch.Tensor:
+    return torch.ones(ROWS, WIDTH, device=zero.comm.compute_device())
+
+
+def on_device(kind: type[nn.Module]) -> nn.Module:
+    return build(kind).to(zero.comm.compute_device())
+
+
+def other_experts(rank: int, world_size: int) -> str:
+    engine = engine_of(on_device(Experts))
+    engine.backward(engine(rows(), 0))
+    engine.step()
+    before = [unit.shard.clone() for unit in engine.units]
+    engine.backward(engine(rows(), 1 + rank))
+    with pytest.raises(UsageError) as raised:
+        engine.step()
+    assert all(torch.equal(unit.shard, shard) for unit, shard in zip(engine.units, before, strict=True))
+    return str(raised.value)
+
+
+def test_no_step_is_taken_with_another_ranks_weights():
+    """The experts have the same size: nothing fails and nothing waits, but rank 0 computes with rank 1's expert."""
+    found = run_on(2, other_experts, simulated=True)
+    assert found[0] == found[1]
+    assert re.search(r"all_gather of unit 'experts.1', .*first, and all_gather of unit 'experts.2', .*other", found[0])
+    assert "set_z3_leaf_modules" in found[0]
+
+
+class Leaf(Experts):
+    """Uses several experts, and can be gathered as a whole."""
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        return x + self.out(sum(torch.tanh(self.experts[which](x)) for which in used))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Leaf() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 1)
+        set_z3_leaf_modules(self, [Leaf])
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, used)
+        return self.head(x).square().mean()
+
+
+def in_leaves(rank: int, world_size: int) -> list[torch.Tensor]:
+    engine = engine_of(on_device(Mixture), watchdog_timeout=20)
+    for step in range(6):
+        used = [0, 1, 2] if (rank + step // 2) % 2 else [0]
+        engine.backward(engine(rows(), used))
+        engine.step()
+    return [unit.shard.cpu() for unit in engine.units]
+
+
+def test_reductions_lie_between_the_same_gathers_on_all_ranks():
+    """One rank's units get all of their gradients, the other one's do not, and they change places.
+
+    The simulated collectives run one after another in each process, so ranks that start them in different orders block.
+    """
+    simulated, plain = run_on(2, in_leaves, simulated=True), run_on(2, in_leaves)
+    for found, expected in zip(simulated, plain, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, 2 * 4 * WIDTH + ROWS, steps=6)
+
+
+def one_rank_goes_on(rank: int, world_size: int) -> None:
+    engine = engine_of(on_device(Experts), watchdog_timeout=2)
+    if rank == 0:
+        time.sleep(60)
+    engine(rows(), 0).item()
+
+
+def test_a_rank_whose_device_waits_for_ever_is_noticed():
+    """The host waits for its own device, not for another rank."""
+    with pytest.raises(RuntimeError, match="gone different ways") as raised:
+        run_on(2, one_rank_goes_on, simulated=True)
+    assert re.search(r"rank 0 is at .*test_paths.py", str(raised.value))
+    assert re.search(r"rank 1 has a device that has not come to an end for \d+ s, is at ", str(raised.value))
+
+
+def a_collective_fails(rank: int, world_size: int) -> list[str]:
+    engine, found = engine_of(on_device(Experts)), []
+    for after in range(0, 12, 3):
+        device.fail_collective(after)
+        with pytest.raises(torch.distributed.DistBackendError, match="as was planned"):
+            for _ in range(3):
+                engine.backward(engine(rows(), 0))
+                engine.step()
+        found.append(str(engine.comm.watchdog.position))
+    return found
+
+
+def test_a_collective_that_fails_raises_its_error():
+    found = run_on(2, a_collective_fails, simulated=True)
+    assert found[0] == found[1] and len(set(found[0])) > 1

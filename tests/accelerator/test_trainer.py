@@ -1,0 +1,57 @@
+"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator: the numbers of the CPU.
+
+They may differ by rounding: offloaded Adam takes other square roots, and norms are summed in parts.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distill import test_invariance
+from tests.distill.test_invariance import CLOSE, HIDDEN, ZERO_3, arguments
+from tests.hf.trainer_runs import TIMEOUT, column, run_plain, write_jobs
+from tests.processes import fork_ranks
+
+SCRIPT = Path(__file__).with_name("trainer.py")
+ARGUMENTS = {
+    "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 5,
+    "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "average_tokens_across_devices": False,
+}  # fmt: skip
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_the_trainer_trains_as_without_the_engine(tmp_path):
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    configs = [{"zero_optimization": each, **dict.fromkeys(AUTO, "auto")} for each in (zero, zero | HOST)]
+    jobs = [
+        {"model": "t5", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": config}, "save": True}
+        for config in configs
+    ]
+    path = write_jobs(jobs, tmp_path / "sharded")
+    done = fork_ranks(SCRIPT, "jobs", path, nproc=2, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = [json.loads(Path(job["report"]).read_text(encoding="utf-8")) for job in jobs]
+    arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}
+    (plain,) = run_plain([{"model": "t5", "arguments": arguments}], tmp_path / "plain")
+    for report in reports:
+        for key, allowed in (("loss", 1e-4), ("grad_norm", 1e-3)):
+            assert column(report, key) == pytest.approx(column(plain, key), rel=allowed)
+
+
+def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
+    """The teacher's parameters are on the host. The student's are not, and HIDDEN compares inner states."""
+    runs = {"cpu": [test_invariance.SCRIPT], "sim": [SCRIPT, "steps"]}
+    logs = {}
+    for name, command in runs.items():
+        options = arguments(2, 1, **HIDDEN, deepspeed=ZERO_3, use_cpu=name == "cpu")
+        job = {"name": name, "kind": "llama", "arguments": options, "report": str(tmp_path / f"{name}.json")}
+        path = tmp_path / f"{name} jobs.json"
+        path.write_text(json.dumps([job]), encoding="utf-8")
+        done = fork_ranks(*command, path, nproc=2, timeout=TIMEOUT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        logs[name] = json.loads(Path(job["report"]).read_text(encoding="utf-8"))["log"]
+    for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
+        expected = [entry[key] for entry in logs["cpu"] if key in entry]
+        assert [entry[key] for entry in logs["sim"] if key in entry] == pytest.approx(expected, rel=CLOSE), key

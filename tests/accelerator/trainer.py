@@ -1,0 +1,24 @@
+"""An ordinary Trainer script of the other tests on the simulated accelerator: `trainer.py jobs|steps JOBS`."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.accelerator import device
+
+LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+TESTS = Path(__file__).parents[1]
+
+if __name__ == "__main__":
+    device.register()
+    torch.accelerator.set_device_index(LOCAL_RANK)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{device.NAME}:{LOCAL_RANK}"
+    sys.path += [str(TESTS / "hf" / "scripts"), str(TESTS / "distill" / "scripts")]
+    script = importlib.import_module(sys.argv.pop(1))
+    script.main()
+    torch.accelerator.synchronize()
+    assert (found := device.mistakes()) == [], found
+    assert torch.accelerator.max_memory_allocated() > 0 == torch.accelerator.max_memory_allocated(1 - LOCAL_RANK)

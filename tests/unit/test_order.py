@@ -1,0 +1,48 @@
+"""The record of collectives that ranks compare, and the text that names the first difference."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from zero import order
+from zero.order import CollectiveOrder, explain
+
+
+def recorded(*operations: tuple[str, int]) -> CollectiveOrder:
+    found = CollectiveOrder()
+    for kind, serial in operations:
+        found.add(kind, 10, SimpleNamespace(serial=serial, name=f"blocks.{serial}"))
+    return found
+
+
+SAME = [("all_gather", 1), ("reduce_scatter", 1), ("all_gather", 2)]
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        (
+            [*SAME, ("all_gather", 4)],
+            "number 3 was all_gather of unit 'blocks.3', 10 elements on the first, and all_g",
+        ),
+        (SAME, "number 3 was all_gather of unit 'blocks.3', 10 elements on the first, and not there on the other"),
+        ([*SAME, ("all_gather", 3), ("reduce_scatter", 2)], "number 2 was not there on the first, and reduce_scatter"),
+    ],
+)
+def test_the_first_difference_is_named(others, text):
+    ranks = [recorded(*SAME, ("all_gather", 3)), recorded(*SAME, ("all_gather", 3)), recorded(*others)]
+    assert ranks[0].digests == ranks[1].digests != ranks[2].digests
+    message = explain([each.recent for each in ranks])
+    assert text in message and message.startswith("ranks 0 and 2 ")
+
+
+def test_what_communicators_do_between_each_other_does_not_matter():
+    assert recorded(*SAME).digests == recorded(SAME[1], SAME[0], SAME[2]).digests
+    assert recorded(*SAME).digests != recorded(SAME[2], SAME[0], SAME[1]).digests
+
+
+def test_a_difference_that_is_too_long_ago_is_found_but_not_named(monkeypatch):
+    monkeypatch.setattr(order, "KEPT", 5)
+    ranks = [recorded(("all_gather", first), *[("all_gather", 7)] * 9) for first in (1, 2)]
+    assert ranks[0].digests != ranks[1].digests
+    assert "differ before the last 5" in explain([each.recent for each in ranks])
