@@ -34,6 +34,7 @@ _SWAPS = "keeps two versions of the weights, which train() and eval() exchange"
 REFUSED = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSES),
     **dict.fromkeys(("adamwschedulefree", "sgdschedulefree", "radamschedulefree", "schedulefreewrapper"), _SWAPS),
+    **dict.fromkeys(("schedulefreeadamw", "schedulefreesgd", "schedulefreeradam"), _SWAPS),
     "lbfgs": "evaluates the model several times in a step",
     "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
 }
