@@ -195,6 +195,7 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure=None):
         super().step(closure)
+        self.state["total"] = self.state.get("total", 0) + 1  # as SPAM does: of no parameter
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
 
@@ -206,7 +207,12 @@ def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], 
     schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
     nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(**nvme), lr_scheduler=schedule)
+    optimizer.state["total"] = 0
     train_zero(engine, batches("llama", 2))
+    if folder is None:
+        assert optimizer.state["total"] == 2
+        with pytest.raises(ValueError, match="'total' belongs to no parameter, so it cannot be stored"):
+            engine.save_checkpoint("nowhere")
     return {group["k"] for group in optimizer.param_groups}, {group["lr"] for group in optimizer.param_groups}
 
 

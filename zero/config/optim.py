@@ -42,7 +42,7 @@ REFUSED = {
 _SUMS = "takes sums over all parameters, and each process has some of them"
 REFUSED_ON_SEVERAL = {
     **dict.fromkeys(("prodigy", "dadaptadam", "dadaptsgd", "dadaptlion", "dadaptadagrad", "dadaptadan"), _SUMS),
-    **dict.fromkeys(("fusedlamb", "nvlamb", "prodigyplusschedulefree"), _SUMS),
+    **dict.fromkeys(("fusedlamb", "nvlamb", "adagc", "adams", "prodigyplusschedulefree"), _SUMS),
     "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class",
 }
 ELEMENTWISE = (

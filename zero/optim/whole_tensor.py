@@ -141,10 +141,10 @@ class WholeTensorState:
             if "param_names" in group:
                 group["param_names"] = [name for _, name in known]
         state = self._optimizer.state
-        for param, made_early in list(state.items()):  # by the constructor
-            del state[param]
-            if param in of_param and of_param[param].is_own:
-                state[of_param[param].param] = made_early
+        for param, tensor in of_param.items():
+            made_early = state.pop(param, None)  # by the constructor
+            if made_early is not None and tensor.is_own:
+                state[tensor.param] = made_early
 
     @property
     def tensors(self) -> list[WholeTensor]:
@@ -194,16 +194,21 @@ class WholeTensorState:
 
     def _counters(self) -> dict[str, float]:
         """The numbers of all holders, by name."""
-        return {name + key: holder[key] for name, holder in self._holders().items() for key in _numbers_in(holder)}
+        return {
+            name + key: float(holder[key]) for name, holder in self._holders().items() for key in _numbers_in(holder)
+        }
 
     def _set_counters(self, values: Mapping[str, float]) -> None:
         """Undo changes of the numbers."""
         for name, holder in self._holders().items():
             for key in _numbers_in(holder):
-                if name + key in values:
-                    holder[key] = values[name + key]
-                else:
+                value, now = values.get(name + key), holder[key]
+                if value is None:
                     del holder[key]
+                elif isinstance(now, torch.Tensor):
+                    now.fill_(value)
+                else:
+                    holder[key] = type(now)(value)
 
     def _update(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Update the tensors of some units by one call of `step()`."""
@@ -344,4 +349,8 @@ class WholeTensorState:
 
 def _numbers_in(holder: Mapping[str, object]) -> list[str]:
     """The keys of numbers that are the optimizer's own."""
-    return [key for key, value in holder.items() if type(value) in (int, float) and key not in _TORCHS_OWN]
+
+    def is_number(value: object) -> bool:
+        return type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+    return [key for key, value in holder.items() if is_number(value) and key not in _TORCHS_OWN]
