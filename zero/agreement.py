@@ -23,14 +23,26 @@ SHOWN = 5
 
 def require_same(comm: Communicator, facts: Mapping[str, object]) -> None:
     """Raise UsageError, on every rank, unless the facts are equal on all ranks of `comm`. All ranks must call it."""
+    if found := differences(comm, facts):
+        more = [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
+        raise UsageError(
+            "the ranks disagree:\n  "
+            + "\n  ".join(found[:SHOWN] + more)
+            + "\nEvery rank must be started with the same "
+            "script, arguments and files, and build the same model and optimizer"
+        )
+
+
+def differences(comm: Communicator, facts: Mapping[str, object]) -> list[str]:
+    """Where the facts differ between ranks: key, values and ranks. The same on all ranks, which must all call it."""
     if comm.world_size == 1:
-        return
+        return []
     text = json.dumps({key: str(value) for key, value in facts.items()})
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     bounds = torch.tensor([digest, -digest], device=comm.device)
     least, most = comm.all_reduce(bounds, "min").tolist()
     if least == -most:
-        return
+        return []
     on_rank = [json.loads(each) for each in comm.exchange(text)]
     found = []
     for key in dict.fromkeys(key for facts in on_rank for key in facts):
@@ -38,13 +50,7 @@ def require_same(comm: Communicator, facts: Mapping[str, object]) -> None:
         other = next((rank for rank, facts in enumerate(on_rank) if facts.get(key, "missing") != first), None)
         if other is not None:
             found.append(f"{key}: {first} on rank 0, {on_rank[other].get(key, 'missing')} on rank {other}")
-    if not found:
-        found.append("parameters are in another order")
-    more = [f"and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
-    raise UsageError(
-        "the ranks disagree:\n  " + "\n  ".join(found[:SHOWN] + more) + "\nEvery rank must be started with the same "
-        "script, arguments and files, and build the same model and optimizer"
-    )
+    return found or ["parameters are in another order"]
 
 
 def hyper_parameters(param_groups: Sequence[Mapping]) -> dict[str, float]:

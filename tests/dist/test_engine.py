@@ -223,13 +223,13 @@ def error_of(call: Callable[[], Any]) -> str:
     return "no ValueError"
 
 
-class Counting(torch.optim.SGD):
-    """Counts its steps in the param groups, as schedule-free optimizers do."""
+class Measuring(torch.optim.SGD):
+    """Keeps a number in its param groups that depends on the gradients, as Prodigy does."""
 
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
+            group["d"] = sum(float(param.grad.norm()) for param in group["params"] if param.grad is not None)
 
 
 class Prodigy(torch.optim.SGD):
@@ -265,9 +265,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     found["step"] = error_of(frozen.step)
     for told in (None, True):
         model, config = toy(), CONFIG | {"zero_optimization": {"stage": 3, "elementwise_optimizer": told}}
-        counting, *_ = zero.initialize(model=model, optimizer=Counting(model.parameters(), lr=0.1), config=config)
-        counting.backward(loss_of(counting(**toy_batches(1)[0])))
-        found[f"numbers of its own, {told}"] = error_of(counting.step)
+        engine, *_ = zero.initialize(model=model, optimizer=Measuring(model.parameters(), lr=0.1), config=config)
+        engine.backward(loss_of(engine(**toy_batches(1)[0])))
+        found[f"numbers of its own, {told}"] = error_of(engine.step)
     return found
 
 
@@ -285,8 +285,8 @@ def test_what_is_refused_says_what_to_do():
         "device": "meta",
         "loss": "scalar tensor",
         "step": "optimizer",
-        "numbers of its own, None": "Counting changes a number of its own in step() (param group 0, k)",
-        "numbers of its own, True": "Counting changes 'k' of its param group",
+        "numbers of its own, None": "in step() by the tensors that it gets (param group 0, d: ",
+        "numbers of its own, True": "Measuring changes 'd' of its param group",
     }
     for found in run_on(2, refusals):
         assert found.keys() == expected.keys()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import zero
@@ -123,8 +124,8 @@ def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder:
     in_file = [
         each.shard.tier.holds_in_file(value)
         for each in whole.own
-        for value in whole.of(each).values()
-        if torch.is_tensor(value) and value.dim()
+        for value in tree_leaves(whole.of(each))
+        if torch.is_tensor(value) and value.numel() > 1
     ]
     assert in_file and all(in_file) == any(in_file) == bool(sections)
     return found
@@ -132,7 +133,7 @@ def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "world_size"),
-    [("Muon", torch.bfloat16, 2), ("Adafactor, lr", torch.float32, 2), ("torch's Adafactor", torch.float32, 1)],
+    [("Muon", torch.bfloat16, 2), ("Whitened", torch.float32, 2), ("torch's Adafactor", torch.float32, 1)],
 )
 def test_files_change_no_bit(name, dtype, world_size, tmp_path):
     in_memory = curve_on(world_size, offloaded, name, dtype, str(tmp_path), {})
@@ -148,18 +149,28 @@ def test_files_change_no_bit(name, dtype, world_size, tmp_path):
     assert_equal(curve_on(world_size, offloaded, name, dtype, str(tmp_path), sections), in_memory)
 
 
-def counts_in_files(rank: int, world_size: int, folder: str) -> str:
-    config = ds_config(offload_optimizer={"device": "nvme", "nvme_path": folder})
-    engine, _ = start(build("llama"), config, make=MAKE["Whitened"])
-    with pytest.raises(ValueError) as caught:
+class Norming(torch.optim.SGD):
+    """Keeps a number that depends on all gradients."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.largest = max(float(p.grad.norm()) for p in self.param_groups[0]["params"] if p.grad is not None)
+
+
+def norms_in_files(rank: int, world_size: int, folder: str) -> str:
+    config = ds_config(**SMALL, offload_optimizer={"device": "nvme", "nvme_path": folder})
+    engine, _ = start(build("llama"), config, make=partial(Norming, lr=0.1))
+    with pytest.raises(UsageError) as caught:
         train_zero(engine, batches("llama", 1))
+    with pytest.raises(UsageError):  # some units are updated, others not
+        engine.step()
     return str(caught.value)
 
 
-def test_an_optimizer_that_counts_its_steps_cannot_be_offloaded(tmp_path):
-    (found,) = run_on(1, counts_in_files, str(tmp_path))
-    assert "Whitened changes a number of its own in step() (attribute steps)" in found
-    assert "zero_optimization.offload_optimizer.device" in found
+def test_a_number_that_depends_on_all_gradients_cannot_be_offloaded(tmp_path):
+    (found,) = run_on(1, norms_in_files, str(tmp_path))
+    assert "Norming changes a number of its own in step() by the tensors that it gets (attribute largest: " in found
+    assert "offload_optimizer" in found
 
 
 def relocated(rank: int, world_size: int, moves: bool) -> Curve:
@@ -180,29 +191,34 @@ def test_offload_states_changes_no_bit():
 
 
 class Counting(torch.optim.SGD):
-    """Changes a number of its param groups in each step, as Prodigy does."""
+    """Counts its steps in its param groups."""
 
     def step(self, closure=None):
         super().step(closure)
+        self.state["total"] = self.state.get("total", 0) + 1  # as SPAM does: of no parameter
         for group in self.param_groups:
-            group["lr"] += 0.25
             group["k"] = group.get("k", 0) + 1
 
 
-def counting(rank: int, world_size: int, stage: int) -> tuple[list[int], list[float], bool]:
-    """The numbers after two steps under a schedule that halves the learning rate."""
+def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], set[float]]:
+    """The count and the learning rates after two steps under a schedule that halves them."""
     model = build("llama")
     optimizer = Counting([{"params": [param]} for param in model.parameters()], lr=1.0)
     schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
-    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(stage=stage), lr_scheduler=schedule)
+    nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(**nvme), lr_scheduler=schedule)
+    optimizer.state["total"] = 0
     train_zero(engine, batches("llama", 2))
-    groups = optimizer.param_groups
-    return list({group["k"] for group in groups}), list({group["lr"] for group in groups}), engine.was_step_applied()
+    if folder is None:
+        assert optimizer.state["total"] == 2
+        with pytest.raises(ValueError, match="'total' belongs to no parameter, so it cannot be stored"):
+            engine.save_checkpoint("nowhere")
+    return {group["k"] for group in optimizer.param_groups}, {group["lr"] for group in optimizer.param_groups}
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0)])
-def test_a_rank_that_has_all_tensors_may_change_its_numbers(world_size, stage):
-    assert run_on(world_size, counting, stage) == [([2], [((1.0 + 0.25) / 2 + 0.25) / 2], True)] * world_size
+@pytest.mark.parametrize("in_files", [False, True])
+def test_steps_may_be_counted_and_schedules_act(in_files, tmp_path):
+    assert run_on(2, counting, str(tmp_path) if in_files else None) == [({2}, {0.25})] * 2
 
 
 # -- single parameters

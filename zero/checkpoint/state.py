@@ -116,6 +116,8 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
     optimizer of whole tensors keeps besides is described in kinds, by name.
     """
     if engine.optimizer.whole is not None:
+        if strangers := [key for key in engine.optimizer.state if not isinstance(key, torch.Tensor)]:
+            raise ValueError(f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored")
         return _whole_slices(engine.optimizer.whole)
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}

@@ -34,6 +34,7 @@ _SWAPS = "keeps two versions of the weights, which train() and eval() exchange"
 REFUSED = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSES),
     **dict.fromkeys(("adamwschedulefree", "sgdschedulefree", "radamschedulefree", "schedulefreewrapper"), _SWAPS),
+    **dict.fromkeys(("schedulefreeadamw", "schedulefreesgd", "schedulefreeradam"), _SWAPS),
     "lbfgs": "evaluates the model several times in a step",
     "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
 }
@@ -41,7 +42,7 @@ REFUSED = {
 _SUMS = "takes sums over all parameters, and each process has some of them"
 REFUSED_ON_SEVERAL = {
     **dict.fromkeys(("prodigy", "dadaptadam", "dadaptsgd", "dadaptlion", "dadaptadagrad", "dadaptadan"), _SUMS),
-    **dict.fromkeys(("fusedlamb", "nvlamb", "prodigyplusschedulefree"), _SUMS),
+    **dict.fromkeys(("fusedlamb", "nvlamb", "adagc", "adams", "prodigyplusschedulefree"), _SUMS),
     "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class",
 }
 ELEMENTWISE = (

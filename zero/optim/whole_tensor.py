@@ -11,8 +11,8 @@ The optimizer sees a parameter for each of the model's, in the same groups and o
 gradient on its owner alone, and torch's optimizers skip parameters without one. At stage 0 every rank has all masters,
 and updates all of them.
 
-`step()` is called once, so that it may do anything. Units that are offloaded are an exception: each is brought to the
-compute device and updated by a call of its own.
+`step()` is called once. Units that are offloaded are an exception: each is brought to the compute device and updated by
+a call of its own, which begins with the same numbers in the param groups.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from zero.agreement import hyper_parameters
+from zero.agreement import differences
 from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.layout import Piece, Slot
@@ -141,10 +141,10 @@ class WholeTensorState:
             if "param_names" in group:
                 group["param_names"] = [name for _, name in known]
         state = self._optimizer.state
-        for param, made_early in list(state.items()):  # by the constructor
-            del state[param]
-            if param in of_param and of_param[param].is_own:
-                state[of_param[param].param] = made_early
+        for param, tensor in of_param.items():
+            made_early = state.pop(param, None)  # by the constructor
+            if made_early is not None and tensor.is_own:
+                state[tensor.param] = made_early
 
     @property
     def tensors(self) -> list[WholeTensor]:
@@ -158,15 +158,57 @@ class WholeTensorState:
     # -- step
 
     def update(self, factor: float) -> None:
-        """Update all tensors with their gradients times `factor`. Every rank must call."""
-        offloaded = [shard for shard in self._of_shard if shard.is_offloaded]
+        """Update all tensors with their gradients times `factor`. Every rank must call.
+
+        Raises UsageError, on every rank, if `step()` changes a number of its own by the tensors of a rank or of a unit:
+        Prodigy's estimate, for instance. A number that counts steps is the same everywhere.
+        """
         here = [shard for shard in self._of_shard if not shard.is_offloaded]
-        before = self._numbers(in_attributes=bool(offloaded))
-        if here:
-            self._update(here, factor)
-        for shard in offloaded:
-            self._update([shard], factor)
-        self._refuse_changed(before)
+        calls = [here] * bool(here) + [[shard] for shard in self._of_shard if shard.is_offloaded]
+        before = self._counters()
+        found = []
+        for shards in calls:
+            self._set_counters(before)
+            self._update(shards, factor)
+            found.append(self._counters())
+        after = found[-1] if found else before
+        unequal = [
+            f"{key}: {each.get(key)}, then {value}"
+            for each in found
+            for key, value in after.items()
+            if each.get(key) != value
+        ]
+        if self._is_divided:
+            unequal += differences(self._comm, {key: after[key] for key in after if after[key] != before.get(key)})
+        if unequal:
+            raise UsageError(
+                f"optimizer {type(self._optimizer).__name__} changes a number of its own in step() by the tensors that "
+                f"it gets ({unequal[0]}), and these are divided among ranks or units: train in one process without "
+                "offload_optimizer, or take an optimizer that keeps such numbers in its state"
+            )
+
+    def _holders(self) -> dict[str, dict]:
+        """What has numbers that `step()` might change: the param groups and the optimizer itself."""
+        groups = {f"param group {number}, ": group for number, group in enumerate(self._optimizer.param_groups)}
+        return groups | {"attribute ": vars(self._optimizer)}
+
+    def _counters(self) -> dict[str, float]:
+        """The numbers of all holders, by name."""
+        return {
+            name + key: float(holder[key]) for name, holder in self._holders().items() for key in _numbers_in(holder)
+        }
+
+    def _set_counters(self, values: Mapping[str, float]) -> None:
+        """Undo changes of the numbers."""
+        for name, holder in self._holders().items():
+            for key in _numbers_in(holder):
+                value, now = values.get(name + key), holder[key]
+                if value is None:
+                    del holder[key]
+                elif isinstance(now, torch.Tensor):
+                    now.fill_(value)
+                else:
+                    holder[key] = type(now)(value)
 
     def _update(self, shards: Sequence[OptimizerShard], factor: float) -> None:
         """Update the tensors of some units by one call of `step()`."""
@@ -250,33 +292,6 @@ class WholeTensorState:
         self._comm.all_to_all(received, packed, sizes, [sum(part.numel() for part in to_rank) for to_rank in sent])
         return received
 
-    def _numbers(self, in_attributes: bool) -> dict[str, float]:
-        """The numbers that `step()` might change: those of the param groups, and of the optimizer itself if asked."""
-        found = hyper_parameters(self._optimizer.param_groups)
-        for key, value in vars(self._optimizer).items() if in_attributes else ():
-            if type(value) in (int, float) and key not in _TORCHS_OWN:
-                found[f"attribute {key}"] = value
-        return found
-
-    def _refuse_changed(self, before: Mapping[str, float]) -> None:
-        """Raise UsageError if a number has changed that a call of `step()` for some of the tensors cannot get right."""
-        offloaded = any(shard.is_offloaded for shard in self._of_shard)
-        after = self._numbers(offloaded)
-        changed = [key for key in after if key not in before or after[key] != before[key]]
-        name = type(self._optimizer).__name__
-        if changed and self._is_divided:
-            raise UsageError(
-                f"optimizer {name} changes a number of its own in step() ({changed[0]}). It may depend on all "
-                "parameters, and each rank has some of them: train in one process, or take an optimizer that keeps "
-                "what changes in its state"
-            )
-        if changed and offloaded:
-            raise UsageError(
-                f"optimizer {name} changes a number of its own in step() ({changed[0]}), and step() is called for each "
-                "unit that is offloaded: set zero_optimization.offload_optimizer.device to none, or take an optimizer "
-                "that keeps what changes in its state"
-            )
-
     # -- state
 
     def of(self, tensor: WholeTensor) -> dict:
@@ -330,3 +345,12 @@ class WholeTensorState:
                 else:
                     values[index] = tier.keep(value.reshape(-1)).view(value.shape)
         self.put(tensor, tree_unflatten(values, form))
+
+
+def _numbers_in(holder: Mapping[str, object]) -> list[str]:
+    """The keys of numbers that are the optimizer's own."""
+
+    def is_number(value: object) -> bool:
+        return type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+    return [key for key, value in holder.items() if is_number(value) and key not in _TORCHS_OWN]
