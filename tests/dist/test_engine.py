@@ -260,6 +260,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     found["half"], found["dtype"] = error_of(engine.half), error_of(lambda: engine.to(torch.bfloat16))
     found["device"] = error_of(lambda: engine.to("meta"))
     found["loss"] = error_of(lambda: engine.backward(torch.ones(2)))
+    found["compile"] = error_of(lambda: engine.compile(schedule=[(0, [])]))
     assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
     frozen, *_ = zero.initialize(model=toy().requires_grad_(False), config=CONFIG)
     found["step"] = error_of(frozen.step)
@@ -284,6 +285,7 @@ def test_what_is_refused_says_what_to_do():
         "dtype": "torch.bfloat16",
         "device": "meta",
         "loss": "scalar tensor",
+        "compile": "no DeepCompile",
         "step": "optimizer",
         "numbers of its own, None": "in step() by the tensors that it gets (param group 0, d: ",
         "numbers of its own, True": "Measuring changes 'd' of its param group",

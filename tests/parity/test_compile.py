@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.dist.toys import Toy, toy, toy_batches
+from tests.dist.toys import toy, toy_batches
 from tests.dist.training import Curve, assert_same_weights, ds_config, relative, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
@@ -50,7 +50,7 @@ def train(model: nn.Module, given: list, config: dict[str, Any]) -> tuple[Curve,
     return Curve(curve.losses + rest.losses, curve.norms + rest.norms, rest.weights), graphs
 
 
-def of_transformers(rank: int, world_size: int, name: str, stage: int, checkpointing: bool) -> list:
+def of_transformers(name: str, stage: int, checkpointing: bool) -> list:
     found = []
     for backend in (None, "aot_eager"):
         model = build(name)
@@ -59,56 +59,69 @@ def of_transformers(rank: int, world_size: int, name: str, stage: int, checkpoin
             model.encoder.block, model.decoder.block = model.encoder.block[:1], model.decoder.block[:1]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        config = ds_config(stage=stage, **SMALL) | section(backend)
-        found.append(train(model, batches(name, STEPS), config))
+        found.append(train(model, batches(name, STEPS), ds_config(stage=stage, **SMALL) | section(backend)))
+    return found
+
+
+def of_toys(shared: bool = False, listed: bool = True, **options: Any) -> list:
+    """`shared`: all blocks have one `up`, whose unit is gathered by hooks inside of them; `listed`: it has blocks."""
+    found = []
+    for backend in (None, "aot_eager"):
+        model = toy(**options)
+        for block in model.blocks[1:] if shared else ():
+            block.up = model.blocks[0].up
+        if not listed:
+            model.blocks = nn.Sequential(*model.blocks)
+        config = ds_config(stage3_param_persistence_threshold=0) | section(backend)
+        found.append(train(model, toy_batches(STEPS), config))
     return found
 
 
 # Equal blocks share a graph. T5's two kinds of blocks have one each.
-@pytest.mark.parametrize(
-    ("name", "stage", "ranks", "checkpointing", "kinds"),
-    [("t5", 3, 2, False, 2), ("gpt2", 2, 2, False, 1), ("llama", 3, 1, False, 1), ("llama", 3, 2, True, 1)],
-)
-def test_blocks_of_transformers(name, stage, ranks, checkpointing, kinds):
-    for (eager, none), (compiled, graphs) in run_on(ranks, of_transformers, name, stage, checkpointing, timeout=300):
-        assert none == [0, 0] and graphs == [kinds, kinds]
-        for found, expected in zip(compiled.losses, eager.losses, strict=True):
-            assert relative(found, expected) <= rounding(torch.float32, TERMS, STEPS)
-        assert relative(compiled.norms, eager.norms) <= rounding(torch.float32, TERMS, STEPS)
+MODELS = {"t5": (("t5", 3, False), 2), "llama with checkpoints": (("llama", 3, True), 1)}
+TOYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "reentrant": {"checkpointing": "reentrant"},
+    "shared": {"shared": True},
+    "whole model": {"tied": True, "listed": False},
+}
 
 
-def of_toys(rank: int, world_size: int, options: dict[str, Any], changes: dict[str, Any], compiled: dict) -> list:
-    found = []
-    for each in (section(None), compiled):
-        model = toy(**options)
-        if changes.get("shared"):
-            share(model)
-        if changes.get("no list"):
-            model.blocks = nn.Sequential(*model.blocks)
-        found.append(train(model, toy_batches(STEPS), ds_config(stage3_param_persistence_threshold=0) | each))
-    return found
+def all_of_them(rank: int, world_size: int, models: list[tuple], toys: list[dict[str, Any]]) -> list:
+    """In one process: what a compilation imports takes longer than the compilation."""
+    return [*(of_transformers(*model) for model in models), *(of_toys(**options) for options in toys)]
 
 
-def share(model: Toy) -> None:
-    """All blocks have one `up`: its unit is gathered by hooks inside of the compiled blocks."""
-    for block in model.blocks[1:]:
-        block.up = model.blocks[0].up
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list]:
+    """For each model the trainings of both ranks, eager and compiled."""
+    of_ranks = run_on(2, all_of_them, [model for model, _ in MODELS.values()], list(TOYS.values()), timeout=400)
+    return dict(zip([*MODELS, *TOYS], zip(*of_ranks, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "changes"),
-    [
-        ({}, {}),
-        ({"checkpointing": "reentrant"}, {}),
-        ({"checkpointing": "non-reentrant"}, {}),
-        ({}, {"shared": True}),
-        ({"tied": True}, {"no list": True}),
-    ],
-    ids=["plain", "reentrant", "non-reentrant", "shared", "whole model"],
-)
-def test_bit_for_bit_at_stage_3(options, changes):
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_transformers(trained, name):
+    for of_rank in trained[name]:
+        assert_close(of_rank, MODELS[name][1])
+
+
+def test_stage_2_in_one_process():
+    (found,) = run_on(1, all_of_them, [("gpt2", 2, False)], [], timeout=300)
+    assert_close(found[0], 1)
+
+
+def assert_close(trainings: list, kinds: int) -> None:
+    (eager, none), (compiled, graphs) = trainings
+    assert none == [0, 0] and graphs == [kinds, kinds]
+    for found, expected in zip(compiled.losses, eager.losses, strict=True):
+        assert relative(found, expected) <= rounding(torch.float32, TERMS, STEPS)
+    assert relative(compiled.norms, eager.norms) <= rounding(torch.float32, TERMS, STEPS)
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_bit_for_bit_at_stage_3(trained, name):
     """With checkpoints around blocks, with hooks inside of them, and a model without blocks, compiled as a whole."""
-    for (eager, _), (compiled, graphs) in run_on(2, of_toys, options, changes, section("aot_eager"), timeout=300):
+    for (eager, _), (compiled, graphs) in trained[name]:
         assert graphs[0] == graphs[1] > 0
         assert (compiled.losses, compiled.norms) == (eager.losses, eager.norms)
         assert_same_weights(compiled.weights, eager.weights)  # rank 0 alone has them

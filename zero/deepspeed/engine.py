@@ -105,6 +105,20 @@ class DeepSpeedEngine(ZeroEngine):
         """The momentum, or Adam's betas, of each parameter group."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
+    def compile(
+        self,
+        backend: str | Callable = "inductor",
+        compile_kwargs: dict | None = None,
+        schedule: object | None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """As `ZeroEngine.compile`. A `schedule`, which is one of DeepCompile's, and compiled autograd are refused."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise UsageError(
+                "compile: there is no DeepCompile, nor compiled autograd: leave out the last two arguments"
+            )
+        super().compile(backend, compile_kwargs)
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict | None:
         if not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
