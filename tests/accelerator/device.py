@@ -13,9 +13,14 @@ ordered     Vector clocks check every use of memory. Two streams that use the sa
 pinned      Pinned memory that a copy reads must stay as it is until the host knows that the copy is done; registered
             memory must not be given back before that. Memory of torch's own pinned allocator may die at any time.
 
-`mistakes()` returns what was found. Not modelled: kernels run when they are launched, on whatever stream; all threads
-of the host count as one; there is one device; nothing takes time; gloo, not the order on a communicator, matches
-collectives.
+matched     Collectives of a communicator match by their order alone. Ranks with other orders get each other's data; if
+            kinds or sizes differ as well, NaN. All communicators of a process run one after another: ranks that start
+            them in different orders block each other. Sums are made in the dtype of the tensors.
+two         There are two devices, each with memory, a limit, statistics and streams of its own.
+
+`mistakes()` returns what was found. `set_limit` and `fail_collective` plan a lack of memory, and a failure. Not
+modelled: kernels run when they are launched, though events say that they have not; so a device that is blocked blocks
+the host at the next kernel. All threads of the host count as one. Nothing takes time.
 
 `register()` makes the device known, for the rest of the process. This module is `torch.sim` then.
 """
