@@ -43,7 +43,7 @@ from tests.parity.test_offload import BOTH, NVME
 from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero import activations, comm
+from zero import activations, comm, world
 from zero.checkpoint.background import wait_for_background_saves
 from zero.device import new_stream
 from zero.offload import memory, tiers
@@ -181,7 +181,7 @@ def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
 
 def one_sum(rank: int, world_size: int) -> float:
     """The mean of 1 and 2^-9: their sum is no bf16."""
-    device = comm.compute_device()
+    device = world.compute_device()
     full = torch.full((2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device)
     out = torch.empty(2, device=device)
     comm.communicator().reduce_scatter(out, full, False, full.numel()).wait()

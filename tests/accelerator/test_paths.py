@@ -17,11 +17,11 @@ from zero.errors import UsageError
 
 
 def rows() -> torch.Tensor:
-    return torch.ones(ROWS, WIDTH, device=zero.comm.compute_device())
+    return torch.ones(ROWS, WIDTH, device=zero.world.compute_device())
 
 
 def on_device(kind: type[nn.Module]) -> nn.Module:
-    return build(kind).to(zero.comm.compute_device())
+    return build(kind).to(zero.world.compute_device())
 
 
 def other_experts(rank: int, world_size: int) -> str:

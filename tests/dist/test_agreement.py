@@ -136,7 +136,7 @@ UNEVEN = """
 import torch, zero
 from tests.dist.test_agreement import start_with
 from tests.dist.toys import toy_batches
-zero.comm.init_distributed()
+zero.world.init_distributed()
 engine = start_with()
 for batch in toy_batches(2 + engine.global_rank):
     engine.backward(engine(**batch))
@@ -147,7 +147,7 @@ for batch in toy_batches(2 + engine.global_rank):
 DYING = """
 import os, sys, zero
 from tests.dist.test_agreement import start_with
-zero.comm.init_distributed()
+zero.world.init_distributed()
 engine = start_with()
 if engine.global_rank == 1:
     os._exit(0)

@@ -360,7 +360,7 @@ def test_ranks_that_choose_differently(world_size, stage):
 DIVERGING = """
 import torch, zero
 from tests.dist.test_own_loops import Experts, engine_of, build
-zero.comm.init_distributed()
+zero.world.init_distributed()
 engine = engine_of(build(Experts), watchdog_timeout=2)
 engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
 """

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.comm import Communicator, default_timeout
+from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.watchdog import Watchdog
+from zero.world import default_timeout
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zero import comm
+from zero import world
 
 _has_accelerator = torch.accelerator.is_available
 
@@ -79,7 +79,7 @@ class Accelerator:
 
     def communication_backend_name(self) -> str:
         """The backend of `torch.distributed` for this device: "nccl" or "gloo"."""
-        return comm.default_backend(self.device())
+        return world.default_backend(self.device())
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from zero import comm
+from zero import world
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.folder import MODEL_FILE
 from zero.checkpoint.manifest import read_manifest
@@ -69,7 +69,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     `zero.export.copied_state_dict` says.
     """
     if isinstance(item, Mapping) and item and all(isinstance(value, torch.Tensor) for value in item.values()):
-        return copied_state_dict(item, comm.get_rank())
+        return copied_state_dict(item, world.get_rank())
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):

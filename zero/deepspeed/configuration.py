@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from zero import comm
+from zero import world
 from zero.config import BF16Config, Config, FP16Config, LeafModuleConfig, ZeroConfig, load_config
 from zero.config.keys import Names
 from zero.config.reading import rename_deprecated
@@ -59,7 +59,7 @@ class DeepSpeedConfig:
         setattr(self._settings, name, value)
 
     def _configure_train_batch_size(self) -> None:
-        self._settings.resolve_batch(comm.get_world_size())
+        self._settings.resolve_batch(world.get_world_size())
 
 
 class DeepSpeedConfigModel(BaseModel):

@@ -9,18 +9,18 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from zero import comm
+from zero import world
 
 
 def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
-    """`zero.comm.init_distributed`; accelerate calls it in the middle of making its state."""
-    comm.init_distributed(dist_backend, **kwargs)
+    """`zero.world.init_distributed`; accelerate calls it in the middle of making its state."""
+    world.init_distributed(dist_backend, **kwargs)
     _tell_accelerate_the_backend()
 
 
 def is_initialized() -> bool:
-    """`zero.comm.is_initialized`; if it is true, accelerate goes on without a call of `init_distributed`."""
-    initialized = comm.is_initialized()
+    """`zero.world.is_initialized`; if it is true, accelerate goes on without a call of `init_distributed`."""
+    initialized = world.is_initialized()
     if initialized:
         _tell_accelerate_the_backend()
     return initialized
@@ -36,7 +36,7 @@ def _tell_accelerate_the_backend() -> None:
         return
     state = accelerate_state.PartialState()
     if state.backend is None:
-        state.backend = comm.get_backend()
+        state.backend = world.get_backend()
 
 
 def get_local_rank() -> int:
@@ -46,7 +46,7 @@ def get_local_rank() -> int:
 
 def _get_data_parallel_group_ranks() -> range:
     """The ranks of the data-parallel group: all."""
-    return range(comm.get_world_size())
+    return range(world.get_world_size())
 
 
 def _get_sequence_parallel_group() -> NoReturn:

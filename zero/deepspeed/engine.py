@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero import comm
+from zero import world
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.config import Config, load_config
 from zero.deepspeed.leaf import mark_configured
@@ -198,9 +198,9 @@ def initialize(
     settings = load_config(sources[0])
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
-    comm.init_distributed()
-    settings.resolve_batch(comm.get_world_size())
-    if comm.get_rank() == 0:
+    world.init_distributed()
+    settings.resolve_batch(world.get_world_size())
+    if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)

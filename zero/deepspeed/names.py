@@ -41,7 +41,7 @@ deepspeed.checkpoint.constants .checkpoints UNIVERSAL_CHECKPOINT_INFO
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save get_model_ckpt_name_for_rank
 deepspeed.checkpointing {_CHECKPOINTING}
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
-deepspeed.comm zero.comm get_rank get_world_size get_world_group
+deepspeed.comm zero.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
     all_to_all_single barrier broadcast broadcast_object_list destroy_process_group gather get_backend get_global_rank
     irecv is_available isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send
@@ -95,7 +95,7 @@ deepspeed.utils {_SAFE}
 deepspeed.utils .leaf get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
     set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module
 deepspeed.utils .utilities OnDevice RepeatingLoader log_dist logger set_log_level_from_string
-deepspeed.utils.groups zero.comm get_data_parallel_group=get_world_group _get_data_parallel_group=get_world_group
+deepspeed.utils.groups zero.world get_data_parallel_group=get_world_group _get_data_parallel_group=get_world_group
     _get_sequence_data_parallel_group=get_world_group get_data_parallel_rank=get_rank
     _get_data_parallel_rank=get_rank _get_sequence_data_parallel_rank=get_rank
     get_data_parallel_world_size=get_world_size _get_data_parallel_world_size=get_world_size

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.comm import compute_device, get_world_size
 from zero.config import Config
 from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults
 from zero.errors import UsageError
 from zero.optim import cpu_adam
 from zero.optim.elementwise import Lion, make_state_late, require_possible
 from zero.optim.muon import MuonWithAdamW, split_groups
+from zero.world import compute_device, get_world_size
 
 # Where torch has a fused Adam that is the fastest one. On a CPU, `cpu_adam` has the bits of the unfused one.
 _FUSING = ("cuda", "xpu", "hpu")

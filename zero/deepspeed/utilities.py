@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero import comm
+from zero import world
 from zero.deepspeed.accelerator import get_accelerator
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.gathered import GatheredParameters
@@ -77,8 +77,8 @@ def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log `message` on the given ranks. Without ranks, or with a -1 among them, all ranks log it."""
-    if not ranks or -1 in ranks or comm.get_rank() in ranks:
-        logger.log(level, "[rank %d] %s", comm.get_rank(), message)
+    if not ranks or -1 in ranks or world.get_rank() in ranks:
+        logger.log(level, "[rank %d] %s", world.get_rank(), message)
 
 
 def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | None = None) -> None:
@@ -103,7 +103,7 @@ def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: b
 
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log `message` with this process's memory, if `force`d, from rank 0."""
-    if force and comm.get_rank() == 0:
+    if force and world.get_rank() == 0:
         device = get_accelerator().memory_allocated() / 2**30
         host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         logger.info("%s: %.2f GiB on the device, %.2f GiB of host memory at most", message, device, host)

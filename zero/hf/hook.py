@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from zero import comm
+from zero import world
 from zero.deepspeed import finder
 from zero.device import accelerator
 from zero.errors import end_process_on_exception
@@ -57,7 +57,7 @@ def set_up() -> finder.FacadeFinder:
     """Do what `enable` says. `startup/sitecustomize.py` calls this when DeepSpeed is looked for the first time."""
     _choose_device()
     if not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) and not _LIGHTNING & {*sys.modules}:
-        sys.meta_path.insert(0, _WorldOfOne(comm.become_world_of_one()))
+        sys.meta_path.insert(0, _WorldOfOne(world.become_world_of_one()))
     _say_if_the_real_one_is_installed()
     installed = finder.install()
     guard_checkpoints()
@@ -73,7 +73,7 @@ class _WorldOfOne:
         self.variables = variables
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname in _LIGHTNING and not comm.is_initialized():
+        if fullname in _LIGHTNING and not world.is_initialized():
             for name in self.variables:
                 os.environ.pop(name, None)
 
