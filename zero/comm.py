@@ -82,7 +82,7 @@ class Communicator:
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
         self._copies: torch.Stream | None = None
-        # The engine's own process groups: its messages never match those of user code. Reductions have one, as ranks may
+        # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
