@@ -80,9 +80,8 @@ class Communicator:
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
         self._copies: torch.Stream | None = None
-        # The engine has its own process groups, so its messages never match those of user code. NCCL matches operations
-        # by their order. In the first backward, ranks whose graphs differ may start a reduction between different
-        # all-gathers. So reductions have a group of their own. The hosts have one to compare these orders.
+        # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
+        # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
         self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
@@ -105,12 +104,9 @@ class Communicator:
             self._order.add(name, numel, unit)
 
     def require_same_path(self) -> None:
-        """Raise UsageError on all ranks if they have used different units since the last call. All must call it.
-
-        See `zero/order.py`. Messages of gloo have numbers, which would never match then: nothing is to be compared.
-        """
+        """Raise UsageError on all ranks if they have used different units since the last call. All must call it."""
         if not self.matches_by_order:
-            return
+            return  # messages of gloo have numbers: those of different units never match
         own = torch.tensor(self._order.digests, device="cpu")
         bounds = torch.cat([own, ~own])  # ~x falls as x rises
         least = partial(dist.all_reduce, bounds, op=dist.ReduceOp.MIN, group=self._hosts)
