@@ -211,7 +211,7 @@ def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLay
         clock=SimpleNamespace(progress=nothing),
         shard_group=SimpleNamespace(size=2),
     )
-    gathering = Gathering(units, schedule, comm, residency)
+    gathering = Gathering(units, schedule, comm, residency, before_use=lambda: None)
     order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
     for _ in range(2):  # the first pass is only recorded
         gathering.begin_pass("train", wraps=False)

@@ -76,6 +76,8 @@ deepspeed.runtime.zero.config .configuration DeepSpeedZeroConfig
 deepspeed.runtime.zero.config {_OFFLOAD}
 deepspeed.runtime.zero.leaf_module_config .configuration DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES
     DEFAULT_LEAF_MODULE_NAME_SUFFIXES DeepSpeedZeroLeafModuleConfig
+deepspeed.runtime.zero.linear torch.nn LinearModuleForZeroStage3=Linear
+deepspeed.runtime.zero.linear torch.nn.functional zero3_linear_wrap=linear
 deepspeed.runtime.zero.offload_config .configuration OffloadDeviceEnum OffloadStateTypeEnum
 deepspeed.runtime.zero.offload_config {_OFFLOAD}
 deepspeed.runtime.zero.partition_parameters {_ZERO}
