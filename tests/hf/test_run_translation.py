@@ -125,7 +125,7 @@ def test_adafactor_on_the_demonstrations_model(tmp_path):
     process = script(
         "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train", "--output_dir", output,
         "--max_steps", 4, "--max_train_samples", 4, "--learning_rate", "1e-3", "--logging_steps", 1, "--bf16",
-        "--per_device_train_batch_size", 2, nproc=2, cache=tmp_path / "cache",
+        "--per_device_train_batch_size", 2, nproc=2,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("optimizer Adafactor updates whole tensors, each on the rank that owns it") == 1
