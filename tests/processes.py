@@ -140,6 +140,7 @@ def fork_ranks(
     """
     command = [os.fspath(part) for part in (script, *args)]
     request = {"command": command, "ranks": nproc, "env": env or {}, "cwd": os.fspath(cwd or os.getcwd())}
+    request["ends_early"] = imported == "transformers"
     with tempfile.TemporaryDirectory() as folder:
         code, stdout, stderr = _ask(imported, request, Path(folder), timeout)
     if code is None:
@@ -286,6 +287,12 @@ def _become_rank(rank: int, request: dict[str, Any]) -> None:
             _call(rank, request)
         else:
             _run_script(rank, request)
+            if request["ends_early"]:
+                # With DDP, gloo's threads sometimes keep the interpreter from ending.
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()

@@ -157,7 +157,7 @@ def _estimate(arguments: list[str]) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text} is not a number above 0")
     return int(text)
 
@@ -179,7 +179,10 @@ def _use_checkpoint(command: str, arguments: list[str]) -> None:
 
 
 def _gigabytes(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not (number > 0 and math.isfinite(number)):
         raise ArgumentTypeError(f"{text} is not a number above 0")
     return number

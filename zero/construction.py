@@ -45,6 +45,8 @@ def make_units(
     group_of: Mapping[nn.Parameter, int],
 ) -> list[Unit]:
     """Shard the model's parameters. Those of one param group (`group_of`) lie next to each other in a unit."""
+    if empty := next((name for name, param in model.named_parameters() if param.is_meta), None):
+        raise UsageError(f"parameter {empty!r} is on the meta device and has no values: load them, or use zero.Init")
     zero = settings.zero_optimization
     dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
     doubles = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]

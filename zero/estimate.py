@@ -10,21 +10,20 @@ mask is counted, also where a kernel would need none.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.gathering import Gathering
@@ -33,11 +32,10 @@ from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
 from zero.schedule import Residency, Schedule
 from zero.unit import State
 
-# Bytes of an optimizer's state for each element, with fp32 moments.
-STATE_BYTES = {"adam": 8, "adamw": 8, "adamax": 8, "nadam": 8, "radam": 8, "lion": 4, "adagrad": 4, "rmsprop": 4}
-STATE_BYTES |= {"adadelta": 8, "rprop": 8, "asgd": 4, "sgd": 0}
-# Of the model and all that is computed with it.
-_FAKE = FakeTensorMode()
+# Fp32 tensors of an optimizer's state for each parameter, and settings that add one.
+MOMENTS = {"adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "rprop": 2, "muon": 1, "lion": 1}
+MOMENTS |= {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
+_ADDING = {"sgd": ("momentum",), "rmsprop": ("momentum", "centered"), "adam": ("amsgrad",), "adamw": ("amsgrad",)}
 DEVICE, HOST, DISK = "device", "host", "disk"
 
 
@@ -73,22 +71,29 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise UsageError(f"{source}: {error}") from error
-    if not any(hasattr(transformers, name) for name in config.architectures or ()):
-        raise UsageError(f"{folder / 'config.json'}: architectures names no class of transformers")
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of any kind: the file is somebody else's
+        raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
+    if not _class_names(config):
+        raise UsageError(f"{folder / 'config.json'}: architectures names no model of transformers")
     return config
 
 
+def _class_names(config: transformers.PretrainedConfig) -> list[str]:
+    kinds = {name: getattr(transformers, name, None) for name in config.architectures or ()}
+    return [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+
+
 def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """The model, of fake tensors of this dtype."""
-    name = next(name for name in config.architectures if hasattr(transformers, name))
+    """The model, of fake tensors of this dtype. UsageError for one whose constructor asks for values."""
+    name = _class_names(config)[0]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _FAKE:
+        with FAKE:
             return getattr(transformers, name)(config).train()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(f"{name} cannot be built without values: {error}") from error
     finally:
         torch.set_default_dtype(before)
 
@@ -96,6 +101,9 @@ def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Modul
 def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
     """Replace "auto" by what transformers writes: sizes from the model's hidden size, and bf16."""
     zero, auto = config.zero_optimization, config.auto
+    if "zero_optimization.stage" in auto:
+        raise UsageError("zero_optimization.stage is 'auto': give the stage as a number to have it estimated")
+    model = model.get_text_config()
     hidden = getattr(model, "hidden_size", None) or getattr(model, "d_model", 0)
     sizes = {
         "reduce_bucket_size": hidden * hidden,
@@ -110,7 +118,10 @@ def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
 
 
 def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
-    """What one rank holds at most, between the first backward and the end of the step."""
+    """What one rank holds at most, between the first backward and the end of the step.
+
+    Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
+    """
     zero, ranks = config.zero_optimization, question.world_size
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
@@ -151,15 +162,30 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     found.add(home, "parameters", (layout.padded if persistent else shard) * item)
     if not plan.params[0].requires_grad:
         return
-    place = _place(zero.offload_optimizer.device, shard * 4) if zero.offloads_optimizer and zero.stage else DEVICE
+    place, ratio = DEVICE, 1.0
+    if zero.offloads_optimizer and zero.stage:
+        place = _place(zero.offload_optimizer.device, shard * 4)
+        ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio
     gradient = (config.data_types.grad_accum_dtype or torch.float32).itemsize
-    found.add(place, "gradients", shard * gradient)
+
+    def add(part: str, nbytes: float) -> None:
+        found.add(place, part, nbytes * ratio)
+        found.add(DEVICE, part, nbytes * (1 - ratio))
+
+    add("gradients", shard * gradient)
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
         found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
     if item < 4 or place != home:  # an fp32 shard in the same place is its own master
-        found.add(place, "masters", shard * 4)
-    kind = config.optimizer.type.lower() if config.optimizer else "adamw"
-    found.add(place, "optimizer state", shard * STATE_BYTES.get(kind, 8))
+        add("masters", shard * 4)
+    add("optimizer state", shard * 4 * _moments(config))
+
+
+def _moments(config: Config) -> int:
+    """Tensors of the optimizer's state for each parameter. Without a section: AdamW, the Trainer's own."""
+    if config.optimizer is None:
+        return 2
+    kind, params = config.optimizer.type.lower(), config.optimizer.params
+    return MOMENTS[kind] + sum(bool(getattr(params, name, None)) for name in _ADDING.get(kind, ()))
 
 
 def _place(device: str, nbytes: int) -> str:
@@ -235,72 +261,12 @@ def _visits(model: nn.Module, plans: list[UnitPlan]) -> Iterator[int]:
         yield from users.get(module, ())
 
 
-# -- activations
-
-
-class Trace(NamedTuple):
-    """Bytes that autograd saves in one forward: in each checkpointable block, at its input, and outside of blocks."""
-
-    blocks: list[int]
-    inputs: list[int]
-    outside: int
-
-
-@functools.cache
-def trace(model: nn.Module, batch: int, length: int) -> Trace:
-    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels."""
-    saved, handles = _Saved(model), []
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            handles.append(module.register_forward_pre_hook(saved.enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(saved.leave))
-    with _FAKE, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        ids = torch.zeros(batch, length, dtype=torch.long)
-        model(input_ids=ids, labels=ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return Trace(saved.blocks, saved.inputs, saved.outside)
-
-
 def activation_bytes(model: nn.Module, question: Question) -> dict[str, int]:
     """What a rank keeps for backward: with checkpointing the blocks' inputs, and one block that is computed again."""
     found = trace(model, question.batch, question.length)
     if not question.checkpointing:
         return {"activations": found.outside + sum(found.blocks)}
     return {"activations": found.outside + sum(found.inputs), "block computed again": max(found.blocks, default=0)}
-
-
-class _Saved:
-    """Counts the bytes that autograd saves, each storage once, by the block in which they are saved."""
-
-    def __init__(self, model: nn.Module):
-        self._seen = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-        self._kept: list[torch.Tensor] = []  # a freed storage's address could come again
-        self.outside, self.blocks, self.inputs, self._inside = 0, [], [], False
-
-    def _bytes(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
-            return 0
-        self._seen.add(storage._cdata)
-        self._kept.append(tensor)
-        return storage.nbytes()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._inside:
-            self.blocks[-1] += self._bytes(tensor)
-        else:
-            self.outside += self._bytes(tensor)
-        return tensor
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        given = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.requires_grad]
-        self.inputs.append(sum(value.untyped_storage().nbytes() for value in given))
-        self.blocks.append(0)
-        self._inside = True
-
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._inside = False
 
 
 # -- what to change
@@ -385,7 +351,8 @@ def report(source: str, config_source: str, question: Question, device_memory: i
         largest = max(found.parts[DEVICE], key=found.parts[DEVICE].get)
         lines.append(f"This does not fit on a device of {_size(device_memory)}; the largest part: {largest}.")
         lines += [f"  fits with {name}: {_size(result.total(DEVICE))}" for name, result in better]
-        lines += [] if better else ["  no change of stage, offload or checkpointing is enough: use more ranks"]
+        if not better:
+            lines.append("  no change of stage, offload or checkpointing is enough: take fewer tokens, or more ranks")
     return "\n".join(lines)
 
 

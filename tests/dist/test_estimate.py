@@ -12,8 +12,9 @@ import zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.__main__ import main
+from zero.activation_trace import trace
 from zero.config import load_config
-from zero.estimate import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config, trace
+from zero.estimate import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config
 from zero.estimate import build as build_fake
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}

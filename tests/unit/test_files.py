@@ -411,7 +411,7 @@ class Runtime:
         self.registered |= {address} if self.code == 0 else set()
         return self.code
 
-    def unpin(self, address, memory):
+    def unpin(self, address, memory, device):
         ctypes.string_at(address, 1)
         self.registered.remove(address)
 
@@ -421,6 +421,7 @@ def pinned_memory(monkeypatch, code: int) -> tuple[Runtime, HostMemory]:
     monkeypatch.setattr(device, "can_register", lambda: True)
     monkeypatch.setattr(device, "pin", runtime.pin)
     monkeypatch.setattr(device, "unpin", runtime.unpin)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     return runtime, HostMemory(pin=True)
 
 

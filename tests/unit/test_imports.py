@@ -48,6 +48,7 @@ LAYERS = [
     "zero.deepspeed",
     "zero",
     "zero.hf",
+    "zero.activation_trace",
     "zero.estimate",
     "zero.__main__",
 ]

@@ -167,8 +167,8 @@ RULES = (
     Rule(
         MEMORY,
         lambda config: config.zero_optimization.stage > 0 and not config.zero_optimization.offloads_optimizer,
-        'zero_optimization.offload_optimizer {"device": "cpu"} takes 16 bytes a parameter, over the number of '
-        "processes, off the device: gradients, masters and Adam's moments.",
+        'zero_optimization.offload_optimizer {"device": "cpu"} moves gradients, masters and optimizer state off the '
+        "device: with Adam in 16 bits 16 bytes a parameter, over the number of processes.",
     ),
     Rule(
         MEMORY,

@@ -30,11 +30,18 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 def convert_to_universal(args: Namespace) -> None:
     """Make the folder `args.output_folder`, as `ds_to_universal` does, out of the checkpoint `args.input_folder`.
 
-    The files are hard links: every checkpoint here loads on any number of ranks as it is. ValueError if the input is
-    no checkpoint, OSError if the output exists.
+    The files are hard links, or copies on another file system: every checkpoint here loads on any number of ranks as it
+    is. ValueError if the input is no checkpoint, OSError if the output exists.
     """
     read_manifest(Path(args.input_folder))
-    shutil.copytree(args.input_folder, args.output_folder, copy_function=os.link)
+    shutil.copytree(args.input_folder, args.output_folder, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:

@@ -86,19 +86,22 @@ def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | No
     (custom_logger or logger).setLevel(log_level.upper())
 
 
-@contextmanager
-def OnDevice(dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+class OnDevice:
     """Context in which new tensors are on `device`, and new floating-point tensors have `dtype`."""
-    if not enabled:
-        yield
-        return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True):
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            self.device.__exit__(*error)
+            torch.set_default_dtype(self._before)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

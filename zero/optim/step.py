@@ -24,6 +24,7 @@ from torch import nn
 from zero.agreement import disagree, hyper_parameters, require_same, spread
 from zero.comm import Communicator
 from zero.device import is_accelerator
+from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.offload.memory import HostMemory
 from zero.offload.tiers import Tier
@@ -174,6 +175,11 @@ class ZeroOptimizer:
     @torch.no_grad()
     def step(self) -> bool:
         """Apply the accumulated gradients; False if they were not finite and the step was skipped on every rank."""
+        if len(self.param_groups) != len(self.model_params):
+            raise UsageError(
+                "a param group was added to the optimizer after zero.initialize, which has sharded the others: "
+                "make all groups before"
+            )
         with self.comm.clock.waiting("optimizer"):
             self.wait()
         self.comm.require_same_path()

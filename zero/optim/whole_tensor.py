@@ -39,6 +39,8 @@ from zero.parameters import placeholder
 
 # Fp32 elements that move to the owner for each element of the tensor: its gradient and its master.
 _MOVED = 2
+# Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask for them.
+_ENGINES_OWN = ("ds_", "_zero", "_ds")
 # Numbers that torch and its schedulers keep on an optimizer.
 _TORCHS_OWN = {"_step_count", "_opt_called"}
 
@@ -98,6 +100,9 @@ def _tensors(
             if param in group_of:
                 parts = {each: of_rank[index] for each, of_rank in enumerate(pieces) if index in of_rank}
                 seen = nn.Parameter(placeholder(slot.shape, torch.float32, comm.device))
+                vars(seen).update(
+                    {key: value for key, value in vars(param).items() if not key.startswith(_ENGINES_OWN)}
+                )
                 yield param, WholeTensor(name, group_of[param], shard, slot, parts, rank, seen)
 
 
@@ -134,6 +139,14 @@ class WholeTensorState:
     def _replace_params(self) -> None:
         """Give the optimizer the whole tensors in the place of the model's parameters, with the state they have."""
         of_param = self.of_param
+        for key, value in vars(self._optimizer).items():
+            if key not in ("param_groups", "state") and any(
+                isinstance(each, nn.Parameter) and each in of_param for each in tree_leaves(value)
+            ):
+                raise UsageError(
+                    f"optimizer {type(self._optimizer).__name__} keeps parameters of its own in the attribute {key!r}. "
+                    "It would update nothing, because it gets other tensors in param_groups: let step() read those"
+                )
         for group in self._optimizer.param_groups:
             names = group.get("param_names", [None] * len(group["params"]))
             known = [(p, name) for p, name in zip(group["params"], names, strict=True) if p in of_param]
@@ -219,6 +232,8 @@ class WholeTensorState:
                 tensor.param.grad.mul_(factor)
         places = [self._load_state(tensor) for tensor in own]
         self._optimizer.step()
+        for tensor in own:
+            self._separate(tensor)
         for tensor, of_state in zip(own, places, strict=True):
             self._store_state(tensor, of_state)
         for shard, master in masters.items():
@@ -226,6 +241,16 @@ class WholeTensorState:
             if master is not shard.master:
                 shard.tier.store(shard.master, master).wait()
             shard.round_into_shard(0, master).wait()
+
+    def _separate(self, tensor: WholeTensor) -> None:
+        """Copy state that is the gradient or the parameter itself: their memory is used again after the step."""
+        used = {each.untyped_storage().data_ptr() for each in (tensor.param, tensor.param.grad) if each is not None}
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            return value.clone() if value.dim() and value.untyped_storage().data_ptr() in used else value
+
+        if state := self.of(tensor):
+            state.update(tree_map_only(torch.Tensor, copied, dict(state)))
 
     def _load(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
         """`values` of a unit on the compute device: a copy if the unit is offloaded."""
