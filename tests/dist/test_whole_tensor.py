@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zero
 from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
-from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_zero
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_plain, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_whole_tensor import MAKE, SECTIONS
@@ -272,3 +272,59 @@ def test_the_state_of_one_parameter(stage):
     else:
         assert first["owns"] != second["owns"] and first["state"] + second["state"] == len(params)
         assert first["parts"] + second["parts"] == sum(param.numel() for param in params)
+
+
+class Remembering(torch.optim.Optimizer):
+    """Descends along the sum of all gradients; keeps the first one as it is, and asks each parameter for a factor."""
+
+    def __init__(self, params, own_list: bool = False):
+        super().__init__(params, {"lr": 1e-2})
+        self.own = [param for group in self.param_groups for param in group["params"]] if own_list else None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if "sum" in state:
+                        state["sum"].add_(param.grad)
+                    else:
+                        state["sum"] = param.grad
+                    param.sub_(group["lr"] * getattr(param, "factor", 1.0) * state["sum"])
+
+
+def marked(name: str) -> torch.nn.Module:
+    model = build(name)
+    for param in model.parameters():
+        param.factor = 0.5 if param.dim() == 1 else 2.0
+    return model
+
+
+def remembering(rank: int, world_size: int, stage: int) -> Curve:
+    engine, _ = start(marked("llama"), ds_config(stage=stage, **SMALL), make=Remembering)
+    return train_zero(engine, batches("llama", STEPS))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_attributes_of_parameters_and_gradients_that_are_kept(stage):
+    model = marked("llama")
+    plain = train_plain(model, batches("llama", STEPS), make=Remembering)
+    found = curve_on(2, remembering, stage)
+    assert relative(found.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+
+
+def mistaken(rank: int, world_size: int) -> None:
+    with pytest.raises(UsageError, match="attribute 'own'.*param_groups"):
+        start(build("llama"), ds_config(), make=partial(Remembering, own_list=True))
+    model = build("llama")
+    first, *others = model.parameters()
+    optimizer = torch.optim.AdamW([first])
+    engine = zero.initialize(model=model, optimizer=optimizer, config=ds_config())[0]
+    optimizer.add_param_group({"params": others})
+    with pytest.raises(UsageError, match="added to the optimizer after"):
+        train_zero(engine, batches("llama", 1))
+
+
+def test_mistakes_that_would_train_nothing_are_errors():
+    run_on(2, mistaken)

@@ -81,11 +81,12 @@ def train_plain(
     batches: Iterable[Batch],
     clip: float = 0.0,
     grouping: Grouping = one_group,
+    make: Make = adamw,
 ) -> Curve:
     """The training loop that everybody knows, on whole global batches."""
     curve = Curve()
     params = [param for _, param in trainable(model)]
-    optimizer = adamw(grouping(trainable(model)))
+    optimizer = make(grouping(trainable(model)))
     for batch in batches:
         loss = loss_of(model(**batch))
         loss.backward()
