@@ -1,7 +1,7 @@
 """Which optimizers are element-wise, so that shards can cut their state; what Adagrad needs for it; Lion.
 
 Shards cut rows and matrices at any element. So the update of an element may depend only on that element's history.
-All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is right for every class that looks at one tensor
+All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is right for classes that look at one tensor
 at a time. This file knows nothing of units, ranks or the configuration's words.
 """
 
