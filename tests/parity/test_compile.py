@@ -138,7 +138,8 @@ def inductor(rank: int, world_size: int) -> None:
 
 @pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="known fault: with AVX2 gradients are not finite"
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="torch 2.13: inductor's result is NaN with AVX2 for this shape, in plain torch too",
 )
 def test_inductor():
     run_on(2, inductor, timeout=300)
