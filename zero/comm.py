@@ -9,15 +9,17 @@ precise. Broadcasts and all-reduces are torch's on every backend.
 
 [Note: groups of ranks]
 world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
-shard group      the ranks over which a unit is cut: an all-gather or a reduce-scatter is among these.
-replicate group  the ranks that hold the same shard.
+shard group      the ranks over which a unit is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
+replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
 
-Today the shard group is the world, and each rank is alone in its replicate group.
+The shard group is the world, and each rank is alone in its replicate group, unless `within` has made smaller groups.
+Their sums: each shard group's, in the order of its ranks, then these, in the order of groups. So replicas have equal bits.
 Of a unit, this file knows only a number and a text for messages.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import weakref
@@ -48,18 +50,27 @@ SUMMED_MESSAGE = 8 << 20
 
 
 class Group(NamedTuple):
-    """Some ranks of the job: this process's place among them, and how many they are."""
+    """Some ranks of the job, by their numbers in the world, and this process's place among them."""
 
     rank: int
-    size: int
+    ranks: range
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def others(self) -> list[int]:
+        """The places of all others, from the next one on, so that no two ranks send to the same one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class Communicator:
     """Collectives of one job on one kind of device.
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
-    operations, and of elements of the full buffers they moved, by operation name. clock: the time of all engines that
-    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
+    operations, and of elements of the full buffers they moved, by operation name. sent: elements of this rank's
+    point-to-point messages, by (operation name, receiver). clock: the time of all engines that use these ranks.
+    matches_by_order: operations of different ranks match by their order alone, so it must be the same.
     """
 
     def __init__(self, device: torch.device):
@@ -68,10 +79,12 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         if device == CPU and (unused := accelerator()) is not None and self.rank == 0:
             logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
-        self.shard_group, self.replicate_group = Group(self.rank, self.world_size), Group(0, 1)
+        self.shard_group = Group(self.rank, range(self.world_size))
+        self.replicate_group = Group(0, range(self.rank, self.rank + 1))
         self.clock = Clock(shows=self.rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
+        self.sent: Counter[tuple[str, int]] = Counter()
         backend, self._native = default_backend(device), is_accelerator(device)
         mark_device = partial(mark, device) if self._native else None
         self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
@@ -80,12 +93,40 @@ class Communicator:
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
         self._copies: torch.Stream | None = None
+        self._sums: torch.Stream | None = None
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
         self._group = dist.new_group(backend=backend, timeout=group_timeout())
         self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
         self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
         self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
+        # Of `shard_group`, and natively of `replicate_group`.
+        self._shards, self._replicas = self._group, None
+        self._within: dict[int, Communicator] = {}
+
+    def within(self, size: int) -> Communicator:
+        """The same ranks, with shard groups of `size` consecutive ones, which must divide the world. All must call it.
+
+        Everything but the groups is shared: counters, clock, watchdog, the order of operations.
+        """
+        if size == self.shard_group.size:
+            return self
+        if size not in self._within:
+            made = self._within[size] = copy.copy(self)
+            first, place = self.rank - self.rank % size, self.rank % size
+            made.shard_group = Group(place, range(first, first + size))
+            made.replicate_group = Group(self.rank // size, range(place, self.world_size, size))
+            shards = [range(start, start + size) for start in range(0, self.world_size, size)]
+            made._shards = made._reductions = self._new_group(shards)
+            if self._native:
+                made._reductions = self._new_group(shards)
+                made._replicas = self._new_group([range(each, self.world_size, size) for each in range(size)])
+        return self._within[size]
+
+    def _new_group(self, groups: Sequence[range]) -> dist.ProcessGroup:
+        """This rank's one of new process groups of these ranks."""
+        options = {"backend": default_backend(self.device), "timeout": group_timeout()}
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
 
     @property
     def is_destroyed(self) -> bool:
@@ -124,10 +165,17 @@ class Communicator:
         self._messages[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
 
-    def _peers(self) -> list[int]:
-        """All other ranks of the shard group, from the next one on, so that no two ranks send to the same one first."""
-        rank, size = self.shard_group
-        return [(rank + step) % size for step in range(1, size)]
+    def _exchange(
+        self, name: str, group: Group, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        """Start messages: `sent[i]` goes to the rank at place i of `group`, what comes from there fills `received[i]`."""
+        works = []
+        for place in group.others():
+            peer = group.ranks[place]
+            self.sent[name, peer] += sent[place].numel()
+            works.append(dist.isend(sent[place], peer, group=self._group, tag=tag))
+            works.append(dist.irecv(received[place], peer, group=self._group, tag=tag))
+        return works
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements; on host or device).
@@ -139,16 +187,14 @@ class Communicator:
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
         if self._native and self.shard_group.size > 1:
-            work = _all_gather(full, shard, group=self._group, async_op=True)
+            work = _all_gather(full, shard, group=self._shards, async_op=True)
             return Pending([work], None, (full, shard), self.watchdog, unit)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard, non_blocking=True)
         if self.shard_group.size == 1:
             return Pending()
-        tag, n, works = self._next_tag("gather", unit), shard.numel(), []
-        for peer in self._peers():
-            works.append(dist.isend(own, peer, group=self._group, tag=tag))
-            works.append(dist.irecv(full.narrow(0, peer * n, n), peer, group=self._group, tag=tag))
+        tag, slices = self._next_tag("gather", unit), full.view(self.shard_group.size, -1)
+        works = self._exchange("all_gather", self.shard_group, tag, [own] * self.shard_group.size, slices)
         return Pending(works, None, (full, own), self.watchdog, unit)
 
     def _all_gather_from_host(
@@ -163,15 +209,15 @@ class Communicator:
             if self.shard_group.size == 1:
                 copied = self._copies.record_event()
                 return Pending((), lambda: compute_stream(self.device).wait_event(copied), (own, shard))
-            work = _all_gather(full, own, group=self._group, async_op=True)
+            work = _all_gather(full, own, group=self._shards, async_op=True)
         return Pending([work], None, (full, own, shard), self.watchdog, unit)
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: object = None
     ) -> Pending:
-        """Reduce `full` (ranks * n elements) over the shard group into `out` (n elements, this rank's slice).
+        """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's slice).
 
-        gloo's messages are added in fp32; accelerators' backends add in the dtype of `full`. The result times
+        Over the shard group first; then the slice over the replicate group. gloo's messages are added in fp32; accelerators' backends add in the dtype of `full`. The result times
         `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements (at least one a
         rank) go into one exchange of messages; natively, all of `full` goes into one collective.
         """
@@ -205,23 +251,30 @@ class Communicator:
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
         self._count("reduce_scatter", width * self.shard_group.size, unit)
-        rows = [full.narrow(0, rank * n + first, width) for rank in range(self.shard_group.size)]
-        tag, works, terms = self._next_tag("reduce", unit), [], list(rows)
-        for peer in self._peers():
-            works.append(dist.isend(rows[peer], peer, group=self._group, tag=tag))
-            terms[peer] = torch.empty_like(rows[peer])
-            works.append(dist.irecv(terms[peer], peer, group=self._group, tag=tag))
-        terms[self.shard_group.rank] = rows[self.shard_group.rank]
+        group, replicas = self.shard_group, self.replicate_group
+        rows = [full.narrow(0, place * n + first, width) for place in range(group.size)]
+        terms = [row if place == group.rank else torch.empty_like(row) for place, row in enumerate(rows)]
+        tag = self._next_tag("reduce", unit)
+        works = self._exchange("reduce_scatter", group, tag, rows, terms)
 
         def finish() -> None:
-            total = out.float()  # `out` itself if that is fp32
-            total = total.add_(terms[0]) if accumulate else total.copy_(terms[0])
-            for term in terms[1:]:
-                total.add_(term)
-            if total is not out:
-                out.copy_(total)
+            if replicas.size == 1:
+                _add_up(out, terms, accumulate)
+                return
+            self._note_replicas(width)
+            sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
+            own = _add_up(sums[replicas.rank], terms, False)
+            # The same tag: no rank is in both groups.
+            works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)
+            Pending(works, None, (), self.watchdog, unit).wait()
+            _add_up(out, sums, accumulate)
 
         return Pending(works, finish, (full,), self.watchdog, unit)
+
+    def _note_replicas(self, numel: int) -> None:
+        """Count a sum over the replicate group. It follows its reduce-scatter, so the order need not know of it."""
+        self.calls["reduce_replicas"] += 1
+        self.elements["reduce_replicas"] += numel
 
     def _reduce_scatter_natively(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, unit: object
@@ -232,6 +285,8 @@ class Communicator:
         works = []
         if not alone:
             works.append(_reduce_scatter(result, full, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
+        if self.replicate_group.size > 1:
+            works = [self._average_replicas(result, works)]
 
         def finish() -> None:
             if accumulate:
@@ -241,23 +296,34 @@ class Communicator:
 
         return Pending(works, finish, (full, result), self.watchdog, unit)
 
+    def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work]) -> dist.Work:
+        """Start to average over the replicate group after `works`: a stream of its own waits for them."""
+        self._note_replicas(result.numel())
+        self._sums = self._sums or new_stream(self.device)
+        self._sums.wait_stream(compute_stream(self.device))
+        with self._sums:
+            for work in works:
+                work.wait()
+            return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._replicas, async_op=True)
+
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
-        """Give every rank of the shard group its slice of rank `src`'s `full`; others may pass None. Blocking."""
-        n = shard.numel()
-        self._count("scatter", n * self.shard_group.size)
-        if self.shard_group.rank == src:
-            slices = [full.narrow(0, rank * n, n) for rank in range(self.shard_group.size)]
-            shard.copy_(slices[self.shard_group.rank])
-        if self.shard_group.size == 1:
+        """Give every rank its slice of rank `src`'s `full`; other ranks may pass None. Blocking."""
+        n, size = shard.numel(), self.shard_group.size
+        self._count("scatter", n * size)
+        if self.rank == src:
+            # By rank of the world: each replica gets the same.
+            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
+            shard.copy_(slices[src])
+        if self.world_size == 1:
             return
         if self._native:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(buffer, slices if self.shard_group.rank == src else None, src=src, group=self._group)
+            dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
             shard.copy_(buffer)
             return
-        tag = self._next_tag("gather", None)
-        if self.shard_group.rank == src:
-            works = [dist.isend(slices[peer], peer, group=self._group, tag=tag) for peer in self._peers()]
+        tag, others = self._next_tag("gather", None), [rank for rank in range(self.world_size) if rank != src]
+        if self.rank == src:
+            works = [dist.isend(slices[rank], rank, group=self._group, tag=tag) for rank in others]
         else:
             works = [dist.irecv(shard, src, group=self._group, tag=tag)]
         Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
@@ -268,12 +334,16 @@ class Communicator:
         self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
 
     def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
-        """Start to copy each (rank, tensor) from that rank to every rank, in place; the same parts on all ranks."""
-        if self.world_size == 1:
+        """Start to copy each (place, tensor) from that place in the shard group to all of it, in place.
+
+        All ranks give the same parts.
+        """
+        if self.shard_group.size == 1:
             return Pending()
         for _, tensor in parts:
             self._count("broadcast", tensor.numel())
-        works = [dist.broadcast(tensor, src, group=self._group, async_op=True) for src, tensor in parts]
+        ranks = self.shard_group.ranks
+        works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
     def all_to_all(
@@ -286,14 +356,14 @@ class Communicator:
         self._count("all_to_all", 0)  # how much goes where differs between ranks
         self.elements["all_to_all"] += sent.numel() - sent_sizes[self.shard_group.rank]
         sizes = received_sizes, sent_sizes
-        exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._group)
+        exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._shards)
         self._blocking("an exchange of whole tensors", exchange)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Sum ("sum") or least value ("min") over ranks, in place. Blocking."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", of_shards: bool = False) -> torch.Tensor:
+        """Sum ("sum") or least value ("min") over all ranks, in place; `of_shards`: over the shard group. Blocking."""
         self._count("all_reduce", tensor.numel())
-        operation = getattr(dist.ReduceOp, op.upper())
-        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=self._group))
+        operation, group = getattr(dist.ReduceOp, op.upper()), self._shards if of_shards else self._group
+        self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=group))
         return tensor
 
     def exchange(self, value: T) -> list[T]:
@@ -305,6 +375,15 @@ class Communicator:
     def _blocking(self, what: str, collective: Callable[[], object]) -> None:
         if self.world_size > 1:
             self.watchdog.wait(collective, f"{what} after {self.watchdog.position}")
+
+
+def _add_up(out: torch.Tensor, terms: Sequence[torch.Tensor], accumulate: bool) -> torch.Tensor:
+    """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if `accumulate`."""
+    total = out.float()  # `out` itself if that is fp32
+    total = total.add_(terms[0]) if accumulate else total.copy_(terms[0])
+    for term in terms[1:]:
+        total.add_(term)
+    return out if total is out else out.copy_(total)
 
 
 _communicators: dict[torch.device, Communicator] = {}

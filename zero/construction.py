@@ -6,6 +6,7 @@ This file decides what the configuration's keys mean for each part. It runs noth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Residency, Schedule
+from zero.second_shards import TwiceShardedUnit
 from zero.unit import Unit
 
 
@@ -59,8 +61,9 @@ def make_units(
         if param.numel() == 0 and param.is_floating_point():
             param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
+    make = partial(TwiceShardedUnit, near=comm.within(zero.zero_hpz_partition_size)) if zero.has_second_shards else Unit
     return [
-        Unit(
+        make(
             plan.name,
             plan.params,
             comm,

@@ -74,6 +74,7 @@ class ZeroEngine(Accumulation, nn.Module):
         super().__init__()
         self.comm = communicator()
         settings = settings.resolve_batch(self.comm.world_size)
+        shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
         self.settings, self.config = settings, settings.raw
         self._report_settings(optimizer)
         if settings.watchdog_timeout is not None:
@@ -86,6 +87,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.residency = Residency()
 
         require_same(self.comm, construction.facts(settings, model, optimizer))
+        self.comm = self.comm.within(shard_size)
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.units = construction.make_units(model, settings, self.comm, self.residency, group_of)
         construction.place_buffers(model, self.comm)

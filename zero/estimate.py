@@ -122,7 +122,7 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
     """
-    zero, ranks = config.zero_optimization, question.world_size
+    zero, ranks = config.zero_optimization, config.zero_optimization.shards_over(question.world_size)
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
     layouts = {
@@ -144,7 +144,7 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     if trained:
         # One unit's gradient is being made while others are being reduced.
         in_flight = max(max(trained), min(zero.reduce_bucket_size, sum(trained)))
-        found.add(DEVICE, "gradients on their way", (max(trained) + (in_flight if ranks > 1 else 0)) * item)
+        found.add(DEVICE, "gradients on their way", (max(trained) + (in_flight if question.world_size > 1 else 0)) * item)
     if question.batch and question.length:
         place = HOST if config.activation_checkpointing.cpu_checkpointing else DEVICE
         for part, nbytes in activation_bytes(model, question).items():
@@ -235,7 +235,7 @@ def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLay
     comm = SimpleNamespace(
         watchdog=SimpleNamespace(set_position=lambda unit: None),
         clock=SimpleNamespace(progress=nothing),
-        shard_group=SimpleNamespace(size=2),
+        world_size=2,
     )
     gathering = Gathering(units, schedule, comm, residency, before_use=lambda: None)
     order = [units[number] for number in _visits(model, plans) if not units[number].persistent]

@@ -82,7 +82,7 @@ class Gathering:
                 if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
                     return
                 # With several ranks `all_gather` waits for the update, because all ranks must decide alike.
-                if not unit.is_ready and self._comm.shard_group.size == 1:
+                if not unit.is_ready and self._comm.world_size == 1:
                     return
                 unit.all_gather()
             if unit.state is State.GATHERING:

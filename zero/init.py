@@ -86,18 +86,19 @@ class Init:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
         offload, aio, self.strict = OffloadConfig(), AioConfig(), False
+        self.comm = comm.communicator()
         if source is not None:
             settings = load_config(source, allow_auto=True)
             if dtype is None and settings.compute_dtype != torch.float32:
                 self.dtype = settings.compute_dtype
             self.strict = settings.zero_optimization.enable_sanity_checks
+            self.comm = self.comm.within(settings.zero_optimization.shards_over(self.comm.world_size))
             if settings.zero_optimization.offloads_params:
                 offload, aio = settings.zero_optimization.offload_param, settings.aio
         overrides = {"device": remote_device, "pin_memory": pin_memory}
         offload = offload.model_copy(update={key: value for key, value in overrides.items() if value is not None})
         if offload.device == "nvme" and not offload.nvme_path:
             raise UsageError("zero.Init: remote_device is nvme: name a folder by offload_param.nvme_path")
-        self.comm = comm.communicator()
         self.tier = Tier.of(offload, aio, self.comm.device)
         self.residency = Residency()
         self._seen: list[weakref.ref[nn.Module]] = []

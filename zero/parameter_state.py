@@ -112,7 +112,7 @@ class ParameterState:
         part = full[self.piece.inside : self.piece.inside + self.piece.numel]
         part.copy_(self.read_local()[: part.numel()])
         if not self.unit.layout.replicated:
-            comm.all_reduce(full)
+            comm.all_reduce(full, of_shards=True)
         return full.view(self.param.shape)
 
     def _read_whole(self) -> torch.Tensor | None:
@@ -122,7 +122,7 @@ class ParameterState:
         if self.exists:
             full[:numel], full[numel] = self._owned().reshape(-1), 1
         if not self.unit.layout.replicated:
-            comm.all_reduce(full)
+            comm.all_reduce(full, of_shards=True)
         return full[:numel].view(self.param.shape) if full[numel] else None
 
     @torch.no_grad()

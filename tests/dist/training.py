@@ -132,6 +132,7 @@ def train_in_slices(
     clip: float = 0.0,
     norms: Sequence[float] | None = None,
     own_first: bool = False,
+    shard_size: int = 1,
     grouping: Grouping = one_group,
     make: Make = adamw,
 ) -> Curve:
@@ -140,7 +141,8 @@ def train_in_slices(
     The model computes in `dtype`; each of `ranks * accumulation` parts of a batch gives gradients in that dtype, of its
     loss, divided by `accumulation` and times `scale` (which is not the same in fp16, where small gradients are
     subnormal). They are summed in fp32 (float64 of a float64 model): in the order of micro-batches and, within one, of
-    ranks, or with `own_first` first each rank's own, as stages 0 and 1 do. Their mean updates the masters, in the same
+    ranks, or with `own_first` first each rank's own, as stages 0 and 1 do. Those of `shard_size` ranks are summed before
+    the sums of others are added to them. Their mean updates the masters, in the same
     dtype, which are rounded back into the model.
 
     `norms` are those by which clipping divides, step by step, if not this run's own: a norm's last bit depends on how
@@ -158,6 +160,7 @@ def train_in_slices(
         grads = [grad for _, grad in found]
         if own_first:
             grads = [_added(grads[rank::ranks]) for rank in range(ranks)]
+        grads = [_added(grads[first : first + shard_size]) for first in range(0, len(grads), shard_size)]
         total, factor = _added(grads), 1.0 / ranks / scale
         norm = torch.nn.utils.get_total_norm(list(total.values())).item() * factor
         curve.losses.append([loss for loss, _ in found])
@@ -220,7 +223,11 @@ def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
 
 def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, **device: bool) -> Curve:
     """Run `fn(rank, world_size, *args)` on all ranks, as `run_on` does, and put their curves together."""
-    curves = run_on(world_size, fn, *args, **device)
+    return together(run_on(world_size, fn, *args, **device))
+
+
+def together(curves: Sequence[Curve]) -> Curve:
+    """One curve of those of all ranks."""
     assert all(curve.norms == curves[0].norms for curve in curves), "ranks report different norms"
     losses = [
         [loss for micro in zip(*of_ranks, strict=True) for loss in micro]

@@ -12,6 +12,7 @@ PACKAGE = Path(zero.__file__).parent
 # From the bottom to the top. A module may import those before it, a package's name standing for all in it.
 LAYERS = [
     "zero.errors",
+    "zero.mesh",
     "zero.device",
     "zero.config",
     "zero.layout",
@@ -27,6 +28,7 @@ LAYERS = [
     "zero.parameters",
     "zero.views",
     "zero.unit",
+    "zero.second_shards",
     "zero.optimizer_shard",
     "zero.activations",
     "zero.gradients",

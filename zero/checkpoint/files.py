@@ -45,11 +45,11 @@ class Slices:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def share(self, rank: int, world_size: int) -> Slices:
-        """An equal share of each part, for `rank` to write. All ranks hold the same parts."""
+    def share(self, place: int, size: int) -> Slices:
+        """An equal share of each part, for one of `size` ranks to write, which all hold the same parts."""
         shares = Slices(self.numel)
         for start, part in self.parts.items():
-            first, end = (part.numel() * each // world_size for each in (rank, rank + 1))
+            first, end = (part.numel() * each // size for each in (place, place + 1))
             shares.parts[start + first] = part[first:end]
         return shares
 

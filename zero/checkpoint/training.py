@@ -117,8 +117,10 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
         if engine.optimizer is not None:
             of_optimizer, kinds = state.optimizer_slices(engine)
             slices |= of_optimizer
+        place, size = engine.comm.replicate_group.rank, engine.comm.replicate_group.size
         if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
-            slices = {key: entry.share(ranks.rank, ranks.world_size) for key, entry in slices.items()}
+            place, size = ranks.rank, ranks.world_size
+        slices = {key: entry.share(place, size) for key, entry in slices.items()}
         if ranks.rank == 0:
             for name, value in state.plain_tensors(engine.module).items():
                 slices[f"plain/{name}"] = whole(value.contiguous())

@@ -306,8 +306,8 @@ REMOVED_KEYS = {
     **dict.fromkeys(
         (
             *("nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue"),
-            *("sparse_attention", "graph_harvesting", "progressive_layer_drop", "zero_optimization.mics_shard_size"),
-            *("zero_optimization.mics_hierarchical_params_gather", "zero_optimization.zeropp_loco_param"),
+            *("sparse_attention", "graph_harvesting", "progressive_layer_drop"),
+            "zero_optimization.zeropp_loco_param",
         ),
         f"{_REMOVED}; delete it",
     ),

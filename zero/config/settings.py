@@ -103,6 +103,12 @@ class ZeroConfig(Section):
     )
     """`save_model` writes a whole checkpoint that `from_pretrained` loads."""
     leaf_module: LeafModuleConfig | None = acts(None, needs=_STAGE_3)
+    mics_shard_size: integer(-1) = -1
+    """Hybrid sharding (MiCS): cut what the stage shards over this many consecutive processes, as those of one machine.
+    Gradients are then averaged over these groups, which hold the same shards. -1 or 0: over all processes."""
+    zero_hpz_partition_size: Count = acts(1, needs=_STAGE_3)
+    """A second shard of the 16-bit weights (ZeRO++ hpZ), cut over this many consecutive processes: after the first
+    all-gather of a step, all others stay within them. 0 or 1: none."""
     ignore_unused_parameters: bool = acts(True, "false: a parameter without a gradient is an error.")
     enable_sanity_checks: bool = False
     """Changing parameters inside `GatheredParameters(modifier_rank=None)` is an error: the change would be lost."""
@@ -121,7 +127,7 @@ class ZeroConfig(Section):
     stage3_module_granularity_threshold: Int = unused(0, _UNITS)
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
     stage3_allgather_sequential: bool = unused(False, _UNITS)
-    zero_hpz_partition_size: Count = unused(1, "there is one level of sharding")
+    mics_hierarchical_params_gather: bool = unused(False, "all-gathers of MiCS stay within the shard group anyway")
     zero_quantized_weights: bool = unused(False, _UNQUANTIZED)
     zero_quantized_nontrainable_weights: bool = unused(False, _UNQUANTIZED)
     zero_quantized_gradients: bool = unused(False, _UNQUANTIZED)
@@ -146,6 +152,38 @@ class ZeroConfig(Section):
         if self.stage < 3 and self.about(key).get("needs") == _STAGE_3:
             return f"acts at stage 3, this is {self.stage}"
         return super().why_idle(key)
+
+    def shards_over(self, world_size: int) -> int:
+        """The number of ranks over which a unit is cut.
+
+        Raises UsageError if the world cannot be divided into the groups of `mics_shard_size` or of hpZ.
+        """
+        found = {key: getattr(self, key) for key in ("mics_shard_size", "zero_hpz_partition_size")}
+        for key, size in found.items():
+            if size > 1 and world_size % size:
+                message = f"is {size}, which does not divide the number of processes, {world_size}"
+                raise UsageError(f"zero_optimization.{key} {message}")
+        mics, second = found.values()
+        if mics > 0 and self.has_second_shards:
+            raise UsageError(
+                f"zero_optimization: mics_shard_size {mics} and zero_hpz_partition_size {second} are two ways to keep "
+                "all-gathers within a group: give one of them"
+            )
+        return mics if mics > 0 else world_size
+
+    def use_shard_size(self, size: int) -> None:
+        """Take `mics_shard_size` from a mesh. Raises UsageError if the configuration says otherwise."""
+        if self.mics_shard_size not in (-1, 0, size):
+            raise UsageError(
+                f"zero_optimization.mics_shard_size is {self.mics_shard_size}, and the mesh's dimension shard has "
+                f"{size} ranks; delete the key"
+            )
+        vars(self)["mics_shard_size"] = size  # not as an attribute, which would count as given
+
+    @property
+    def has_second_shards(self) -> bool:
+        """Only at stage 3: below it, every rank holds all parameters on its device."""
+        return self.stage == 3 and self.zero_hpz_partition_size > 1
 
     @property
     def offloads_params(self) -> bool:

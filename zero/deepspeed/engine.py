@@ -26,6 +26,7 @@ from zero.deepspeed.optimizers import build_optimizer
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
+from zero.mesh import Mesh, shard_size
 
 logger = logging.getLogger("zero")
 
@@ -171,6 +172,7 @@ def initialize(
     config: object | None = None,
     mesh_param: object | None = None,
     config_params: object | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | DeepSpeedOptimizer | None, DataLoader | None, object | None]:
     """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as `deepspeed.initialize` does.
 
@@ -183,6 +185,8 @@ def initialize(
         training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of it, made by
             `collate_fn`.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
+        mesh: a `DeviceMesh` of the dimensions `replicate` and `shard`, for hybrid sharding. The size of `shard` means
+            the same as `mics_shard_size` in the configuration.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
@@ -200,6 +204,9 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     settings.resolve_batch(world.get_world_size())
+    if mesh is not None:
+        settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
+    settings.zero_optimization.shards_over(world.get_world_size())
     if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)

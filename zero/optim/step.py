@@ -337,7 +337,7 @@ class ZeroOptimizer:
         facts = {key: each for key, each in hyper_parameters(self.param_groups).items() if not key.endswith(", params")}
         facts["backwards since the last step"] = self.reducer.backwards
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(squares.device, non_blocking=True)
-        if self._pieces:
+        if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):  # each shard counts once
             squares.index_copy_(0, self._piece_numbers, torch.stack(self._norms_of_pieces()).to(torch.float64) ** 2)
         if self._replicated:
             sums = self.comm.all_reduce(own)

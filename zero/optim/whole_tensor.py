@@ -1,6 +1,6 @@
 """The path for optimizers whose update of an element depends on the rest of its tensor: Adafactor, Muon, Shampoo.
 
-Each tensor has an owner rank (`zero.optim.ownership`), which keeps the optimizer's state of it. Gradients are reduced
+Each tensor has an owner rank (`zero.optim.ownership`) in each shard group, which keeps the optimizer's state of it. Gradients are reduced
 and masters are kept in shards, as for every optimizer. Only tensors that do not lie on their owner as a whole move:
 
     step  gradient and master of such a tensor: from the shards to its owner             8 bytes an element, fp32
@@ -49,6 +49,8 @@ _TORCHS_OWN = {"_step_count", "_opt_called"}
 class WholeTensor:
     """One of the model's parameters, as the optimizer sees it.
 
+    Ranks are places in the shard group.
+
     Attributes: name: the model's. group: number of the param group. parts: {rank: the piece in its shard}. owner: the
     rank that updates it, or None if every rank does. param: what the optimizer has: fp32, in the true shape. It has
     values in the step only.
@@ -92,7 +94,7 @@ class WholeTensor:
 def _tensors(
     shards: Sequence[OptimizerShard], group_of: Mapping[nn.Parameter, int], comm: Communicator
 ) -> Iterator[tuple[nn.Parameter, WholeTensor]]:
-    rank, size = comm.shard_group
+    rank, size = comm.shard_group.rank, comm.shard_group.size
     for shard in shards:
         unit = shard.unit
         pieces = [{piece.slot: piece for piece in unit.layout.pieces(each)} for each in range(size)]
@@ -124,7 +126,7 @@ class WholeTensorState:
     ):
         self._optimizer, self._comm = optimizer, comm
         self.of_param = dict(_tensors(shards, group_of, comm))
-        self._is_divided = comm.world_size > 1 and not any(shard.unit.layout.replicated for shard in shards)
+        self._is_divided = comm.shard_group.size > 1 and not any(shard.unit.layout.replicated for shard in shards)
         if self._is_divided:
             held = [
                 [each.parts[rank].numel if rank in each.parts else 0 for rank in range(comm.shard_group.size)]

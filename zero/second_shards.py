@@ -1,0 +1,58 @@
+"""Second shards (ZeRO++ hpZ, arXiv 2306.10209): all-gathers after a step's first one stay within a group of ranks.
+
+The first all-gather after an update is among all ranks. Of what it brings, each rank keeps a slice in the memory of the
+compute device: the unit cut over the group. Until the next update, all-gathers are among the group. Each gives the same
+bits. This file knows nothing of when a unit is gathered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero.comm import Communicator
+from zero.offload.tiers import Tier
+from zero.pending import Pending
+from zero.unit import Unit
+
+
+class TwiceShardedUnit(Unit):
+    """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the shard group of `near`.
+
+    Attributes: second: 1-D, of the compute dtype, `layout.padded / near.shard_group.size` elements; None until a first
+    all-gather, and after a change of the values.
+    """
+
+    def __init__(self, *args: object, near: Communicator, **options: object):
+        self._near = near
+        self.second: torch.Tensor | None = None
+        super().__init__(*args, **options)
+
+    def _start_all_gather(self) -> Pending:
+        if self.second is not None:
+            return self._near.all_gather(self.full, self.second, self)
+        return super()._start_all_gather()
+
+    def wait_for_all_gather(self) -> None:
+        super().wait_for_all_gather()
+        if self.second is None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.second = self.full.view(self._near.shard_group.size, -1)[self._near.shard_group.rank].clone()
+
+    # -- changes of the values
+
+    def refresh(self) -> None:
+        self.second = None
+        super().refresh()
+
+    def broadcast_values(self, src: int) -> None:
+        self.second = None
+        super().broadcast_values(src)
+
+    def move_weights(self, tier: Tier) -> None:
+        self.second = None
+        super().move_weights(tier)
+
+    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
+        super().hand_over(param, target)
+        self.second = None
