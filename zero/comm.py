@@ -13,7 +13,7 @@ shard group      the ranks over which a unit is cut, consecutive ones: an all-ga
 replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
 
 The shard group is the world, and each rank is alone in its replicate group, unless `within` has made smaller groups.
-Their sums: each shard group's, in the order of its ranks, then these, in the order of groups. So replicas have equal bits.
+Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a unit, this file knows only a number and a text for messages.
 """
 
@@ -168,7 +168,7 @@ class Communicator:
     def _exchange(
         self, name: str, group: Group, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
-        """Start messages: `sent[i]` goes to the rank at place i of `group`, what comes from there fills `received[i]`."""
+        """Start messages: `sent[i]` goes to place i of `group`; what comes from there fills `received[i]`."""
         works = []
         for place in group.others():
             peer = group.ranks[place]
@@ -217,9 +217,10 @@ class Communicator:
     ) -> Pending:
         """Reduce `full` (ranks * n elements) over all ranks into `out` (n elements, this rank's slice).
 
-        Over the shard group first; then the slice over the replicate group. gloo's messages are added in fp32; accelerators' backends add in the dtype of `full`. The result times
-        `mean_factor` is the mean; it is added to `out` if `accumulate`. At most `max_numel` elements (at least one a
-        rank) go into one exchange of messages; natively, all of `full` goes into one collective.
+        Over the shard group first, then the slice over the replicate group. gloo's messages are added in fp32;
+        accelerators' backends add in the dtype of `full`. The result times `mean_factor` is the mean; it is added to
+        `out` if `accumulate`. At most `max_numel` elements (at least one a rank) go into one exchange of messages;
+        natively, all of `full` goes into one collective.
         """
         if self._native:
             return self._reduce_scatter_natively(out, full, accumulate, unit)

@@ -144,7 +144,9 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     if trained:
         # One unit's gradient is being made while others are being reduced.
         in_flight = max(max(trained), min(zero.reduce_bucket_size, sum(trained)))
-        found.add(DEVICE, "gradients on their way", (max(trained) + (in_flight if question.world_size > 1 else 0)) * item)
+        found.add(
+            DEVICE, "gradients on their way", (max(trained) + (in_flight if question.world_size > 1 else 0)) * item
+        )
     if question.batch and question.length:
         place = HOST if config.activation_checkpointing.cpu_checkpointing else DEVICE
         for part, nbytes in activation_bytes(model, question).items():

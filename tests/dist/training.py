@@ -141,9 +141,9 @@ def train_in_slices(
     The model computes in `dtype`; each of `ranks * accumulation` parts of a batch gives gradients in that dtype, of its
     loss, divided by `accumulation` and times `scale` (which is not the same in fp16, where small gradients are
     subnormal). They are summed in fp32 (float64 of a float64 model): in the order of micro-batches and, within one, of
-    ranks, or with `own_first` first each rank's own, as stages 0 and 1 do. Those of `shard_size` ranks are summed before
-    the sums of others are added to them. Their mean updates the masters, in the same
-    dtype, which are rounded back into the model.
+    ranks, or with `own_first` first each rank's own, as stages 0 and 1 do. Those of `shard_size` consecutive ranks are
+    summed first, and then these sums. Their mean updates the masters, in the same dtype, which are rounded back into
+    the model.
 
     `norms` are those by which clipping divides, step by step, if not this run's own: a norm's last bit depends on how
     parameters are cut, and every weight on that bit.

@@ -1,11 +1,12 @@
 """Hybrid sharding against plain torch in one process: the same bits, as sums have the same order there.
 
-Sharded over groups of k ranks, gradients are summed within each group, and then over the groups. The reference adds them
-in this order. Norms are those of the same gradients, within rounding.
+Sharded over groups of k ranks, gradients are summed within each group, and then over the groups. The reference adds
+them in this order. Norms are those of the same gradients, within rounding.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache, partial
 from typing import Any
 
@@ -15,14 +16,16 @@ import torch
 from tests.dist.training import (
     Curve,
     adamw,
+    assert_equal,
     assert_same_training,
     curve_on,
     ds_config,
-    relative,
+    loss_of,
+    split,
     start,
+    step,
     together,
     train_in_slices,
-    train_plain,
     train_zero,
 )
 from tests.parity.models import batches, build
@@ -86,8 +89,65 @@ def plain(
 )
 def test_shards_over_groups_train_bit_for_bit_as_plain_torch(tmp_path, name, ranks, size, optimizer, cases):
     of_ranks = run_on(ranks, sharded, name, str(tmp_path), size, optimizer, cases)
-    for (label, case), curves in zip(cases.items(), zip(*of_ranks, strict=True), strict=True):
+    for case, curves in zip(cases.values(), zip(*of_ranks, strict=True), strict=True):
         found = together(curves)
         assert min(found.norms) > CLIP, "clipping must be at work"
         own_first = case.get("stage", 3) < 2
         assert_same_training(found, reference(name, ranks, size, own_first, optimizer, tuple(found.norms)))
+
+
+# -- second shards
+
+
+WAYS: Cases = {
+    "world": {},
+    "hpZ": {"zero_hpz_partition_size": 2},
+    "MiCS": {"mics_shard_size": 2},
+}
+EACH_USE = {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 0}
+
+
+def count(rank: int, world_size: int, name: str, accumulation: int, sections: dict) -> list[tuple[Curve, Counter, int]]:
+    """For each way: the curve, elements that the second step gathers and sends to the other group, and the model's."""
+    found = []
+    for way in WAYS.values():
+        engine, _ = start(build(name), ds_config(accumulation=accumulation, clip=CLIP, **EACH_USE, **way, **sections))
+        data, crossed = batches(name, STEPS), Counter()
+        curve = train_zero(engine, data[:1])
+        sent, gathered = Counter(engine.comm.sent), engine.comm.elements["all_gather"]
+        parts = split(data[1], world_size * accumulation)[rank::world_size]
+        losses = [loss_of(engine(**part)) for part in parts[:1]]
+        engine.backward(losses[0])
+        second = sum(unit.second.numel() for unit in engine.units if getattr(unit, "second", None) is not None)
+        engine.step()
+        curve.losses.append([losses[0].item(), *step(engine, parts[1:])])
+        curve.norms.append(engine.get_global_grad_norm())
+        crossed["gathered"] = engine.comm.elements["all_gather"] - gathered
+        for (operation, peer), numel in (engine.comm.sent - sent).items():
+            crossed[operation] += numel * (peer // 2 != rank // 2)
+        whole = sum(unit.layout.padded for unit in engine.units)
+        assert second == (whole // 2 if "zero_hpz_partition_size" in way else 0)
+        assert not any(getattr(unit, "second", None) is not None for unit in engine.units), "stale after the update"
+        last = train_zero(engine, data[2:])
+        found.append((Curve(curve.losses + last.losses, curve.norms + last.norms, last.weights), crossed, whole))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation", "sections"), [("llama", 1, {}), ("t5", 3, {"bf16": {"enabled": True}})]
+)
+def test_second_shards_keep_all_but_the_first_gather_within_a_group_and_change_no_bit(name, accumulation, sections):
+    of_ranks = run_on(4, count, name, accumulation, sections)
+    curves = [together([curve for curve, *_ in of_way]) for of_way in zip(*of_ranks, strict=True)]
+    assert_equal(curves[1], curves[0])
+    for world, second, mics in of_ranks:
+        crossed, whole = world[1], world[2]
+        # A quarter of what is gathered goes to each of two ranks of the other group; with hpZ the first time only.
+        assert crossed["all_gather"] == crossed["gathered"] // 2 and second[1]["gathered"] == crossed["gathered"]
+        assert second[1]["all_gather"] == whole // 2
+        # Each unit is gathered in each forward and each backward, but for the embedding: its backward needs no values.
+        assert crossed["gathered"] == pytest.approx(2 * accumulation * whole, rel=0.07)
+        assert second[1]["reduce_scatter"] == crossed["reduce_scatter"] == accumulation * 2 * whole // 4
+        assert mics[1]["all_gather"] == mics[1]["reduce_scatter"] == 0
+        assert mics[1]["reduce_replicas"] == accumulation * mics[2] // 2

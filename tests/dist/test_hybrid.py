@@ -1,0 +1,127 @@
+"""Hybrid sharding beside training: checkpoints between any two ways to shard, single values, meshes, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zero
+from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, load_train, stored, train_save_train
+from tests.dist.toys import Toy, toy, toy_batches
+from tests.dist.training import adamw, curve_on, ds_config, relative, split
+from tests.processes import run_on
+from tests.tolerance import rounding
+from zero.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
+from zero.errors import UsageError
+from zero.unit import unit_of
+
+
+# (ranks, section) of the writer and of the reader.
+@pytest.mark.parametrize(
+    "writer, reader",
+    [
+        ((4, {"mics_shard_size": 2}), (2, {})),
+        ((2, {"stage": 2}), (4, {"mics_shard_size": 2})),
+        ((4, {"mics_shard_size": 2, "stage": 1}), (2, {"mics_shard_size": 1})),
+        ((2, {"mics_shard_size": 1}), (4, {"zero_hpz_partition_size": 2})),
+    ],
+    ids=str,
+)
+def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, reader, tmp_path):
+    (written, section), (read, other) = writer, reader
+    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, **section), str(tmp_path))
+    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS | other), str(tmp_path))
+    assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+    for folder in (tmp_path, tmp_path / f"again{read}"):
+        manifest = json.loads((Path(folder) / f"global_step{STEPS}" / "checkpoint.json").read_text())
+        for key, entry in manifest["tensors"].items():
+            assert sum(numel for _, numel, *_ in entry["slices"]) == entry["numel"], f"{key} is written once"
+
+
+MESH = {"stage3_param_persistence_threshold": 0}
+
+
+def single_values(rank: int, world_size: int, folder: str) -> int:
+    """On a mesh of 2 x 2: whole values of single parameters are plain torch's. Returns the shard group's size."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    with zero.Init():  # over all ranks: the engine shards again
+        model = toy(blocks=2)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=adamw([{"params": model.parameters()}]), config=ds_config(**MESH), mesh=mesh
+    )
+    plain, (batch,) = toy(blocks=2), toy_batches(1)
+    parts = split(batch, world_size)
+    for part in parts:
+        (plain(**part) / world_size).backward()
+    engine.backward(engine(**parts[rank]))
+    for (name, param), own in zip(plain.named_parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(safe_get_full_fp32_param(own), param), name
+        torch.testing.assert_close(safe_get_full_grad(own), param.grad, rtol=1e-5, atol=1e-8)
+        with zero.GatheredParameters([own]):
+            assert torch.equal(own, param), name
+    adamw([{"params": plain.parameters()}]).step()
+    engine.step()
+    for param, own in zip(plain.parameters(), engine.module.parameters(), strict=True):
+        torch.testing.assert_close(safe_get_full_fp32_param(own), param, rtol=1e-5, atol=1e-6)
+        moment = safe_get_full_optimizer_state(own, "exp_avg")
+        torch.testing.assert_close(moment, 0.1 * param.grad, rtol=1e-5, atol=1e-8)
+    head = engine.module.head.weight
+    safe_set_full_fp32_param(head, torch.ones_like(plain.head.weight))
+    with zero.GatheredParameters([head], modifier_rank=3):
+        assert (head == 1).all()
+        if rank == 3:
+            head.data.fill_(2.0)
+    assert (safe_get_full_fp32_param(head) == 2).all()
+    weights = dict(zero.stream_weights(engine))
+    assert torch.equal(weights["head.weight"], torch.full_like(plain.head.weight, 2.0))
+    engine.save_16bit_model(folder)
+    return engine.comm.shard_group.size
+
+
+def test_whole_values_of_single_parameters_on_a_mesh(tmp_path):
+    from safetensors.torch import load_file
+
+    assert run_on(4, single_values, str(tmp_path)) == [2] * 4
+    assert (load_file(tmp_path / "model.safetensors")["head.weight"] == 2).all()
+
+
+def mistakes(rank: int, world_size: int) -> list[str]:
+    texts = []
+
+    def note(mesh: Any = None, **section: Any) -> None:
+        model = Toy(blocks=1)
+        with pytest.raises(UsageError) as caught:
+            zero.initialize(
+                model=model, optimizer=adamw([{"params": model.parameters()}]), config=ds_config(**section), mesh=mesh
+            )
+        assert not any(unit_of(param) for param in model.parameters()), "nothing was done"
+        texts.append(str(caught.value))
+
+    note(mics_shard_size=3)
+    note(zero_hpz_partition_size=4)
+    note(mics_shard_size=2, zero_hpz_partition_size=2)
+    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)))
+    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",)), mics_shard_size=1)
+    with pytest.raises(UsageError, match="does not divide the number of processes, 2"):
+        zero.Init(config_dict_or_path=ds_config(mics_shard_size=5))
+    return texts
+
+
+def test_mistakes_are_named_before_anything_is_done():
+    third, fourth, both, names, other = run_on(2, mistakes)[0]
+    assert third == "zero_optimization.mics_shard_size is 3, which does not divide the number of processes, 2"
+    assert fourth == "zero_optimization.zero_hpz_partition_size is 4, which does not divide the number of processes, 2"
+    assert "mics_shard_size 2 and zero_hpz_partition_size 2" in both
+    assert "('tp',)" in names and "('replicate', 'shard')" in names
+    assert "mics_shard_size is 1, and the mesh's dimension shard has 2 ranks" in other
