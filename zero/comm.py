@@ -262,7 +262,7 @@ class Communicator:
             if replicas.size == 1:
                 _add_up(out, terms, accumulate)
                 return
-            self._note_replicas(width)
+            self._count("reduce_replicas", width, unit)
             sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
             # The same tag: no rank is in both groups.
@@ -271,11 +271,6 @@ class Communicator:
             _add_up(out, sums, accumulate)
 
         return Pending(works, finish, (full,), self.watchdog, unit)
-
-    def _note_replicas(self, numel: int) -> None:
-        """Count a sum over the replicate group. It follows its reduce-scatter, so the order need not know of it."""
-        self.calls["reduce_replicas"] += 1
-        self.elements["reduce_replicas"] += numel
 
     def _reduce_scatter_natively(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, unit: object
@@ -287,7 +282,7 @@ class Communicator:
         if not alone:
             works.append(_reduce_scatter(result, full, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
         if self.replicate_group.size > 1:
-            works = [self._average_replicas(result, works)]
+            works = [self._average_replicas(result, works, unit)]
 
         def finish() -> None:
             if accumulate:
@@ -297,9 +292,9 @@ class Communicator:
 
         return Pending(works, finish, (full, result), self.watchdog, unit)
 
-    def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work]) -> dist.Work:
+    def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work], unit: object) -> dist.Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for them."""
-        self._note_replicas(result.numel())
+        self._count("reduce_replicas", result.numel(), unit)
         self._sums = self._sums or new_stream(self.device)
         self._sums.wait_stream(compute_stream(self.device))
         with self._sums:

@@ -18,6 +18,8 @@ from zero.watchdog import ADVICE
 KEPT = 20_000
 # Python's hash of a text is another one in each process, that of a number is not.
 _NUMBERS = {"all_gather": 1, "reduce_scatter": 2, "broadcast": 3, "scatter": 4, "all_reduce": 5, "all_to_all": 6}
+_NUMBERS["reduce_replicas"] = 7
+_REDUCTIONS = ("reduce_scatter", "reduce_replicas")
 
 
 class Operation(NamedTuple):
@@ -32,7 +34,7 @@ class Operation(NamedTuple):
 
 
 class _Channel:
-    """The operations of one communicator since the last comparison."""
+    """The operations of one kind of communicator since the last comparison."""
 
     def __init__(self) -> None:
         self.digest = self.count = 0
@@ -40,7 +42,7 @@ class _Channel:
 
 
 class CollectiveOrder:
-    """What this rank has started since `start_over`, on two communicators: reductions have their own."""
+    """What this rank has started since `start_over`, in two channels: reductions have communicators of their own."""
 
     def __init__(self) -> None:
         self.start_over()
@@ -50,7 +52,7 @@ class CollectiveOrder:
 
     def add(self, kind: str, numel: int, unit: object) -> None:
         """An operation on `numel` elements of `unit`, which may have a `serial`, equal on all ranks, and a `name`."""
-        channel = self._channels[kind == "reduce_scatter"]
+        channel = self._channels[kind in _REDUCTIONS]
         channel.digest = hash((channel.digest, _NUMBERS[kind], getattr(unit, "serial", 0), numel))
         channel.count += 1
         channel.recent.append(Operation(kind, numel, getattr(unit, "name", "")))

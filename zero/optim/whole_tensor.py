@@ -1,8 +1,8 @@
 """The path for optimizers whose update of an element depends on the rest of its tensor: Adafactor, Muon, Shampoo.
 
 Each tensor has an owner rank (`zero.optim.ownership`) in each shard group, which keeps the optimizer's state of it.
-Gradients are reduced and masters are kept in shards, as for every optimizer. Only tensors that do not lie on their owner
-as a whole move:
+Gradients are reduced and masters are kept in shards, as for every optimizer. Only tensors that do not lie on their
+owner as a whole move:
 
     step  gradient and master of such a tensor: from the shards to its owner             8 bytes an element, fp32
           `step()` of the user's own optimizer on tensors of true shapes
