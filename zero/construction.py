@@ -61,7 +61,8 @@ def make_units(
         if param.numel() == 0 and param.is_floating_point():
             param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
-    make = partial(TwiceShardedUnit, near=comm.within(zero.zero_hpz_partition_size)) if zero.has_second_shards else Unit
+    second = zero.second_shards_over(comm.world_size)
+    make = partial(TwiceShardedUnit, near=comm.within(second)) if second else Unit
     return [
         make(
             plan.name,

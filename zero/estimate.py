@@ -122,7 +122,8 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
     """
-    zero, ranks = config.zero_optimization, config.zero_optimization.shards_over(question.world_size)
+    zero = config.zero_optimization
+    ranks, second = zero.shards_over(question.world_size), zero.second_shards_over(question.world_size)
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
     layouts = {
@@ -134,8 +135,10 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     for plan, layout in zip(plans, layouts.values(), strict=True):
         in_memory -= layout.numel // ranks
         _add_states(found, config, plan, layout, in_memory >= 0)
+        if second and not plan.persistent:
+            found.add(DEVICE, "second shards", layout.padded // second * config.compute_dtype.itemsize)
     item = config.compute_dtype.itemsize
-    if zero.stage == 3:
+    if zero.stage == 3 and (ranks > 1 or zero.offloads_params):
         peak = gathered_peak(model, plans, list(layouts.values()), config)
         found.add(DEVICE, "gathered parameters", peak * item)
     trained = [

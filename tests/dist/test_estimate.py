@@ -27,6 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, few live": {"stage": 3, **SMALL, "stage3_max_live_parameters": 6000},
     "stage 3, no reuse": {"stage": 3, **SMALL, "stage3_max_reuse_distance": 0},
 }
+GROUPS = {
+    "groups of 2": {"stage": 3, **SMALL, "mics_shard_size": 2},
+    "groups of 1": {"stage": 3, **SMALL, "mics_shard_size": 1},
+    "groups of 2, second shards": {"stage": 3, **SMALL, "zero_hpz_partition_size": 2},
+}
 MODELS = ("t5", "gpt2", "llama")
 
 
@@ -64,16 +69,19 @@ def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> 
         "optimizer state": storages(moments),
         "sums of micro-batches": carried,
         "gathered": engine.residency.peak,
+        "second shards": storages([getattr(unit, "second", None) for unit in engine.units]),
         "parameters": storages([unit.full if unit.persistent else unit.shard for unit in engine.units]),
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", MODELS)
-def test_states_and_gathered_parameters_are_what_two_ranks_hold(name, case):
-    settings = config(CASES[case])
-    found = estimate(build(name), load_config(settings), Question(world_size=2))
-    for measured in run_on(2, measure, name, settings):
+@pytest.mark.parametrize(
+    ("name", "case", "ranks"),
+    [*((name, case, 2) for name in MODELS for case in CASES), *(("llama", case, 4) for case in GROUPS)],
+)
+def test_states_and_gathered_parameters_are_what_a_rank_holds(name, case, ranks):
+    settings = config((CASES | GROUPS)[case])
+    found = estimate(build(name), load_config(settings), Question(world_size=ranks))
+    for measured in run_on(ranks, measure, name, settings):
         gathered = measured.pop("gathered")
         for part, nbytes in measured.items():
             assert found.parts[DEVICE].get(part, 0) == pytest.approx(nbytes, rel=0.01), part

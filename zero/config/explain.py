@@ -106,6 +106,10 @@ _SHARDED = {
 def _summary(config: Config) -> str:
     zero = config.zero_optimization
     parts = ["the stage is filled in" if "zero_optimization.stage" in config.auto else _SHARDED[zero.stage]]
+    if zero.mics_shard_size > 0:
+        parts.append(f"over groups of {zero.mics_shard_size} processes (mics_shard_size)")
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        parts.append(f"a second shard of the weights over {zero.zero_hpz_partition_size} processes (hpZ)")
     if zero.offloads_optimizer:
         parts.append(f"the optimizer state is offloaded to {zero.offload_optimizer.device}")
     if zero.offloads_params:

@@ -108,7 +108,7 @@ class ZeroConfig(Section):
     Gradients are then averaged over these groups, which hold the same shards. -1 or 0: over all processes."""
     zero_hpz_partition_size: Count = acts(1, needs=_STAGE_3)
     """A second shard of the 16-bit weights (ZeRO++ hpZ), cut over this many consecutive processes: after the first
-    all-gather of a step, all others stay within them. 0 or 1: none."""
+    all-gather of a step, all others stay within them. 0, 1 or all processes: none."""
     ignore_unused_parameters: bool = acts(True, "false: a parameter without a gradient is an error.")
     enable_sanity_checks: bool = False
     """Changing parameters inside `GatheredParameters(modifier_rank=None)` is an error: the change would be lost."""
@@ -164,12 +164,20 @@ class ZeroConfig(Section):
                 message = f"is {size}, which does not divide the number of processes, {world_size}"
                 raise UsageError(f"zero_optimization.{key} {message}")
         mics, second = found.values()
-        if mics > 0 and self.has_second_shards:
+        if mics > 0 and second > 1:
             raise UsageError(
                 f"zero_optimization: mics_shard_size {mics} and zero_hpz_partition_size {second} are two ways to keep "
                 "all-gathers within a group: give one of them"
             )
         return mics if mics > 0 else world_size
+
+    def second_shards_over(self, world_size: int) -> int:
+        """The number of ranks over which hpZ cuts a unit's second shard; 0 if there is none.
+
+        Below stage 3 every rank holds all parameters on its device, and in a single group the first shard serves.
+        """
+        size = self.zero_hpz_partition_size
+        return size if self.stage == 3 and 1 < size < world_size else 0
 
     def use_shard_size(self, size: int) -> None:
         """Take `mics_shard_size` from a mesh. Raises UsageError if the configuration says otherwise."""
@@ -179,11 +187,6 @@ class ZeroConfig(Section):
                 f"{size} ranks; delete the key"
             )
         vars(self)["mics_shard_size"] = size  # not as an attribute, which would count as given
-
-    @property
-    def has_second_shards(self) -> bool:
-        """Only at stage 3: below it, every rank holds all parameters on its device."""
-        return self.stage == 3 and self.zero_hpz_partition_size > 1
 
     @property
     def offloads_params(self) -> bool:
