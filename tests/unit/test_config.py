@@ -262,10 +262,11 @@ def test_keys_without_effect_are_listed_by_name():
 
 
 def test_every_key_without_a_mark_is_read_by_the_engine():
-    # The first ones act inside zero.config, the third in accelerate, which reads the dict, and the others in torch.
+    # The first ones act inside zero.config, the fourth in accelerate, which reads the dict, and the others in torch.
     read_elsewhere = {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
+        "zero_hpz_partition_size",
         "zero_force_ds_cpu_optimizer",
         *OptimizerParams.model_fields,
     }
