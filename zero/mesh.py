@@ -1,7 +1,8 @@
-"""The sizes of a `torch.distributed.device_mesh.DeviceMesh` that the engine understands."""
+"""What a `torch.distributed.device_mesh.DeviceMesh` says: the size of a shard group. Nothing is communicated."""
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 import torch
@@ -14,6 +15,15 @@ class Mesh(Protocol):
 
     mesh: torch.Tensor
     mesh_dim_names: tuple[str, ...] | None
+
+
+def mesh_of_accelerate() -> Mesh | None:
+    """The mesh that the script's `Accelerator` has made of its `ParallelismConfig`, if that says how to shard."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    mesh = getattr(state.AcceleratorState(), "device_mesh", None)
+    return mesh if mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ()) else None
 
 
 def shard_size(mesh: Mesh, world_size: int) -> int:

@@ -26,7 +26,7 @@ from zero.deepspeed.optimizers import build_optimizer
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
-from zero.mesh import Mesh, shard_size
+from zero.mesh import Mesh, mesh_of_accelerate, shard_size
 
 logger = logging.getLogger("zero")
 
@@ -186,7 +186,7 @@ def initialize(
             `collate_fn`.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
         mesh: a `DeviceMesh` of the dimensions `replicate` and `shard`, for hybrid sharding. The size of `shard` means
-            the same as `mics_shard_size` in the configuration.
+            the same as `mics_shard_size` in the configuration. Default: the mesh of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
@@ -204,6 +204,7 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     settings.resolve_batch(world.get_world_size())
+    mesh = mesh_of_accelerate() if mesh is None else mesh
     if mesh is not None:
         settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
     settings.zero_optimization.shards_over(world.get_world_size())
