@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero
 from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, load_train, stored, train_save_train
 from tests.dist.toys import Toy, toy, toy_batches
-from tests.dist.training import adamw, curve_on, ds_config, relative, split
+from tests.dist.training import adamw, curve_on, ds_config, relative, split, start, train_zero
+from tests.parity.models import batches, build
+from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.deepspeed.fragments import (
@@ -47,6 +49,22 @@ def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, r
         manifest = json.loads((Path(folder) / f"global_step{STEPS}" / "checkpoint.json").read_text())
         for key, entry in manifest["tensors"].items():
             assert sum(numel for _, numel, *_ in entry["slices"]) == entry["numel"], f"{key} is written once"
+
+
+def whole_tensors(rank: int, world_size: int, folder: str, section: dict[str, Any], save: bool) -> None:
+    """Train and save with an optimizer whose state has tensors of other shapes, or load that and save it again."""
+    engine, _ = start(build("llama"), ds_config(**section), make=MAKE["torch's Adafactor"])
+    if save:
+        train_zero(engine, batches("llama", 1))
+    else:
+        engine.load_checkpoint(folder)
+    engine.save_checkpoint(folder if save else Path(folder) / "again")
+
+
+def test_whole_tensors_of_an_optimizer_are_stored_once_and_load_in_other_groups(tmp_path):
+    run_on(4, whole_tensors, str(tmp_path), {"mics_shard_size": 2}, True)
+    run_on(2, whole_tensors, str(tmp_path), {"mics_shard_size": 1, "stage": 1}, False)
+    assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
 
 
 MESH = {"stage3_param_persistence_threshold": 0}

@@ -186,7 +186,7 @@ class ZeroConfig(Section):
                 f"zero_optimization.mics_shard_size is {self.mics_shard_size}, and the mesh's dimension shard has "
                 f"{size} ranks; delete the key"
             )
-        vars(self)["mics_shard_size"] = size  # not as an attribute, which would count as given
+        self.mics_shard_size = size  # counts as given: the table at the start shows it
 
     @property
     def offloads_params(self) -> bool:
