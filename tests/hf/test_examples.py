@@ -135,3 +135,14 @@ def test_sentence_transformers_is_as_ddp(tmp_path: Path) -> None:
     wanted, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "zero"))
     for name, value in wanted.items():
         torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
+
+
+def test_hybrid_sharding_counts_what_crosses_groups() -> None:
+    done = fork_ranks(REPOSITORY / "examples" / "hybrid_sharding.py", nproc=4, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = re.findall(r"^(.+?) +loss ([\d.]+), (\d+) .* all-gathers (\d+), gradients (\d+)$", done.stdout, re.M)
+    (_, loss, held, gathers, _), (_, mics_loss, mics_held, none, _), (_, hpz_loss, hpz_held, half, _) = counts
+    assert [name for name, *_ in counts] == ["stage 3", "MiCS", "hpZ"] and loss == hpz_loss
+    assert float(mics_loss) == pytest.approx(float(loss), rel=1e-5)
+    assert int(none) == 0 and int(half) < 0.6 * int(gathers)
+    assert int(mics_held) == pytest.approx(2 * int(held), rel=0.03) and held == hpz_held, "but for paddings"
