@@ -69,8 +69,8 @@ class Communicator:
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
     operations, and of elements of the full buffers they moved, by operation name. sent: elements of this rank's
-    point-to-point messages, by (operation name, receiver). clock: the time of all engines that use these ranks.
-    matches_by_order: operations of different ranks match by their order alone, so it must be the same.
+    messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines that
+    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
     """
 
     def __init__(self, device: torch.device):
