@@ -46,6 +46,7 @@ LAYERS = [
     "zero.engine",
     "zero.streaming",
     "zero.deepspeed",
+    "zero.verify",
     "zero",
     "zero.hf",
     "zero.activation_trace",
@@ -105,6 +106,7 @@ INSIDE = {
         "timers",
         "finder",
     ],  # fmt: skip
+    "zero.verify": ["__init__", "compare", "command", "plain", "record"],
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

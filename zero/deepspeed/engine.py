@@ -48,6 +48,12 @@ class DeepSpeedEngine(ZeroEngine):
     world_size = dp_world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
 
     @property
+    def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
+        """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at stage 0 in fp32."""
+        plain = self.settings.zero_optimization.stage == 0 and self.settings.compute_dtype == torch.float32
+        return self.optimizer.optimizer if plain and self.optimizer is not None else self.optimizer
+
+    @property
     def local_rank(self) -> int:
         return self.comm.device.index or 0
 
@@ -157,6 +163,10 @@ for _name, _key in {
     setattr(DeepSpeedEngine, _name, _setting(_key))
 
 
+# Makes the engine of a script; `zero verify` sets another function here.
+make_engine: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
+
+
 def initialize(
     args: object | None = None,
     model: nn.Module | None = None,
@@ -206,13 +216,9 @@ def initialize(
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
-    engine = DeepSpeedEngine(model, settings, optimizer, lr_scheduler)
+    engine = make_engine(model, settings, optimizer, lr_scheduler)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
-    shown = engine.optimizer
-    if shown is not None and settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32:
-        # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
-        shown = engine.optimizer.optimizer
-    return engine, shown, loader, engine.lr_scheduler
+    return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
