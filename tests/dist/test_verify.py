@@ -59,7 +59,8 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
 def record(rank: int, world_size: int, folder: Path, faults: list[str], dtype: str) -> None:
     """Record the plain run, and one run of the engine for each fault."""
     for name in ("plain", *faults):
-        model, settings = toy(), load_config(ds_config(accumulation=ACCUMULATION, clip=0.1, **DTYPES[dtype]))
+        options = {"accumulation": ACCUMULATION, "clip": 0.1, "stage3_param_persistence_threshold": 0}
+        model, settings = toy(), load_config(ds_config(**options, **DTYPES[dtype]))
         optimizer = adamw(one_group(trainable(model)))
         with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
             engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(model, settings, optimizer)
