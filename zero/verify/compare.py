@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from zero.errors import UsageError
-
 
 @dataclass
 class Difference:
@@ -187,17 +185,16 @@ def _pair(name: str, a: torch.Tensor, b: torch.Tensor) -> _Pair:
 
 
 def _tensors(engine: Path, plain: Path, name: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name, the engine's, the plain one). A tensor that only one side has is compared with zeros."""
+    """(name, the engine's, the plain one) in the model's order. What only one side has is compared with zeros."""
     file = f"{name}.safetensors"
     with safe_open(engine / file, "pt") as a, safe_open(plain / file, "pt") as b:
-        names = dict.fromkeys([*b.keys(), *a.keys()])
-        if not names:
-            raise UsageError(f"{file}: no trained parameter was recorded")
-        for key in names:
-            first = a.get_tensor(key) if key in a.keys() else None  # noqa: SIM118
-            second = b.get_tensor(key) if key in b.keys() else None  # noqa: SIM118
-            yield (
-                key,
-                torch.zeros_like(second) if first is None else first,
-                torch.zeros_like(first) if second is None else second,
-            )
+        names_of_a, names_of_b = set(a.keys()), set(b.keys())
+        for key in json.loads((plain / "facts.json").read_text())["names"]:
+            first = a.get_tensor(key) if key in names_of_a else None
+            second = b.get_tensor(key) if key in names_of_b else None
+            if first is not None or second is not None:
+                yield key, _or_zeros(first, second), _or_zeros(second, first)
+
+
+def _or_zeros(tensor: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros_like(other) if tensor is None else tensor

@@ -56,6 +56,7 @@ class Recorder:
         engine.backward, engine.step = self.backward, self.step
         facts = {"dtype": str(engine.settings.compute_dtype).removeprefix("torch."), "ranks": engine.comm.world_size}
         facts["accumulation"] = engine.settings.gradient_accumulation_steps
+        facts["names"] = [name for name, _ in self._trained()]
         if engine.comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "facts.json").write_text(json.dumps(facts))
