@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero import world
+from zero import monitor, world
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.config import Config, load_config
 from zero.deepspeed.leaf import mark_configured
@@ -40,6 +40,7 @@ class DeepSpeedEngine(ZeroEngine):
         offload = ParameterOffload(self.hooks)
         if self.optimizer is not None:
             self.optimizer.parameter_offload = offload
+            self.monitor = monitor.make(self)
 
     _config = property(attrgetter("settings"), doc="The configuration.")
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
