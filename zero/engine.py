@@ -359,6 +359,9 @@ class ZeroEngine(Accumulation, nn.Module):
         Blocks of one class share their graphs. So what differs between them, such as transformers' cache of keys and
         values, costs a graph each: train with `use_cache=False`.
         """
+        if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise UsageError(f"compile: torch has no backend {backend!r}; it has {known}")
         # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for lengths that vary.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedParameter)
