@@ -300,6 +300,9 @@ def _become_rank(rank: int, request: dict[str, Any]) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
+_kept: list[dist.ProcessGroup] = []
+
+
 def _run_script(rank: int, request: dict[str, Any]) -> None:
     """Run the command as `python` would run it."""
     if request["ranks"]:
@@ -308,6 +311,11 @@ def _run_script(rank: int, request: dict[str, Any]) -> None:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "TORCHELASTIC_USE_AGENT_STORE": True,
         }  # fmt: skip
         os.environ.update({name: str(value) for name, value in variables.items()})
+        if request["ends_early"]:
+            # DDP's reducer may hold the last reference to the group. Then it destroys it with the interpreter's lock,
+            # and waits for gloo's thread, which waits for that lock.
+            dist.init_process_group("gloo")
+            _kept.append(dist.group.WORLD)
     script, *arguments = request["command"]
     if script == "-m":
         sys.argv = arguments
