@@ -165,7 +165,7 @@ class ZeroConfig(Section):
                 message = f"is {size}, which does not divide the number of processes, {world_size}"
                 raise UsageError(f"zero_optimization.{key} {message}")
         mics, second = found.values()
-        if mics > 0 and second > 1:
+        if mics > 0 and second > 1 and self.stage == 3:
             raise UsageError(
                 f"zero_optimization: mics_shard_size {mics} and zero_hpz_partition_size {second} are two ways to keep "
                 "all-gathers within a group: give one of them"
