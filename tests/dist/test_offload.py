@@ -1,4 +1,4 @@
-"""Tiers at work: what is where, what the settings do, errors of the disk, and the public names during a late update."""
+"""Offload: where state lives, what the settings do, disk errors, and the public functions during a late update."""
 
 import errno
 import io
@@ -25,7 +25,7 @@ BEHIND = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
 
 
 def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> zero.ZeroEngine:
-    """With every tensor that is offloaded to nvme really in a file."""
+    """Make an engine. Every tensor that is offloaded to nvme goes to a file, however small."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
     offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
     config = ds_config(**{**SMALL, "sub_group_size": 20000, **offload})
@@ -33,7 +33,7 @@ def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> ze
 
 
 def in_memory() -> zero.ZeroEngine:
-    """Updated as offload does it: without a C++ compiler by torch's fused Adam, whose last bits depend on the tiles."""
+    """Make an engine without files that updates as offload does. Without a compiler that is torch's fused Adam."""
     with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
         return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}))[0]
 
@@ -60,7 +60,7 @@ def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tupl
 
 
 def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path):
-    """The reserve is 1 GiB of 10; half of it is the mark below which units go."""
+    """The reserve is 1 GiB of 10. Units are offloaded when less than half of the reserve is free."""
     reserve = 1 << 30
     some = reserve + 400_000
     rooms = [some, some, some, reserve // 2, reserve // 2 - 1, some, some, 0]
@@ -68,7 +68,7 @@ def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path
     assert_equal(curve, curve_on(1, plain))
     fit = here[1]
     assert 0 < fit < 8
-    # The first step is watched; under half of the reserve units go; what has fitted for two steps comes back.
+    # The first step only measures. Below half of the reserve, units leave. What fits for two steps comes back.
     assert here == [0, fit, fit, fit, 0, 0, fit, 0]
 
 
@@ -107,7 +107,7 @@ def test_times_are_counted_by_phase(tmp_path):
     assert all("forward" in line and "backward" in line and "file" in line for line in lines)
 
 
-# -- names that read and write sharded values
+# -- functions that read and write sharded values
 
 
 def read_and_write(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
@@ -201,7 +201,7 @@ def test_a_step_that_was_interrupted_is_no_step_and_a_checkpoint_mends_it(tmp_pa
 
 
 def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
-    """The script's optimizer with a tensor for its learning rate, a scheduler, and calls of `zero_grad` at any time."""
+    """Train with the script's own optimizer and scheduler, a tensor as learning rate, and calls of `zero_grad`."""
     model = build("t5")
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
