@@ -21,7 +21,7 @@ from zero.optim import cpu_adam, placement
 
 STEPS = 8
 FILES = {"device": "nvme", "max_in_cpu": 0}
-BEHIND = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
+PIPELINED = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
 
 
 def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> zero.ZeroEngine:
@@ -46,7 +46,7 @@ def plain(rank: int, world_size: int) -> Curve:
 
 
 def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tuple[Curve, list[int]]:
-    engine = engine_on(folder, FILES, {**BEHIND, "ratio": "auto"})
+    engine = engine_on(folder, FILES, {**PIPELINED, "ratio": "auto"})
     remaining, here, curve = list(rooms), [], Curve()
     device.room = lambda _: (remaining.pop(0), 10 << 30)
     placement.STEPS_TO_RETURN = 2
@@ -79,7 +79,7 @@ def settings_seen(rank: int, world_size: int, folder: str) -> dict:
     engine = engine_on(
         folder,
         {**FILES, "buffer_count": 3, "buffer_size": 700},
-        BEHIND,
+        PIPELINED,
         aio={"block_size": 8192, "queue_depth": 6, "thread_count": 2},
     )
     file = next(unit.tier.file for unit in engine.units if unit.tier.file is not None)
@@ -95,7 +95,7 @@ def test_the_aio_section_and_the_buffers_act(tmp_path):
 
 
 def timed(rank: int, world_size: int, folder: str) -> str:
-    engine = engine_on(folder, FILES, BEHIND, wall_clock_breakdown=True)
+    engine = engine_on(folder, FILES, PIPELINED, wall_clock_breakdown=True)
     with redirect_stderr(io.StringIO()) as printed:
         train_zero(engine, batches("t5", 3))
     return printed.getvalue()
@@ -111,7 +111,7 @@ def test_times_are_counted_by_phase(tmp_path):
 
 
 def read_and_write(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    engine = engine_on(folder, FILES, BEHIND) if folder else in_memory()
+    engine = engine_on(folder, FILES, PIPELINED) if folder else in_memory()
     seen = []
     for batch in batches("t5", 3):
         step(engine, [batch.copy() if world_size == 1 else {k: v.chunk(2)[rank] for k, v in batch.items()}])
@@ -132,7 +132,7 @@ def test_values_are_read_and_written_behind_a_late_update(tmp_path):
 
 
 def written_and_read(rank: int, world_size: int, folder: str, checkpoint: str, writes: bool, files: bool) -> Curve:
-    engine = engine_on(folder, FILES, BEHIND) if files else in_memory()
+    engine = engine_on(folder, FILES, PIPELINED) if files else in_memory()
     half = STEPS // 2
     if writes:
         train_zero(engine, batches("t5", half))
@@ -155,7 +155,7 @@ def test_checkpoints_go_from_any_tier_to_any(tmp_path, from_files, to_files):
 
 
 def failing(rank: int, world_size: int, folder: str, checkpoint: str, call: str) -> str:
-    engine = engine_on(folder, FILES, BEHIND)
+    engine = engine_on(folder, FILES, PIPELINED)
     train_zero(engine, batches("t5", 2))
     engine.save_checkpoint(checkpoint)
 
@@ -206,7 +206,7 @@ def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**BEHIND, "nvme_path": folder}}
+    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**PIPELINED, "nvme_path": folder}}
     config = ds_config(**SMALL, **(offload if folder else {}))
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     curve = Curve()

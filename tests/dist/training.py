@@ -138,7 +138,7 @@ def train_in_slices(
     """Train as `ranks` ranks in mixed precision do, but in one process: with their shapes and their order of sums.
 
     A batch has `ranks * accumulation` parts. Each part gives gradients in `dtype`, of its loss / `accumulation` x
-    `scale`. (In fp16 the scale changes gradients: small ones are subnormal.) Gradients are summed in fp32, for a float64
+    `scale`. (In fp16 the scale changes gradients: small ones are subnormal.) Gradients are summed in fp32, of a float64
     model in float64: micro-batch by micro-batch, and within one rank by rank. With `own_first` each rank's own
     gradients are summed first, as at stages 0 and 1. Their mean updates the masters, which are rounded into the model.
 
