@@ -1,4 +1,4 @@
-"""What of the documentation is made from the code is current, and the README is short."""
+"""The generated parts of the documentation are current, and the README is short."""
 
 import re
 from pathlib import Path
