@@ -1,4 +1,4 @@
-"""What a distillation leaves: the student in 16 bits, without projections, and a model card with recipe and figures."""
+"""The results of a distillation: the exported student, and a model card with recipe and figures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RECIPE = (
 
 
 def convert(folder: str | Path, dtype: str) -> None:
-    """Rewrite the weights that `save_model` left in `folder` in `dtype` ("bfloat16", "float16", "float32").
+    """Convert the saved weights in `folder` to `dtype` ("bfloat16", "float16", "float32").
 
-    One file at a time is in memory. Each is replaced by one rename, so weights that load are there at any moment.
+    One file at a time is in memory. Each file is replaced by one rename, so the folder can be loaded at any moment.
     """
     target = getattr(torch, dtype)
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -42,7 +42,7 @@ def convert(folder: str | Path, dtype: str) -> None:
 def write_card(
     folder: str | Path, args: DistillationConfig, teacher: str, figures: Mapping[str, float], trained_on: str
 ) -> None:
-    """Write the student's model card, `README.md`: where it comes from, by which recipe, and what it reached."""
+    """Write the student's model card, `README.md`: its teacher and data, the recipe, and the held-out figures."""
     defaults = {field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()}
     always = ("loss_type", "kd_alpha", "temperature", "learning_rate", "seed")
     recipe = {
