@@ -135,7 +135,7 @@ def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.T
 class TopK(NamedTuple):
     """A teacher's k most probable tokens and the mass of all others.
 
-    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The k + 1 bins sum to 1,
+    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The bins sum to 1,
     so a divergence on them compares distributions. (Renormalising the k alone is biased, arXiv 2503.16870.)
     """
 
