@@ -48,7 +48,7 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
-        report.store_in_16_bit(args.output_dir)
+        report.convert(args.output_dir, "float16" if args.fp16 else "bfloat16")
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
         report.reload_in_fresh_process(args.output_dir, held_out["source"][:3])
 

@@ -31,6 +31,7 @@ from distill.report import Result
 from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
+from translation.report import convert
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
 
 
 def _write(folder: Path, results: dict[str, Result], completions, data_args, args) -> None:
-    export.convert(folder / "distilled", data_args.export_dtype)
+    convert(folder / "distilled", data_args.export_dtype)
     figures = {name: getattr(results["distilled"], name) for name in ("eval_loss", "eval_ppl", "top1_agreement")}
     corpus = "the source of the Python standard library"
     export.write_card(folder / "distilled", args, "the demonstration's teacher", figures, corpus)

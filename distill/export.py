@@ -1,14 +1,9 @@
-"""The results of a distillation: the exported student, and a model card with recipe and figures."""
+"""The model card of a student: its teacher and data, the recipe, and the held-out figures."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from distill.config import DistillationConfig
 
@@ -18,25 +13,6 @@ RECIPE = (
     "seq_kd", "teacher_cache", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed",
 )  # fmt: skip
-
-
-def convert(folder: str | Path, dtype: str) -> None:
-    """Convert the saved weights in `folder` to `dtype` ("bfloat16", "float16", "float32").
-
-    One file at a time is in memory. Each file is replaced by one rename, so the folder can be loaded at any moment.
-    """
-    target = getattr(torch, dtype)
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        if all(tensor.dtype == target or not tensor.is_floating_point() for tensor in tensors.values()):
-            continue
-        converted = {n: t.to(target) if t.is_floating_point() else t for n, t in tensors.items()}
-        partial = path.with_suffix(".partial")
-        save_file(converted, partial, metadata={"format": "pt"})
-        partial.replace(path)
-    config = Path(folder, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
 
 
 def write_card(

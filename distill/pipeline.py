@@ -70,7 +70,7 @@ def run(arguments: Arguments) -> None:
     if args.do_predict:
         figures |= _predict(trainer, splits["test"])
     if args.do_train and args.process_index == 0:
-        export.convert(args.output_dir, data_args.export_dtype)
+        report.convert(args.output_dir, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
         export.write_card(args.output_dir, args, source, figures, data_args.train_file)
         logger.info("student: %s (%s)", args.output_dir, data_args.export_dtype)

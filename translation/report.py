@@ -9,8 +9,10 @@ from pathlib import Path
 
 import evaluate
 import numpy as np
+import torch
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 METRIC_SCRIPT = Path(__file__).parents[1] / "metrics" / "bleu_chrf.py"
@@ -50,19 +52,23 @@ def write_translations(folder: str, translations: list[str]) -> None:
     Path(folder, "generated_predictions.txt").write_text(lines, encoding="utf-8")
 
 
-def store_in_16_bit(folder: str) -> None:
-    """Convert the saved weights in `folder` to bfloat16, unless they have 16 bits already.
+def convert(folder: str | Path, dtype: str) -> None:
+    """Convert the saved weights in `folder` to `dtype` ("bfloat16", "float16", "float32").
 
-    After a crash at any moment the folder still loads: `from_pretrained` casts to the `dtype` in config.json.
+    One file at a time is in memory. Each file is replaced by one rename, so the folder can be loaded at any moment.
     """
-    weights, config = Path(folder, "model.safetensors"), Path(folder, "config.json")
-    tensors = load_file(weights)
-    if all(tensor.element_size() == 2 for tensor in tensors.values()):
-        return
-    partial = weights.with_suffix(".partial")
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
-    partial.replace(weights)
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}, indent=2, sort_keys=True))
+    target = getattr(torch, dtype)
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        if all(tensor.dtype == target or not tensor.is_floating_point() for tensor in tensors.values()):
+            continue
+        converted = {n: t.to(target) if t.is_floating_point() else t for n, t in tensors.items()}
+        partial = path.with_suffix(".partial")
+        save_file(converted, partial, metadata={"format": "pt"})
+        partial.replace(path)
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
 
 
 def reload_in_fresh_process(folder: str, sentences: list[str]) -> None:
