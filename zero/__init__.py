@@ -1,5 +1,7 @@
 """A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
 
+import os
+
 from zero.deepspeed import fragments, labels, leaf, tiling
 from zero.deepspeed.engine import initialize
 from zero.engine import ZeroEngine
@@ -11,6 +13,11 @@ from zero.streaming import stream_weights
 __version__ = "0.1.0"
 
 labels.register()
+
+if "ZERO_VERIFY_MODE" in os.environ:  # this process was started by `zero verify`
+    from zero.verify import record
+
+    record.set_up()
 
 __all__ = [
     "GatheredParameters",

@@ -21,6 +21,7 @@ from zero.config import load_config
 from zero.config.explain import explain, explain_as_json
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
+from zero.verify.command import verify
 
 USAGE = """\
 usage: zero run SCRIPT.py ARGS...
@@ -35,6 +36,10 @@ Runs a script as python would, or any command (torchrun, accelerate launch, trl)
 
 Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
 which only environment variables can be given.
+
+       zero verify [--steps N] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
+
+Runs the first steps twice, on zero and on plain torch, and names the first loss, gradient or parameter that differs.
 
        zero explain CONFIG [--json]
 
@@ -67,6 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
             _check_configurations(rest)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
             _run(target, rest)
+        case ["verify", *rest]:
+            try:
+                sys.exit(verify(rest))
+            except (ValueError, OSError) as error:
+                _refuse(str(error))
         case ["hook"]:
             print(STARTUP)
         case ["inspect" | "consolidate" | "explain" | "estimate" as command, *rest]:

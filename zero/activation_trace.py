@@ -27,6 +27,9 @@ class Trace(NamedTuple):
 @functools.cache
 def trace(model: nn.Module, batch: int, length: int) -> Trace:
     """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels."""
+    positions = getattr(model.config, "max_position_embeddings", None) or length
+    if length > positions:
+        raise UsageError(f"--seq {length}: the model's configuration has max_position_embeddings {positions}")
     saved, handles = _Saved(model), []
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -182,7 +182,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config
     if optimizer is None:
         return ""
     cut = "element by element, in the shards of the weights"
-    how = cut if updates_elements(optimizer, settings) else "whole tensors, each on the rank that owns it"
+    owner = "on every rank" if settings.zero_optimization.stage == 0 else "each on the rank that owns it"
+    how = cut if updates_elements(optimizer, settings) else f"whole tensors, {owner}"
     return f"\noptimizer {type(optimizer).__name__} updates {how}"
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -46,6 +46,16 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weak
 _engine_backwards = 0
 
 
+class StepMonitor(Protocol):
+    """Is told of losses and steps; see `zero.monitor`."""
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss, before it is divided by the number of micro-batches."""
+
+    def end_step(self) -> None:
+        """An optimizer step is over. All ranks call it."""
+
+
 class ZeroEngine(Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
@@ -59,10 +69,11 @@ class ZeroEngine(Accumulation, nn.Module):
         was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
         global_samples: counters. throughput: samples per second. residency: gathered elements, now and at their peak.
         activations: `HostActivations` if `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was
-        called.
+        called. monitor: is told of each step, or None.
     """
 
     optimizer_class = ZeroOptimizer
+    monitor: StepMonitor | None = None
 
     def __init__(
         self,
@@ -155,6 +166,8 @@ class ZeroEngine(Accumulation, nn.Module):
         `gradient_accumulation_steps`. Returns the loss so divided.
         """
         global _engine_backwards
+        if self.monitor is not None:
+            self.monitor.loss(loss)
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
@@ -216,7 +229,8 @@ class ZeroEngine(Accumulation, nn.Module):
         self._count_samples()
         with self.comm.clock.phase("step"):
             self._step_applied = self.optimizer.step()
-        self._report_times()
+        if self.monitor is not None:
+            self.monitor.end_step()
         if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -230,11 +244,6 @@ class ZeroEngine(Accumulation, nn.Module):
         for unit in self.units:
             if unit.is_in_use and not unit.persistent:
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
-
-    def _report_times(self) -> None:
-        if self.settings.wall_clock_breakdown and self.comm.rank == 0:
-            print(f"step {self.global_steps}: {self.comm.clock}", file=sys.stderr)
-            self.comm.clock.reset()
 
     def _log_skip(self) -> None:
         if self.scaler is not None and self.comm.rank == 0:
@@ -350,6 +359,9 @@ class ZeroEngine(Accumulation, nn.Module):
         Blocks of one class share their graphs. So what differs between them, such as transformers' cache of keys and
         values, costs a graph each: train with `use_cache=False`.
         """
+        if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise UsageError(f"compile: torch has no backend {backend!r}; it has {known}")
         # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for lengths that vary.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedParameter)

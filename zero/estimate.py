@@ -329,6 +329,9 @@ def report(source: str, config_source: str, question: Question, device_memory: i
     """The estimate as text or as a JSON object; ValueError for a model or a configuration that cannot be read."""
     model_config = read_config(source)
     config = fill_in(load_config(config_source, allow_auto=True), model_config)
+    if question.batch and config.train_micro_batch_size_per_gpu not in (None, question.batch):
+        given = config.train_micro_batch_size_per_gpu
+        raise UsageError(f"--batch {question.batch}: {config_source} has train_micro_batch_size_per_gpu {given}")
     model = build(model_config, config.compute_dtype)
     found = estimate(model, config, question)
     fits = device_memory is None or found.total(DEVICE) <= device_memory

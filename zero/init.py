@@ -65,6 +65,8 @@ class Init:
         ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means nothing here.
     """
 
+    # True: no context does anything. The plain run of `zero verify` holds whole models.
+    is_off = False
     _active: Init | None = None
 
     def __init__(
@@ -81,8 +83,8 @@ class Init:
     ):
         if unknown := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
-        self.enabled, self.dtype = enabled, dtype
-        if not enabled:
+        self.enabled, self.dtype = enabled and not Init.is_off, dtype
+        if not self.enabled:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
         offload, aio, self.strict = OffloadConfig(), AioConfig(), False

@@ -58,6 +58,14 @@ class ParameterState:
                 "parameter; take the function for the full state"
             )
 
+    def _refuse_unknown(self) -> None:
+        """Raise UsageError if the optimizer has states, and none of this name."""
+        if self.optimizer is None or self._whole is not None or self.kind in (FP32, GRADIENT):
+            return
+        known = sorted({key for state in self.optimizer.state.values() for key in state})
+        if known:
+            raise UsageError(f"the optimizer has no state {self.kind!r}; it has {', '.join(known)}")
+
     @property
     def _shard(self) -> OptimizerShard:
         return self.optimizer.shards[self.unit]
@@ -130,7 +138,7 @@ class ParameterState:
         """Store this rank's part. A parameter follows its fp32 value: every rank must call to write that."""
         self._refuse_local()
         if not self.exists:
-            return
+            return self._refuse_unknown()
         if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
@@ -146,7 +154,7 @@ class ParameterState:
     def write_full(self, value: torch.Tensor) -> None:
         """Store all of it, given in the parameter's shape. Every rank must call, with the same `value`."""
         if not self.exists:
-            return
+            return self._refuse_unknown()
         if value.shape != self.param.shape:
             raise ValueError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
         if self._whole is not None:

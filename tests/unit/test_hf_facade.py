@@ -1,6 +1,7 @@
 """DeepSpeed's names beside the engine: estimates, groups, timers, defaults."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,11 +10,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.dist.training import ds_config
-from tests.processes import run_on
+from tests.processes import REPOSITORY, run, run_on
 from zero import initialize
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.config import load_config
-from zero.deepspeed import configuration, estimates, finder, timers, utilities
+from zero.deepspeed import configuration, estimates, finder, fragments, timers, utilities
 from zero.deepspeed.checkpoints import (
     convert_to_universal,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -176,12 +177,31 @@ def load_universal(rank: int, world_size: int, folder: str, weight: torch.Tensor
 def test_a_checkpoint_converted_to_a_universal_one_loads_on_another_world_size(tmp_path):
     run_on(1, unnamed, str(tmp_path))
     args = SimpleNamespace(input_folder=str(tmp_path / "global_step1"), output_folder=str(tmp_path / "universal"))
-    convert_to_universal(args)
+    options = ["--input_folder", args.input_folder, "--output_folder", args.output_folder, "--num_merge_workers", "2"]
+    command = [sys.executable, "-m", "zero", "run", "-m", "deepspeed.checkpoint.ds_to_universal", *options]
+    done = run(command, timeout=100, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
     weight = get_fp32_state_dict_from_zero_checkpoint(tmp_path)["weight"]
     run_on(2, load_universal, str(tmp_path), weight)
     args.input_folder = str(tmp_path / "none")
     with pytest.raises(ValueError, match="none"):
         convert_to_universal(args)
+
+
+def with_an_unknown_state(rank: int, world_size: int) -> None:
+    config = ds_config(optimizer={"type": "Adam", "params": {"lr": 0.1}})
+    engine = initialize(model=nn.Linear(2, 2), config=config)[0]
+    fragments.safe_set_full_optimizer_state(engine.module.weight, torch.ones(2, 2), "exp_avg")  # no step yet: no state
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    with pytest.raises(UsageError, match="no state 'momentum'; it has exp_avg, exp_avg_sq"):
+        fragments.safe_set_full_optimizer_state(engine.module.weight, torch.ones(2, 2), "momentum")
+    with pytest.raises(UsageError, match="no backend 'inducter'"):
+        engine.compile("inducter")
+
+
+def test_an_unknown_optimizer_state_or_backend_is_refused():
+    run_on(1, with_an_unknown_state)
 
 
 def with_log_level(rank: int, world_size: int) -> None:

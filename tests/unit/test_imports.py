@@ -44,8 +44,10 @@ LAYERS = [
     "zero.accumulation",
     "zero.construction",
     "zero.engine",
+    "zero.monitor",
     "zero.streaming",
     "zero.deepspeed",
+    "zero.verify",
     "zero",
     "zero.hf",
     "zero.activation_trace",
@@ -54,7 +56,18 @@ LAYERS = [
 ]
 # Within a package.
 INSIDE = {
-    "zero.config": ["keys", "reading", "optim", "offload", "settings", "loading", "report", "explain", "__init__"],
+    "zero.config": [
+        "keys",
+        "reading",
+        "optim",
+        "offload",
+        "monitor",
+        "settings",
+        "loading",
+        "report",
+        "explain",
+        "__init__",
+    ],
     "zero.offload": ["__init__", "memory", "files", "tiers"],
     "zero.checkpoint": [
         "values",
@@ -105,6 +118,8 @@ INSIDE = {
         "timers",
         "finder",
     ],  # fmt: skip
+    "zero.monitor": ["writers", "monitor", "__init__"],
+    "zero.verify": ["__init__", "compare", "command", "plain", "record"],
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))

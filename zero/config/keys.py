@@ -268,14 +268,10 @@ class SectionsWithoutEffect(Section):
     torch_autocast: idle("dtype lower_precision_safe_modules", enabled=only(bool, False, _NO_AUTOCAST)) = unused(
         None, _NO_AUTOCAST
     )
-    flops_profiler: idle("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file") = (
-        unused(None, _TORCH_PROFILER)
+    comms_logger: idle("enabled prof_all prof_ops verbose debug") = unused(
+        None, "json_monitor, csv_monitor, tensorboard and wandb count the elements of each collective"
     )
-    comms_logger: idle("enabled prof_all prof_ops verbose debug") = unused(None, _TORCH_PROFILER)
     timers: idle("", throughput=idle("enabled synchronized")) = unused(None, _TORCH_PROFILER)
-    tensorboard: idle("enabled output_path job_name") = unused(None, _TRACKERS)
-    wandb: idle("enabled group team project") = unused(None, _TRACKERS)
-    csv_monitor: idle("enabled output_path job_name") = unused(None, _TRACKERS)
     comet: idle("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode") = (
         unused(None, _TRACKERS)
     )

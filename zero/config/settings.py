@@ -32,6 +32,7 @@ from zero.config.keys import (
     only,
     unused,
 )
+from zero.config.monitor import CsvMonitorConfig, FlopsProfilerConfig, JsonMonitorConfig, TensorBoardConfig, WandbConfig
 from zero.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.optim import OptimizerConfig, SchedulerConfig
 from zero.errors import UsageError
@@ -251,8 +252,8 @@ class Config(SectionsWithoutEffect):
     gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
     """Largest global L2 norm of the gradients. 0: no clipping."""
     log_level: choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") | None = acts(None, "Of the logger `zero`.")
-    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = unused(
-        None, "the Trainer reports progress; see logging_steps"
+    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = acts(
+        None, "Rank 0 prints a line of numbers every so many steps. Default: never."
     )
     wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -276,6 +277,11 @@ class Config(SectionsWithoutEffect):
     data_types: DataTypesConfig = Field(default_factory=DataTypesConfig)
     zero_optimization: ZeroConfig = Field(default_factory=ZeroConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    json_monitor: JsonMonitorConfig = Field(default_factory=JsonMonitorConfig)
+    csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
 
     _origin: Origin = PrivateAttr(Origin())
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,17 @@ from zero.export import copied_state_dict
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 
 
-def convert_to_universal(args: Namespace) -> None:
+def convert_to_universal(args: Namespace | None = None) -> None:
     """Make the folder `args.output_folder`, as `ds_to_universal` does, out of the checkpoint `args.input_folder`.
 
     The files are hard links, or copies on another file system: every checkpoint here loads on any number of ranks as it
-    is. ValueError if the input is no checkpoint, OSError if the output exists.
+    is. None: as the command line says. ValueError if the input is no checkpoint, OSError if the output exists.
     """
+    if args is None:
+        parser = ArgumentParser(prog="ds_to_universal")
+        parser.add_argument("--input_folder", required=True)
+        parser.add_argument("--output_folder", required=True)
+        args, _ = parser.parse_known_args()  # DeepSpeed's other options say how to convert; nothing is converted
     read_manifest(Path(args.input_folder))
     shutil.copytree(args.input_folder, args.output_folder, copy_function=_link_or_copy)
 

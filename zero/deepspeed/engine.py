@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero import world
+from zero import monitor, world
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.config import Config, load_config
 from zero.deepspeed.leaf import mark_configured
@@ -40,12 +40,19 @@ class DeepSpeedEngine(ZeroEngine):
         offload = ParameterOffload(self.hooks)
         if self.optimizer is not None:
             self.optimizer.parameter_offload = offload
+            self.monitor = monitor.make(self)
 
     _config = property(attrgetter("settings"), doc="The configuration.")
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
     global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
     world_size = dp_world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
+
+    @property
+    def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
+        """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at stage 0 in fp32."""
+        plain = self.settings.zero_optimization.stage == 0 and self.settings.compute_dtype == torch.float32
+        return self.optimizer.optimizer if plain and self.optimizer is not None else self.optimizer
 
     @property
     def local_rank(self) -> int:
@@ -157,6 +164,10 @@ for _name, _key in {
     setattr(DeepSpeedEngine, _name, _setting(_key))
 
 
+# Makes the engine of a script; `zero verify` sets another function here.
+make_engine: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
+
+
 def initialize(
     args: object | None = None,
     model: nn.Module | None = None,
@@ -206,13 +217,9 @@ def initialize(
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
-    engine = DeepSpeedEngine(model, settings, optimizer, lr_scheduler)
+    engine = make_engine(model, settings, optimizer, lr_scheduler)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
-    shown = engine.optimizer
-    if shown is not None and settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32:
-        # As with DeepSpeed, nothing wraps the optimizer there: `optimizer is returned_optimizer` holds.
-        shown = engine.optimizer.optimizer
-    return engine, shown, loader, engine.lr_scheduler
+    return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:

@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from zero.deepspeed.names import ABSENT, NAMES, REPORTED_VERSION
@@ -87,6 +87,12 @@ class FacadeFinder(importlib.metadata.DistributionFinder):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: the names are resolved at their first use."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m fullname` runs. Raises ImportError for a module without a command."""
+        if "main" not in NAMES[fullname]:
+            raise ImportError(f"{fullname} is no command of zero: it can be imported only", name=fullname)
+        return compile(f"import {fullname} as module; module.main()", f"<{fullname}>", "exec")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

@@ -59,6 +59,12 @@ def _label(params: Sequence[nn.Parameter], shard: torch.Tensor, pieces: Sequence
         param.partition_numel = functools.partial(int, param.ds_tensor.numel())  # no reference to the shard
 
 
+def label_whole(param: nn.Parameter) -> None:
+    """Set the attributes of an ordinary parameter, which shows its values always."""
+    _label([param], param.detach().view(-1), [], persistent=True)
+    _set_status(param, views.Shown.VALUES)
+
+
 def register() -> None:
     """From now on, sharded parameters get these attributes, whoever makes their unit."""
     views.observe(_set_status, _label)

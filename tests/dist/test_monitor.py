@@ -1,0 +1,99 @@
+"""What is measured in each step, and where it is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.dist.toys import ROWS, toy, toy_batches
+from tests.dist.training import ds_config, loss_of, start
+from tests.processes import run_on
+from zero.config import load_config
+from zero.errors import UsageError
+from zero.monitor.writers import writers
+
+RANKS, STEPS, ACCUMULATION = 2, 3, 2
+# Of the toy's matrices, by 2 operations a multiplication: forward, and both gradients but for the first layer's input.
+FLOPS_A_ROW = 6 * (2 * 13 * 13 + 4 * 2 * 13 * 39) - 2 * 13 * 13
+
+
+def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
+    """This rank's losses, step by step."""
+    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    sections = {"json_monitor": where, "csv_monitor": where, "steps_per_print": 2, "wall_clock_breakdown": True}
+    sections["flops_profiler"] = {"enabled": True, "profile_step": 2, "output_file": str(folder / "flops")}
+    config = ds_config(accumulation=ACCUMULATION, stage3_param_persistence_threshold=0) | sections
+    model, losses = toy(), []
+    engine, _ = start(model, config)
+    for batch in toy_batches(STEPS):
+        own = {name: value + rank for name, value in batch.items()}
+        losses.append([])
+        for _ in range(ACCUMULATION):
+            loss = loss_of(engine(**own))
+            losses[-1].append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def test_each_step_is_measured_and_written(tmp_path: Path):
+    by_rank = run_on(RANKS, monitored, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert [record["samples"] for record in records] == [4, 8, 12]
+    means = [sum(sum(losses[step]) for losses in by_rank) / (RANKS * ACCUMULATION) for step in range(STEPS)]
+    assert [record["loss"] for record in records] == pytest.approx(means, rel=1e-6)
+    for record in records:
+        assert record["elements"]["reduce_scatter"] > 0
+        assert record["lr"] == 1e-3 and record["grad_norm"] > 0
+        assert set(record["seconds"]) == {"forward", "backward", "step"}
+        assert record["memory"]["host_bytes"] > 0 and record["memory"]["gathered_elements_peak"] > 0
+        assert len(record["ranks"]["working_seconds"]) == RANKS
+    # Nothing of step 1 is left in step 2: the same work has the same traffic.
+    assert records[1]["elements"]["reduce_scatter"] == records[2]["elements"]["reduce_scatter"]
+
+    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
+    assert rows[0] == ["step", "train_loss"]
+    assert [(int(x), float(y)) for x, y in rows[1:]] == [(r["samples"], r["loss"]) for r in records]
+
+
+def test_operations_are_counted_exactly(tmp_path: Path):
+    run_on(1, monitored, tmp_path)
+    assert f"step 2 on rank 0: {FLOPS_A_ROW * ROWS * ACCUMULATION:.4g} in" in (tmp_path / "flops").read_text()
+
+
+@pytest.mark.parametrize("section", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named(section: str):
+    config = load_config(ds_config() | {section: {"enabled": True}})
+    with mock.patch.dict(sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}):
+        with pytest.raises(UsageError, match=f"package {section} is missing"):
+            writers(config)
+
+
+class FakeWandb:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(options)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+
+def test_wandb_gets_the_numbers_under_deepspeeds_names():
+    fake = FakeWandb()
+    config = load_config(ds_config() | {"wandb": {"enabled": True, "project": "mine"}})
+    with mock.patch.dict(sys.modules, {"wandb": fake}):
+        (writer,) = writers(config)
+    writer.write({"step": 1, "samples": 4, "loss": 2.0, "lr": 0.1, "loss_scale": None, "seconds": {"forward": 0.5}})
+    expected = {"Train/Samples/train_loss": 2.0, "Train/Samples/lr": 0.1, "Train/Seconds/forward": 0.5}
+    assert fake.calls == [{"project": "mine", "group": None, "entity": None}, (4, expected)]

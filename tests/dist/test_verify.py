@@ -1,0 +1,122 @@
+"""`zero verify`: an engine that computes rightly passes, and each planted fault is found and explained."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
+from tests.processes import REPOSITORY, run, run_on
+from zero.comm import Communicator
+from zero.config import load_config
+from zero.deepspeed.engine import DeepSpeedEngine
+from zero.gradients import GradientReducer
+from zero.optim.step import ZeroOptimizer
+from zero.pending import Pending
+from zero.unit import Unit
+from zero.verify.command import as_json, as_text
+from zero.verify.compare import Result, compare
+from zero.verify.plain import PlainEngine
+from zero.verify.record import Recorder
+
+RANKS, STEPS, ACCUMULATION = 2, 2, 2
+DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+LOST, FROZEN = "blocks.1.up.weight", "blocks.2"
+
+
+collect, update_tile = GradientReducer.collect, ZeroOptimizer._update_tile
+
+
+def drop_gradient(reducer: GradientReducer, unit: Unit, index: int) -> None:
+    if unit.param_names[index] == LOST:
+        unit.params[index].grad.zero_()
+    collect(reducer, unit, index)
+
+
+def freeze(optimizer: ZeroOptimizer, *args: Any) -> Pending:
+    values = args[-1]
+    kept = values.master.clone()
+    pending = update_tile(optimizer, *args)
+    if values.tile.unit.name == FROZEN:
+        values.master.copy_(kept)
+    return pending
+
+
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "none": (DeepSpeedEngine, "scale", DeepSpeedEngine.scale),
+    "loss scale": (DeepSpeedEngine, "scale", lambda self, loss, **_: loss * 8),
+    "mean": (Communicator, "mean_factor", 1.0),
+    "gradient": (GradientReducer, "collect", drop_gradient),
+    "frozen": (ZeroOptimizer, "_update_tile", freeze),
+}
+
+
+def record(rank: int, world_size: int, folder: Path, faults: list[str], dtype: str) -> None:
+    """Record the plain run, and one run of the engine for each fault."""
+    for name in ("plain", *faults):
+        options = {"accumulation": ACCUMULATION, "clip": 0.1, "stage3_param_persistence_threshold": 0}
+        model, settings = toy(), load_config(ds_config(**options, **DTYPES[dtype]))
+        optimizer = adamw(one_group(trainable(model)))
+        with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
+            engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(model, settings, optimizer)
+            Recorder(engine, folder / name, steps=STEPS + 1)
+            for batch in toy_batches(STEPS):
+                for micro in split(batch, ACCUMULATION * world_size)[rank::world_size]:
+                    engine.backward(loss_of(engine(**micro)))
+                    engine.step()
+
+
+def found(folder: Path, faults: list[str], dtype: str) -> dict[str, Result]:
+    run_on(RANKS, record, folder, faults, dtype)
+    return {name: compare(folder / name, folder / "plain") for name in faults}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
+    result = found(tmp_path, ["none"], dtype)["none"]
+    assert result.difference is None, as_text(result)
+    steps = range(1, STEPS + 1)
+    assert [row[:2] for row in result.rows] == [
+        (0, "value"), *((step, kind) for step in steps for kind in ("loss", "gradient", "update"))
+    ]  # fmt: skip
+    losses = [row for row in result.rows if row[1] == "loss"]
+    assert [row[2] for row in losses] == [RANKS * ACCUMULATION] * STEPS
+
+
+def test_planted_faults_are_found_and_explained(tmp_path: Path):
+    results = found(tmp_path, ["loss scale", "mean", "gradient", "frozen"], "float32")
+    expected = {
+        "loss scale": ("gradient", "stem.weight", "All gradients are 8 times the plain ones: a wrong loss scale"),
+        "mean": ("gradient", "stem.weight", "All gradients are 2 times the plain ones: they are summed over ranks"),
+        "gradient": ("gradient", LOST, f"The engine has no gradient for {LOST}"),
+        "frozen": ("update", f"{FROZEN}.norm.weight", f"The step has not changed {FROZEN}"),
+    }
+    for name, (kind, tensor, cause) in expected.items():
+        difference = results[name].difference
+        assert difference is not None, name
+        assert (difference.step, difference.kind) == (1, kind), name
+        assert difference.cause.startswith(cause), difference.cause
+        assert difference.name == tensor, name
+        assert f'"name": "{difference.name}"' in as_json(results[name])
+
+
+def test_the_command_runs_a_script_twice():
+    command = [sys.executable, "-m", "zero", "verify", "--steps", "1", "examples/torch_loop.py", "--output", "/nowhere"]
+    done = run(command, timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal within rounding for 1 step(s)" in done.stdout
+    assert "on plain torch: step 1 of 1" in done.stderr
+
+
+def test_a_script_without_a_step_is_refused(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("print('nothing trains here')")
+    done = run([sys.executable, "-m", "zero", "verify", str(script)], timeout=60, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert "made no optimizer step" in done.stderr
+    assert "nothing trains here" in done.stderr

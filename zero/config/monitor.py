@@ -1,0 +1,57 @@
+"""Sections about what is measured and written while training."""
+
+from zero.config.keys import Int, Positive, Section, acts, unused
+
+_PATH = "Folder for the files. Empty: the working directory."
+_JOB = "Name of the folder in `output_path`."
+
+
+class _Measured(Section):
+    """A section whose unknown keys change nothing that is computed."""
+
+    lenient = True
+
+
+class TensorBoardConfig(_Measured):
+    """Each step's numbers for TensorBoard. It needs the package `tensorboard`."""
+
+    enabled: bool = acts(False, "Write them.")
+    output_path: str = acts("", _PATH, needs="enabled")
+    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
+
+
+class CsvMonitorConfig(_Measured):
+    """Each step's numbers as CSV files, one for each quantity, with the columns `step` and the quantity's name."""
+
+    enabled: bool = acts(False, "Write them.")
+    output_path: str = acts("", _PATH, needs="enabled")
+    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
+
+
+class JsonMonitorConfig(_Measured):
+    """Each step's numbers as one JSON object a line, in `steps.jsonl`. Not a section of DeepSpeed."""
+
+    enabled: bool = acts(False, "Write them.")
+    output_path: str = acts("", _PATH, needs="enabled")
+    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
+
+
+class WandbConfig(_Measured):
+    """Each step's numbers for Weights & Biases. It needs the package `wandb`."""
+
+    enabled: bool = acts(False, "Send them.")
+    group: str | None = acts(None, "Name of the group of runs.", needs="enabled")
+    team: str | None = acts(None, "Name of the team (wandb's `entity`).", needs="enabled")
+    project: str = acts("deepspeed", "Name of the project.", needs="enabled")
+
+
+class FlopsProfilerConfig(_Measured):
+    """Floating-point operations of one step, counted by `torch.utils.flop_counter` on rank 0."""
+
+    enabled: bool = acts(False, "Count them in step `profile_step`, and print a table by module.")
+    profile_step: Positive = acts(1, "The optimizer step that is counted.", needs="enabled")
+    module_depth: Int = acts(-1, "Depth of the modules in the table. -1: all.", needs="enabled")
+    output_file: str | None = acts(None, "File for the table. Default: stderr.", needs="enabled")
+    recompute_fwd_factor: float = unused(0.0, "operations are counted as they run, recomputation included")
+    top_modules: Int = unused(1, "the table has all modules down to module_depth")
+    detailed: bool = unused(True, "the table has all modules down to module_depth")

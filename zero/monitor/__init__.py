@@ -1,0 +1,5 @@
+"""Each step's numbers: loss, norm, time by phase and wait, memory, communication. Measured, gathered and written."""
+
+from zero.monitor.monitor import Monitor, make
+
+__all__ = ["Monitor", "make"]

@@ -1,0 +1,152 @@
+"""Measures each optimizer step of one engine and has rank 0 write it.
+
+All ranks take part: a record has the mean loss of all of them, their memory, and the slowest one's name. This file does
+not know where a record goes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+
+import psutil
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from zero.config.monitor import FlopsProfilerConfig
+from zero.device import is_accelerator
+from zero.engine import ZeroEngine
+from zero.monitor.writers import Record, Writer, writers
+
+# What each rank tells: columns of the table that is summed over ranks.
+_COLUMNS = ("loss", "micro_batches", "seconds", "waited", "host_memory", "device_memory")
+
+
+def make(engine: ZeroEngine) -> Monitor | None:
+    """The engine's monitor, or None where the configuration asks for nothing."""
+    settings = engine.settings
+    sections = (settings.csv_monitor, settings.json_monitor, settings.tensorboard, settings.wandb)
+    asked = any(section.enabled for section in sections) or settings.steps_per_print is not None
+    if not (asked or settings.wall_clock_breakdown or settings.flops_profiler.enabled):
+        return None
+    found = writers(settings) if engine.comm.rank == 0 else []
+    return Monitor(engine, found, asked)
+
+
+class Monitor:
+    """Follows one engine. The engine calls `loss` for each micro-batch, and `end_step` after each optimizer step.
+
+    `gathers`: records are wanted, so all ranks exchange their numbers after each step. They are one small all-reduce.
+    """
+
+    def __init__(self, engine: ZeroEngine, writers: list[Writer], gathers: bool):
+        self._engine, self._writers, self._gathers = engine, writers, gathers
+        self._losses: list[torch.Tensor] = []
+        self._elements: Counter[str] = Counter(engine.comm.elements)
+        self._start = time.perf_counter()
+        profiler = engine.settings.flops_profiler
+        self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.rank == 0 else None
+        if self._flops is not None:
+            self._flops.before_step(1)
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """A micro-batch's loss, before it is divided by the number of micro-batches."""
+        self._losses.append(loss.detach())
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        engine, seconds = self._engine, time.perf_counter() - self._start
+        if self._flops is not None:
+            self._flops.after_step(engine.global_steps, seconds)
+        if self._gathers:
+            table = self._gather(seconds)
+            if self._writers:
+                record = self._record(table)
+                for writer in self._writers:
+                    writer.write(record)
+        if engine.settings.wall_clock_breakdown and engine.comm.rank == 0:
+            print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
+        engine.comm.clock.reset()
+        self._losses.clear()
+        self._elements = Counter(engine.comm.elements)
+        self._start = time.perf_counter()
+        if self._flops is not None:
+            self._flops.before_step(engine.global_steps + 1)
+
+    def _gather(self, seconds: float) -> torch.Tensor:
+        """Every rank's numbers: (ranks, columns), fp64, on the host."""
+        comm = self._engine.comm
+        total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
+        device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
+        own = [total, len(self._losses), seconds, sum(comm.clock.waits.values())]
+        own += [psutil.Process().memory_info().rss, device]
+        table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
+        table[comm.rank] = torch.tensor(own, dtype=torch.float64)
+        return comm.all_reduce(table).cpu()
+
+    def _record(self, table: torch.Tensor) -> Record:
+        engine, clock = self._engine, self._engine.comm.clock
+        column = {name: table[:, number] for number, name in enumerate(_COLUMNS)}
+        micro_batches = column["micro_batches"].sum().item()
+        # A rank that others wait for waits least.
+        slowest = int((column["seconds"] - column["waited"]).argmax())
+        waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
+        sent = {name: count - self._elements[name] for name, count in engine.comm.elements.items()}
+        return {
+            "step": engine.global_steps,
+            "samples": engine.global_samples,
+            "loss": _finite(column["loss"].sum().item() / micro_batches) if micro_batches else None,
+            "grad_norm": _finite(engine.get_global_grad_norm()),
+            "lr": engine.optimizer.param_groups[0]["lr"],
+            "loss_scale": None if engine.scaler is None else engine.scaler.scale,
+            "samples_per_second": engine.settings.train_batch_size / column["seconds"].max().item(),
+            "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
+            "waits": waits,
+            "elements": {name: count for name, count in sent.items() if count},
+            "memory": {
+                "gathered_elements_peak": engine.residency.peak,
+                "host_bytes": int(column["host_memory"].max()),
+                "device_bytes_peak": int(column["device_memory"].max()),
+            },
+            "ranks": {
+                "slowest": slowest,
+                "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
+            },
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has neither infinity nor NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+class Flops:
+    """Counts the floating-point operations of one step, with torch's counter."""
+
+    def __init__(self, engine: ZeroEngine, section: FlopsProfilerConfig):
+        self._engine, self._section = engine, section
+        self._depth = section.module_depth if section.module_depth > 0 else sys.maxsize
+        self._counter: FlopCounterMode | None = None
+
+    def before_step(self, number: int) -> None:
+        if number == self._section.profile_step:
+            self._counter = FlopCounterMode(display=False, depth=self._depth)
+            self._counter.__enter__()
+
+    def after_step(self, number: int, seconds: float) -> None:
+        if self._counter is None:
+            return
+        counter, self._counter = self._counter, None
+        counter.__exit__(None, None, None)
+        total = counter.get_total_flops()
+        text = (
+            f"floating-point operations of step {number} on rank 0: {total:.4g} in {seconds:.3g} s, "
+            f"{total / seconds / 1e12:.4g} TFLOP/s\n{counter.get_table(depth=self._depth)}\n"
+        )
+        if self._section.output_file is None:
+            print(text, file=sys.stderr)
+        else:
+            with open(self._section.output_file, "w", encoding="utf-8") as out:
+                out.write(text)

@@ -1,0 +1,132 @@
+"""Where each step's numbers go: CSV files, TensorBoard, Weights & Biases, JSON lines, the terminal.
+
+A writer gets a record: numbers by name, or by name in groups. It does not know how they were measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from zero.config import Config
+from zero.errors import UsageError
+
+Record = dict[str, Any]
+
+
+class Writer(Protocol):
+    def write(self, record: Record) -> None:
+        """Write the numbers of one step."""
+
+
+def writers(settings: Config) -> list[Writer]:
+    """The writers that the configuration asks for. Raises UsageError if one's package is missing."""
+    found: list[Writer] = []
+    if settings.csv_monitor.enabled:
+        found.append(CsvFiles(_folder(settings.csv_monitor)))
+    if settings.json_monitor.enabled:
+        found.append(JsonLines(_folder(settings.json_monitor)))
+    if settings.tensorboard.enabled:
+        found.append(TensorBoard(_folder(settings.tensorboard)))
+    if settings.wandb.enabled:
+        found.append(Wandb(settings.wandb))
+    if settings.steps_per_print is not None:
+        found.append(Terminal(settings.steps_per_print))
+    return found
+
+
+def _folder(section: Any) -> Path:
+    folder = Path(section.output_path, section.job_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def events(record: Record) -> Iterator[tuple[str, float]]:
+    """The numbers under DeepSpeed's names, and under names like them."""
+    for key, value in record.items():
+        if key in ("step", "samples", "ranks"):
+            continue
+        name = {"loss": "train_loss"}.get(key, key)
+        if isinstance(value, dict):
+            yield from ((f"Train/{key.capitalize()}/{inner}", number) for inner, number in value.items())
+        elif value is not None:
+            yield f"Train/Samples/{name}", value
+
+
+class CsvFiles:
+    """One file for each quantity, as DeepSpeed writes them; the step of a row is the number of samples so far."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._begun = folder, set()
+
+    def write(self, record: Record) -> None:
+        for name, value in events(record):
+            file = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with file.open("a", newline="") as out:
+                rows = csv.writer(out)
+                if file not in self._begun:
+                    self._begun.add(file)
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([record["samples"], value])
+
+
+class JsonLines:
+    """`steps.jsonl`: one record a line. A run that goes on adds to the file."""
+
+    def __init__(self, folder: Path):
+        self._file = folder / "steps.jsonl"
+
+    def write(self, record: Record) -> None:
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
+
+
+class TensorBoard:
+    def __init__(self, folder: Path):
+        module = _imported("torch.utils.tensorboard", "tensorboard")
+        self._writer = module.SummaryWriter(log_dir=str(folder))
+
+    def write(self, record: Record) -> None:
+        for name, value in events(record):
+            self._writer.add_scalar(name, value, record["samples"])
+        self._writer.flush()
+
+
+class Wandb:
+    def __init__(self, section: Any):
+        self._wandb = _imported("wandb", "wandb")
+        self._wandb.init(project=section.project, group=section.group, entity=section.team)
+
+    def write(self, record: Record) -> None:
+        self._wandb.log(dict(events(record)), step=record["samples"])
+
+
+class Terminal:
+    """A line on stderr, every `every` steps."""
+
+    def __init__(self, every: float):
+        self._every = every
+
+    def write(self, record: Record) -> None:
+        if record["step"] % self._every:
+            return
+        parts = [f"step {record['step']}"]
+        for key, text in (("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}")):
+            if record.get(key) is not None:
+                parts.append(text.format(record[key]))
+        parts.append(f"{record['samples_per_second']:.4g} samples/s")
+        print(", ".join(parts), file=sys.stderr, flush=True)
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UsageError(
+            f"{package}.enabled is true, and the package {package} is missing: install it, or set it to false"
+        ) from None

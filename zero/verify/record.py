@@ -1,0 +1,114 @@
+"""In a process of the user's script: write down what an engine computes in its first steps, then end the process.
+
+`zero verify` starts the script twice, with these environment variables. This file does not compare anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from zero.deepspeed import engine as face
+from zero.deepspeed.engine import DeepSpeedEngine
+from zero.init import Init
+from zero.parameter_state import FP32, GRADIENT, ParameterState
+from zero.verify.plain import PlainEngine
+
+FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
+MODES = ("engine", "plain")
+
+
+def set_up() -> None:
+    """Have `initialize` make engines that are recorded, or plain ones: as the environment says."""
+    plain = os.environ[MODE] == "plain"
+    Init.is_off = plain
+    make = PlainEngine if plain else DeepSpeedEngine
+    folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
+
+    def make_recorded(*args: object) -> DeepSpeedEngine:
+        made = make(*args)
+        if made.optimizer is not None and not _recorders:
+            _recorders.append(Recorder(made, folder, steps))
+        return made
+
+    face.make_engine = make_recorded
+
+
+class Recorder:
+    """Records the steps of one engine in `folder`, by rank 0, and ends all ranks' processes after `steps` of them.
+
+    Files: `start.safetensors` with the first values; for step n `n.gradients.safetensors` (the mean over ranks, before
+    clipping), `n.values.safetensors` (after the step), both fp32 by parameter name, and `n.json` with each rank's
+    losses. `facts.json` has what the comparison must know.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int):
+        self.engine, self.folder, self.steps, self.step_number = engine, folder, steps, 0
+        self.losses: list[float] = []
+        self._backward, self._step = engine.backward, engine.step
+        engine.backward, engine.step = self.backward, self.step
+        facts = {"dtype": str(engine.settings.compute_dtype).removeprefix("torch."), "ranks": engine.comm.world_size}
+        facts["accumulation"] = engine.settings.gradient_accumulation_steps
+        facts["names"] = [name for name, _ in self._trained()]
+        if engine.comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "facts.json").write_text(json.dumps(facts))
+        self._save("start", self._values)
+
+    def backward(self, loss: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        self.losses.append(loss.detach().float().item())
+        return self._backward(loss, *args, **kwargs)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        engine = self.engine
+        boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
+        if boundary:
+            self.step_number += 1
+            self._save(f"{self.step_number}.gradients", self._gradient)
+        self._step(*args, **kwargs)
+        if boundary:
+            self._save(f"{self.step_number}.values", self._values)
+            losses = engine.comm.exchange(self.losses)
+            self.losses = []
+            if engine.comm.rank == 0:
+                (self.folder / f"{self.step_number}.json").write_text(json.dumps(losses))
+            if self.step_number == self.steps:
+                self._end()
+
+    def _end(self) -> None:
+        self.engine.comm.exchange("done")  # no rank ends while another one still needs it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _gradient(self, param: nn.Parameter) -> torch.Tensor | None:
+        if isinstance(self.engine, PlainEngine):
+            return self.engine.gradient(param)
+        return ParameterState(param, GRADIENT).read_full()
+
+    def _values(self, param: nn.Parameter) -> torch.Tensor | None:
+        if isinstance(self.engine, PlainEngine):
+            return self.engine.value(param)
+        return ParameterState(param, FP32).read_full()
+
+    def _save(self, name: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+        found = {}
+        for key, param in self._trained():
+            value = read(param)  # a collective: every rank reads
+            if value is not None and self.engine.comm.rank == 0:
+                found[key] = value.to("cpu", copy=True).contiguous()
+        if self.engine.comm.rank == 0:
+            save_file(found, self.folder / f"{name}.safetensors")
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, param) for name, param in self.engine.module.named_parameters() if param.requires_grad)
+
+
+_recorders: list[Recorder] = []
