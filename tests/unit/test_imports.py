@@ -50,6 +50,7 @@ LAYERS = [
     "zero.verify",
     "zero",
     "zero.hf",
+    "zero.launch",
     "zero.activation_trace",
     "zero.estimate",
     "zero.__main__",
