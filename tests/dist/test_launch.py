@@ -1,6 +1,6 @@
 """`zero launch` on two hosts. Both are this machine, under two addresses.
 
-They are reached over ssh, or where there is no sshd by a shell in the place of ssh.
+The hosts are reached over ssh. If there is no sshd, a shell replaces ssh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zero.launch import choose, parse_hostfile
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# Each rank says who it is; "fail" makes rank 1 fail while the others wait for it.
+# Each rank prints its numbers. With "fail", rank 1 fails while the others wait for it.
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 
 def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
-    """A server of this user with keys of its own, and a command `ssh` that reaches it."""
+    """Start an sshd of this user with its own keys. Return it, and the text of a command `ssh` that reaches it."""
     port = free_port()
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
@@ -71,11 +71,11 @@ def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """In it the command `ssh` reaches both hosts."""
+    """Return an environment in which the command `ssh` reaches both hosts."""
     server, text = None, SHELL
     if SSHD is not None and shutil.which("ssh-keygen") is not None:
         server, text = start_sshd(tmp_path)
-        if server.poll() is not None:  # a user may not start one everywhere
+        if server.poll() is not None:  # on some machines a user may not start sshd
             text = SHELL
     command = tmp_path / "bin" / "ssh"
     command.parent.mkdir()
