@@ -53,7 +53,7 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
         assert record["elements"]["reduce_scatter"] > 0
         assert record["lr"] == 1e-3 and record["grad_norm"] > 0
         assert set(record["seconds"]) == {"forward", "backward", "step"}
-        assert record["memory"]["host_bytes"] > 0 and record["memory"]["gathered_elements_peak"] > 0
+        assert record["memory"]["host_bytes_peak"] > 0 and record["memory"]["gathered_elements_peak"] > 0
         assert len(record["ranks"]["working_seconds"]) == RANKS
     # Counters start again in each step: equal work has equal traffic.
     assert records[1]["elements"]["reduce_scatter"] == records[2]["elements"]["reduce_scatter"]
