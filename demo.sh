@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs into .venv (or $VENV) and trains the demonstration on two processes. Arguments go to run_translation.py.
+# Installs into .venv (or $VENV) and runs the demonstration on two processes. Arguments go to run_translation.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 venv="${VENV:-.venv}"

@@ -1,18 +1,18 @@
-"""Distil a teacher into a smaller student with transformers' Seq2SeqTrainer; `--deepspeed` shards both.
+"""Distil a teacher into a smaller student with transformers' Seq2SeqTrainer. `--deepspeed` shards both.
 
-Without arguments this is a demonstration that needs no network (distill/demonstration.py says of what):
+Without models and data this is a demonstration that needs no network (see distill/demonstration.py):
 
     python run_distill.py
     torchrun --nproc_per_node 2 run_distill.py --deepspeed configs/ds_config_zero3.json
 
-`run_distill.py cache_teacher ...` writes what a teacher says to files, to learn from without it. docs/distillation.md
-explains it all.
+`run_distill.py cache_teacher ...` writes a teacher's probabilities to files, so that students can learn without the
+teacher. See docs/distillation.md.
 """
 # ruff: noqa: E402
 
 import zero.hf
 
-# transformers and accelerate look for the engine once, while they are imported: this comes before.
+# This must come first: transformers and accelerate look for the engine once, while they are imported.
 zero.hf.enable()
 
 import logging
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def start_logging(args: DistillationConfig) -> None:
-    """Rank 0 tells of progress, the other ranks of warnings."""
+    """Rank 0 prints progress, the other ranks print warnings only."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
     logging.getLogger("distill").setLevel(level)

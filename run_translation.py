@@ -1,6 +1,6 @@
-"""Train, evaluate and use a translation model with transformers' Seq2SeqTrainer; `--deepspeed` shards it.
+"""Train, evaluate and use a translation model with transformers' Seq2SeqTrainer. `--deepspeed` shards it.
 
-Without a model and data this is a demonstration that needs no network (translation/corpus.py says on what):
+Without a model and data this is a demonstration that needs no network. translation/corpus.py makes its data:
 
     torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
 """
@@ -8,7 +8,7 @@ Without a model and data this is a demonstration that needs no network (translat
 
 import zero.hf
 
-# transformers and accelerate look for the engine once, while they are imported: this comes before.
+# This must come first: transformers and accelerate look for the engine once, while they are imported.
 zero.hf.enable()
 
 import logging
@@ -48,13 +48,13 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if is_demonstration(model_args, data_args) and args.do_train and args.process_index == 0:
-        report.store_in_16_bit(args.output_dir)
+        report.convert(args.output_dir, "float16" if args.fp16 else "bfloat16")
         held_out = texts.get("test") or texts.get("validation") or texts["train"]
         report.reload_in_fresh_process(args.output_dir, held_out["source"][:3])
 
 
 def start_logging(args: Seq2SeqTrainingArguments) -> None:
-    """Rank 0 tells of progress, the other ranks of warnings."""
+    """Rank 0 prints progress, the other ranks print warnings only."""
     level = logging.INFO if args.process_index == 0 else logging.WARNING
     logging.basicConfig(format="%(message)s", stream=sys.stdout, level=logging.WARNING)
     logging.getLogger("translation").setLevel(level)
@@ -64,7 +64,7 @@ def start_logging(args: Seq2SeqTrainingArguments) -> None:
 
 
 def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2SeqTrainer, dict[str, Dataset]]:
-    """Tokenizer, tokens, model and trainer for the text. Returns the trainer and the tokens of each split."""
+    """Make tokenizer, tokens, model and trainer. Return the trainer and the tokens of each split."""
     model_args, data_args, args = arguments
     model, tokenizer = load_model_and_tokenizer(texts, arguments)
     tokens = {split: data.tokenize(text, tokenizer, data_args, args, split) for split, text in texts.items()}
@@ -83,7 +83,7 @@ def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2S
 
 
 def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
-    """Train, from the last checkpoint in the output folder unless told to overwrite it, and save model and metrics."""
+    """Train and save. Resume from the last checkpoint in the output folder, unless it may be overwritten."""
     args = trainer.args
     checkpoint = args.resume_from_checkpoint
     if checkpoint is None and not overwrite and os.path.isdir(args.output_dir):
@@ -103,7 +103,7 @@ def evaluate(trainer: Seq2SeqTrainer) -> None:
 
 
 def predict(trainer: Seq2SeqTrainer, text: Dataset, tokens: Dataset) -> None:
-    """Translate and score the test split; write the translations, one a line, and show some."""
+    """Translate and score the test split. Write the translations, one in each line, and print some."""
     result = trainer.predict(tokens, metric_key_prefix="predict")
     trainer.log_metrics("predict", result.metrics)
     trainer.save_metrics("predict", result.metrics)

@@ -1,15 +1,20 @@
-"""Saving and loading a training state of 250M parameters: ours, FSDP2 through DCP and, if given, the real DeepSpeed.
+"""Saving and loading a training state of 250M parameters: this engine, FSDP2 with DCP and, if given, DeepSpeed.
 
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.checkpoint --folder FOLDER_ON_THE_DISK_TO_MEASURE
 
-fp32 parameters, masters and two moments; every variant in its own processes. The variants take turns, round after
-round, since a shared machine's disk is now fast and now slow, and each saves several times in a round; the medians over
-all saves are reported, and the first `blocked`, when memory for the copy is new. `blocked`: seconds until training may
-go on; `step`, `after`: of the training step before the save and of the one after; `total`: until everything is on disk,
-asynchronously with that step between; `cold`: loading with nothing in the page cache, `load`: with the files in it;
-`extra MB`: largest anonymous memory. `ours-unsynced` leaves out every fsync: the difference is what durability costs.
+The state: fp32 parameters, masters and two moments. Each variant has its own processes. The variants take turns,
+because the disk of a shared machine changes its speed. Each saves several times in a round. The table has medians over
+all saves:
+
+blocked    seconds until training goes on; `first`: in the first save, which allocates memory for the copy
+step       seconds of the training step before the save; `after`: of the step after it
+total      seconds until everything is on disk; with an asynchronous save, the step after it runs meanwhile
+load       seconds to load with the files in the page cache; `cold`: with none of them there
+extra MB   largest anonymous memory
+
+`ours-unsynced` leaves out every fsync. The difference is the cost of durability.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--saves", type=int, default=3, help="saves of each variant in each round")
     parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
-    parser.add_argument("--folder", type=Path, help="where to write; default: where temporary files go")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
     args = parser.parse_args()
     if not args.deepspeed_python and "deepspeed" in (args.variants or []):
@@ -49,19 +54,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One job of one variant; see `benchmarks.checkpoint_worker` for what a rank reports."""
+    """Run one job of one variant. `benchmarks.checkpoint_worker` says what a rank reports."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         command = ["-m", "benchmarks.checkpoint_worker", "--variant", variant, "--folder", folder]
         command += ["--saves", str(args.saves), "--model", args.model]
         python, env = sys.executable, {}
         if variant == "deepspeed":
-            # The launcher of that environment would otherwise look for a GPU.
+            # Otherwise the launcher of that environment looks for a GPU.
             python, env = args.deepspeed_python, {"DS_ACCELERATOR": "cpu"}
         return run_ranks(python, command, args.processes, 900, env)
 
 
 def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """Medians over the saves of all rounds; of each save the slowest rank's seconds and the largest rank's memory."""
+    """Return medians over the saves of all rounds: seconds of the slowest rank, memory of the largest."""
     saves = [of_ranks for ranks in jobs for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)]
     row = {
         name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)

@@ -1,7 +1,7 @@
 """One rank of one variant of the checkpoint benchmark: train one step, then save a few times and load.
 
-Started by `benchmarks.checkpoint`, under torchrun, in this environment or (variant `deepspeed`) in one that has the
-real DeepSpeed. A variant is a function from a plain model to a `Checkpoints`.
+`benchmarks.checkpoint` starts it under torchrun, in this environment or (variant `deepspeed`) in one that has
+DeepSpeed. A variant is a function from a plain model to a `Checkpoints`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BUILD_SEED = 1
 
 @dataclass
 class Checkpoints:
-    """What a variant can do: a training step; save into a folder, or begin to; wait for the end of that; load."""
+    """What a variant can do: a training step, a save (or the start of one), the wait for its end, a load."""
 
     step: Callable[[dict[str, torch.Tensor]], None]
     save: Callable[[Path], None]
@@ -42,11 +42,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _engine(package: Any, model: nn.Module, sections: dict[str, Any]) -> Any:
-    """`package` is our `zero` or the real `deepspeed`: both have this interface."""
+    """`package` is `zero` or the real `deepspeed`. Both have this interface."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},
-        # DeepSpeed's list of tested optimizers has its own AdamW, not torch's fused one.
+        # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
         "zero_allow_untested_optimizer": True,
         **sections,
     }
@@ -100,7 +100,7 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adamw(model)
-    # Its thread must not share the group of the training steps.
+    # DCP's thread must not share the group of the training steps.
     group, in_flight = dist.new_group(backend="gloo"), []
 
     def step(batch: dict[str, torch.Tensor]) -> None:
@@ -141,7 +141,7 @@ VARIANTS = {
 
 
 class PeakMemory:
-    """The most anonymous memory (bytes) of this process while the context lasts, beyond that at its beginning."""
+    """The largest growth of this process's anonymous memory inside of the context, in bytes."""
 
     def __enter__(self) -> PeakMemory:
         self.first = self.most = _anonymous_memory()
@@ -168,7 +168,7 @@ def _anonymous_memory() -> int:
 
 
 def timed(act: Callable[[], None]) -> float:
-    """Seconds until all ranks have done it."""
+    """Return the seconds until all ranks have done it."""
     dist.barrier()
     start = time.perf_counter()
     act()
@@ -177,10 +177,10 @@ def timed(act: Callable[[], None]) -> float:
 
 
 def measure(variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], rank: int) -> dict[str, float]:
-    """A step, a save, a step: seconds, bytes, extra memory (bytes)."""
+    """Run a step, a save and a step. Return seconds, bytes and extra memory (bytes)."""
     step_before = timed(lambda: variant.step(batch))
     if rank == 0:
-        os.sync()  # what earlier saves left to be written is not this one's work
+        os.sync()  # write what earlier saves have left, so that it does not count here
     dist.barrier()
     with PeakMemory() as memory:
         start = time.perf_counter()
@@ -205,7 +205,7 @@ def measure(variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], 
 
 
 def forget(folder: Path) -> None:
-    """Take the files out of the page cache: a run that resumes does not find them there."""
+    """Take the files out of the page cache, because a run that resumes does not find them there."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():

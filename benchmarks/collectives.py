@@ -1,18 +1,19 @@
-"""Collectives by every way there is, on gloo, or on NCCL where there are GPUs: is the engine's way the fastest?
+"""Different implementations of each collective, on gloo, or on NCCL if there are GPUs: is the engine's the fastest?
 
     python -m benchmarks.collectives
     python -m benchmarks.collectives --ranks 4 --sizes-mb 1 10 100 1000
 
-Ways: torch's own call; messages from rank to rank, with sums in the order of ranks; for an all-gather a broadcast by
-each rank; for a reduce-scatter an all-to-all and a local sum; and the method of `zero.comm.Communicator`, "engine". A
-size is that of the whole buffer, ranks * n elements of fp32, as NCCL's own benchmark counts; so are the bandwidths:
+Implementations ("ways"): torch's own call; messages from rank to rank, with sums in the order of ranks; for an
+all-gather, a broadcast by each rank; for a reduce-scatter, an all-to-all and a local sum; and "engine", the method of
+`zero.comm.Communicator`. Sizes and bandwidths are those of NCCL's own benchmark: a size is that of the whole buffer,
+ranks * n elements of fp32.
 
     algorithm bandwidth = size / time
     bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce, (ranks - 1) / ranks for an
                           all-gather and a reduce-scatter, 1 for a broadcast)
 
-An operation takes as long as its slowest rank. `/ engine`: the ratio to the engine's time, formed within a repeat, the
-median over the repeats. `cpu ms`: of all threads of a rank, median. 0.002 MB is a vector of gradient norms.
+The slowest rank gives the time of an operation. `/ engine`: ratio to the engine's time in the same repeat, median over
+the repeats. `cpu ms`: median over ranks, all threads of a rank. 0.002 MB is the size of a vector of gradient norms.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 
 from benchmarks.launch import REPOSITORY, run_ranks
 
-# What the bus bandwidth is of the algorithm bandwidth, by the number of ranks.
+# Bus bandwidth / algorithm bandwidth, by the number of ranks.
 BUS = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -41,23 +42,25 @@ BUS = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2, help="with GPUs: one for each")
+    parser.add_argument(
+        "--ranks", type=int, default=torch.cuda.device_count() or 2, help="default: one for each GPU, or 2"
+    )
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
     args = parser.parse_args()
     if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and NCCL needs one for each")
+        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
     return args
 
 
 def slowest(ranks: list[dict[str, Any]], number: int, operation: str, way: str) -> list[float]:
-    """Seconds of each repeat at the size of that number."""
+    """Return the slowest rank's seconds of each repeat, at size number `number`."""
     each = [[wall for wall, _ in rank["sizes"][number][operation][way]] for rank in ranks]
     return [max(of_ranks) for of_ranks in zip(*each, strict=True)]
 
 
 def rows_of(ranks: list[dict[str, Any]], sizes: list[float]) -> list[dict[str, Any]]:
-    """One row for each operation, size and way; milliseconds and GB/s."""
+    """Return one row for each operation, size and way, in milliseconds and GB/s."""
     rows = []
     for operation, by_way in ranks[0]["sizes"][0].items():
         for number, size in enumerate(sizes):
@@ -94,8 +97,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bus bandwidth by size, a panel for each operation and a line for each way."""
-    import matplotlib  # here, so that the table can be had without it
+    """Plot the bus bandwidth by size: a panel for each operation, a line for each way."""
+    import matplotlib  # imported here, so that the table needs no matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,9 +1,9 @@
 """One rank of the benchmark of collectives, started by `benchmarks.collectives` under torchrun.
 
-Every operation is made in several ways, all of them blocking and on fp32: a way is a function of `full` (world_size * n
-elements) and `shard` (n elements), of which it fills one. The ways take turns, in another order in each repeat, the
-same on all ranks; each is tried before against numbers that are known. All use the engine's own process group: one
-that has just been used answers sooner than one whose threads sleep.
+Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function of `full` (world_size
+* n elements) and `shard` (n elements), and fills one of them. The ways take turns. Each repeat has another order, which
+is the same on all ranks. First each way is tested with known numbers. All use the engine's own process group, because a
+group that was just used answers faster than one whose threads sleep.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from zero.comm import Communicator, communicator
 Group = dist.ProcessGroup
 Way = Callable[[torch.Tensor, torch.Tensor, Group], object]
 ITEM = 4  # bytes of an element
-# Bytes that one way moves at one size, in as many repeats.
+# Each way moves about this many bytes at one size, in several repeats.
 BYTES_IN_ALL, LEAST_REPEATS, MOST_REPEATS = 500_000_000, 7, 50
 
 
 def exchange(pairs: list[tuple[int, torch.Tensor | None, torch.Tensor | None]], group: Group) -> None:
-    """For each (peer, sent, received): messages to and from that peer, all under way at the same time."""
+    """Exchange messages with each peer of (peer, sent, received), all at the same time."""
     messages = []
     for peer, sent, received in pairs:
         if sent is not None:
@@ -102,7 +102,7 @@ def reduce_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) -> No
 
 
 def reduce_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Everybody sends everything to everybody."""
+    """Each rank sends everything to all other ranks."""
     terms = [torch.empty_like(full) for _ in range(dist.get_world_size())]
     terms[dist.get_rank()].copy_(full)
     exchange([(peer, full, terms[peer]) for peer in peers()], group)
@@ -110,7 +110,7 @@ def reduce_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) ->
 
 
 def reduce_in_two(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Everybody sums a slice, and sends it to everybody."""
+    """Each rank sums one slice, and sends it to all other ranks."""
     scatter_by_messages(full, shard, group)
     gather_by_messages(full, shard, group)
 
@@ -127,7 +127,7 @@ def broadcast_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group)
 
 
 def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
-    """By operation and name; "engine" is `comm`'s own."""
+    """Return the ways by operation and name. "engine" is the method of `comm`."""
 
     def scatter_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         comm.reduce_scatter(shard, full, False, full.numel()).wait()
@@ -160,12 +160,12 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
 
 
 def values(rank: int, numel: int) -> torch.Tensor:
-    """Whole numbers, so that every order of a sum has the same result."""
+    """Return whole numbers, so that sums in any order are equal."""
     return torch.randint(1000, (numel,), generator=torch.Generator().manual_seed(rank)).float()
 
 
 def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
-    """Raise RuntimeError unless the way computes what its operation is, on a few numbers."""
+    """Raise RuntimeError unless the way computes its operation on a few numbers."""
     rank, world_size = comm.rank, comm.world_size
     full = values(rank, 1001 * world_size).to(comm.device)
     shard = full[:1001].clone()
@@ -186,8 +186,8 @@ def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
 
 
 def timed(way: Way, full: torch.Tensor, shard: torch.Tensor, comm: Communicator) -> tuple[float, float]:
-    """Wall and CPU seconds of this process (all its threads), from when all ranks are there."""
-    comm.all_reduce(torch.zeros(1, device=comm.device))  # until all ranks are here
+    """Return wall and CPU seconds of this process (all threads). The time starts when all ranks are ready."""
+    comm.all_reduce(torch.zeros(1, device=comm.device))  # wait for all ranks
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
     way(full, shard, comm._group)
@@ -201,7 +201,7 @@ def _synchronize() -> None:
 
 
 def measure(comm: Communicator, megabytes: float) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """By operation and way: seconds of each repeat at one size of `full`."""
+    """Return, by operation and way, the seconds of each repeat at one size of `full`."""
     n = max(1, round(megabytes * 1e6 / ITEM / comm.world_size))
     full = torch.zeros(n * comm.world_size, device=comm.device)
     shard = torch.zeros(n, device=comm.device)

@@ -1,15 +1,15 @@
-"""Published training scripts, unmodified, on this engine and under DDP: do they run, and are the numbers the same?
+"""Unmodified published training scripts on this engine and under DDP: do they run, and are the numbers the same?
 
     python -m benchmarks.compatibility --examples CHECKOUT_OF_TRL [--only trl/grpo] [--stages 3] [--launcher accelerate]
 
-For each script that is installed, full and with adapters: train 4 steps on two processes of the CPU in fp32, evaluate,
-save, go on from the checkpoint of step 2, load what was saved. The reference is the same script under DDP. A script is
-started as `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed FILE` starts it, but that the ranks are forks
-of a process that has imported transformers; `--launcher accelerate` really calls `zero run accelerate launch`. Hubs are
-not asked: `compatibility_data` makes models and data.
+Each installed script runs full and with adapters: train 4 steps on two CPU processes in fp32, evaluate, save, resume
+from the checkpoint of step 2, load the result. The reference is the same script under DDP. The command is `torchrun
+--nproc_per_node 2 -m zero run SCRIPT ... --deepspeed FILE`, but the ranks are forks of a process that has imported
+transformers. `--launcher accelerate` really calls `zero run accelerate launch`. `compatibility_data` makes models and
+data, so no hub is needed.
 
-Prints a table and writes the rows to a JSON file, beside those of earlier runs of other scripts or stages. The exit
-code is 1 where a script fails or a loss differs by more than 1e-5.
+Prints a table and writes the rows to a JSON file. That keeps rows of earlier runs of other scripts or stages. The exit
+code is 1 if a script fails or a loss differs by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
 class Script:
     """One published script.
 
-    Attributes: package: what it needs. file: below the package's folder; `examples/...` below the folder of the option
-    `--examples`; an absolute path is itself. arguments: `{data}` stands for the folder of models and data. adapters:
-    what it takes besides to train adapters; None: it cannot. resumes: whether it takes `--resume_from_checkpoint`.
+    Attributes: package: the package that it belongs to. file: a path in the package's folder, in the folder of
+    `--examples` if it begins with `examples/`, or an absolute path. arguments: `{data}` stands for the folder of models
+    and data. adapters: further arguments that train adapters; None: it cannot. resumes: whether it takes
+    `--resume_from_checkpoint`.
     """
 
     package: str
@@ -104,7 +105,7 @@ LIGHTNING = "lightning/fit"
 
 
 def find(script: Script, examples: Path | None) -> Path | None:
-    """The script's file, or None where it is not installed."""
+    """Return the script's file, or None if it is not installed."""
     if script.file.startswith("examples/"):
         path = examples / script.file.removeprefix("examples/") if examples else None
     else:
@@ -116,7 +117,7 @@ def find(script: Script, examples: Path | None) -> Path | None:
 def command(
     script: Script, file: Path, data: Path, method: str, stage: int | None, out: Path, launcher: str = "torchrun"
 ) -> list[str]:
-    """What follows `torchrun --nproc_per_node 2`, or the interpreter for accelerate's launcher; stage None is DDP."""
+    """Return the arguments of `torchrun --nproc_per_node 2`, or of python for accelerate. Stage None: DDP."""
     line = script.arguments.format(data=data).split() + (script.adapters.split() if method == "LoRA" else [])
     line += ["--output_dir", str(out)]
     if stage is None:
@@ -128,9 +129,9 @@ def command(
 
 
 def write_configurations(folder: Path) -> None:
-    """`stageN.json`, and `accelerateN.json` for accelerate's launcher, which names the first.
+    """Write `stageN.json`, and `accelerateN.json` for accelerate's launcher, which names the first.
 
-    At stage 3 only parameters of at most 100 elements are whole on every rank.
+    At stage 3 only parameters of at most 100 elements are persistent.
     """
     auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     for stage in (2, 3):
@@ -146,7 +147,7 @@ def write_configurations(folder: Path) -> None:
 
 
 def write_inputs(folder: Path) -> Path:
-    """Models, data sets and configurations."""
+    """Write models, data sets and configurations."""
     write_datasets(folder)
     write_models(folder)
     write_configurations(folder)
@@ -154,7 +155,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def train(line: list[str], out: Path) -> list[dict[str, Any]]:
-    """Run the command, and return the Trainer's log. Raises RuntimeError with the end of what a failed job printed."""
+    """Run the command, and return the Trainer's log. Raises RuntimeError with the end of a failed job's output."""
     if "accelerate" in line:
         return train_by_accelerate(line, out)
     on_zero = line[0] == "-m"
@@ -163,7 +164,7 @@ def train(line: list[str], out: Path) -> list[dict[str, Any]]:
     try:
         done = fork_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=REPOSITORY)
     except TimeoutError as error:
-        # DDP's processes sometimes hang when all is written and the process group has been destroyed.
+        # DDP's processes sometimes hang at their end, after all is written.
         if on_zero or not list(out.glob("*.safetensors")):
             raise RuntimeError(str(error)[-4000:]) from None
     else:
@@ -194,7 +195,7 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 
 def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) -> float:
-    """Largest absolute difference of the losses of all training steps and evaluations."""
+    """Return the largest absolute difference of the losses of all training steps and evaluations."""
     if len(log) != len(reference):
         raise RuntimeError(f"{len(log)} entries in the log, and {len(reference)} in the reference's")
     both = [(a[key], b[key]) for a, b in zip(reference, log, strict=True) for key in ("loss", "eval_loss") if key in a]
@@ -202,12 +203,12 @@ def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) 
 
 
 def _largest(differences: Iterable[float]) -> float:
-    """Infinite where one is not a number, which `max` may pass over."""
+    """Return the maximum, or infinity if one is NaN, which `max` may skip."""
     return max(math.inf if math.isnan(each) else each for each in differences)
 
 
 def weight_difference(reference: Path, out: Path) -> float:
-    """Largest absolute difference of the saved weights; a saved model is loaded too."""
+    """Return the largest absolute difference of the saved weights. A saved model is loaded too."""
     (file,) = reference.glob("*.safetensors")
     saved, wanted = load_file(out / file.name), load_file(file)
     if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in wanted.items()}:
@@ -219,7 +220,7 @@ def weight_difference(reference: Path, out: Path) -> float:
 
 
 def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
-    """Go on in a folder of its own from the checkpoint of step 2 in `out`; `out` then has the resumed run's results."""
+    """Resume from the checkpoint of step 2 of `out`, in a new folder. Then `out` has the results of the resumed run."""
     start = out.with_name(out.name + "_start") / f"checkpoint-{SAVED_AT}"
     shutil.copytree(out / start.name, start)
     shutil.rmtree(out)
@@ -227,7 +228,7 @@ def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
 
 
 def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict[str, Any]:
-    """The largest differences of a command's results in `out`, straight and resumed, to the DDP run in `reference`."""
+    """Return the largest differences between a command's results, straight and resumed, and the DDP run."""
     expected = read_log(reference)
     row = {"loss": loss_difference(expected, train(line, out)), "weights": weight_difference(reference, out)}
     if script.resumes:
@@ -238,7 +239,7 @@ def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict
 
 
 def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
-    """A row for each strategy of `examples/lightning_fit.py`, which is no Trainer's script."""
+    """Return a row for each strategy of `examples/lightning_fit.py`. It uses no Trainer of transformers."""
     if importlib.util.find_spec("lightning") is None:
         print(f"{LIGHTNING}: skipped, lightning is not installed", file=sys.stderr)
         return []
@@ -261,7 +262,7 @@ def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, An
 
 
 def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
-    """A row for each method and stage of one script."""
+    """Return a row for each method and stage of one script."""
     script, rows = SCRIPTS[name], []
     file = find(script, args.examples)
     if file is None:
@@ -286,7 +287,7 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
 
 
 def show(row: dict[str, Any]) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("loss", "resumed", "weights")]
     cells = [row["script"], row["version"], str(row["stage"]), row["launcher"], row["method"], row["result"], *numbers]
     return f"| {' | '.join(cells)} |"
@@ -301,7 +302,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*SCRIPTS, LIGHTNING], metavar="SCRIPT", help="default: all")
     parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
     parser.add_argument("--launcher", choices=("torchrun", "accelerate"), default="torchrun")
-    parser.add_argument("--examples", type=Path, help="folder `examples` of TRL's source, for what no wheel contains")
+    parser.add_argument(
+        "--examples", type=Path, help="folder `examples` of TRL's source, for scripts that are not in the wheel"
+    )
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility")
     args = parser.parse_args()
 

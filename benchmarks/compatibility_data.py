@@ -1,6 +1,6 @@
-"""A tiny model with a trained tokenizer, and tiny data sets in the forms that training scripts take.
+"""A tiny model with a trained tokenizer, and tiny data sets in the formats of training scripts.
 
-Hubs are not asked for anything. Everything is the same on every machine.
+Nothing is downloaded. Everything is the same on every machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _sample(form: str, chance: random.Random) -> dict[str, Any]:
 
 
 def write_datasets(folder: Path) -> None:
-    """A folder for each form of `_sample`, with `train.jsonl` and `test.jsonl`: what `load_dataset(folder)` reads."""
+    """Write a folder for each format of `_sample`, with `train.jsonl` and `test.jsonl`, for `load_dataset(folder)`."""
     for form in ("messages", "preference", "label", "prompt"):
         (folder / form).mkdir(parents=True, exist_ok=True)
         chance = random.Random(form)
@@ -52,7 +52,7 @@ def write_datasets(folder: Path) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template, trained on the words of the data sets."""
+    """Train a byte-level BPE tokenizer on the words of the data sets. It has a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -68,7 +68,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_models(folder: Path) -> None:
-    """`model`, `teacher` (causal) and `reward` (a score for a sequence): fp32 Qwen2 with the tokenizer beside them."""
+    """Write `model` and `teacher` (causal) and `reward` (a score for a sequence): fp32 Qwen2 with the tokenizer."""
     tokenizer = make_tokenizer()
     for seed, name in enumerate(("model", "teacher", "reward")):
         torch.manual_seed(seed)
@@ -84,6 +84,6 @@ def write_models(folder: Path) -> None:
 
 
 def vowels(completions: list[Any], **_: Any) -> list[float]:
-    """A reward: how many of a completion's characters are vowels."""
+    """A reward: the number of vowels in a completion."""
     texts = [completion[-1]["content"] for completion in completions]
     return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in texts]

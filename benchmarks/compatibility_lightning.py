@@ -1,6 +1,6 @@
 """`examples/lightning_fit.py` under DDP and on the engine, for `benchmarks.compatibility`.
 
-Lightning has its own loop, launcher and checkpoints. So losses are read from what the example prints, to seven digits.
+Lightning has its own loop, launcher and checkpoints. So losses are read from the example's output, with seven digits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fitted(NamedTuple):
 
 
 def fit(strategy: str, out: Path, *options: str) -> Fitted:
-    """Run the example. Raises RuntimeError with the end of what a failed run printed."""
+    """Run the example. Raises RuntimeError with the end of a failed run's output."""
     command = [*("-m", "zero", "run", "examples/lightning_fit.py"), "--strategy", strategy, "--epochs", str(EPOCHS)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -43,7 +43,7 @@ def fit(strategy: str, out: Path, *options: str) -> Fitted:
 
 
 def differences(strategy: str, out: Path, reference: Fitted) -> dict[str, float]:
-    """Largest absolute differences to DDP: of the losses, of those of a resumed run, of the weights of both runs."""
+    """Return the largest absolute differences to DDP: losses, losses of a resumed run, weights of both runs."""
     straight = fit(strategy, out)
     resumed = fit(strategy, out.with_name(out.name + "_resumed"), "--resume", str(out / f"epoch={SAVED}.ckpt"))
     weights = [_between(run.weights, reference.weights) for run in (straight, resumed)]

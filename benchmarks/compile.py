@@ -1,10 +1,10 @@
-"""Step time of a Llama (50M parameters), compiled block by block and eager: our ZeRO-3 and FSDP2.
+"""Step time of a Llama (50M parameters), compiled block by block and eager: this engine's ZeRO-3 and FSDP2.
 
     python -m benchmarks.compile
 
-All variants live in one process on each rank and take turns, step after step, so that a busy machine disturbs all of
-them alike. A ratio is formed within a turn; the median over the turns is reported. The losses of each variant must
-agree with those of ours in eager mode, or the run fails: a wrong program is not measured.
+All variants are in one process on each rank and take turns, step by step. So a busy machine disturbs all of them alike.
+A ratio is formed within a turn, and the median over the turns is reported. The run fails if the losses of a variant
+differ from those of this engine in eager mode.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from benchmarks.launch import REPOSITORY, report, run_ranks
 
 CLIP = 1.0
 VOCABULARY = 16000
-# fp32 in another order of sums, over all steps.
+# Tolerance of fp32 losses with another order of sums, over all steps.
 LOSS_TOLERANCE = 1e-4
 VARIANTS = ["ours", "ours, compiled", "fsdp2", "fsdp2, compiled"]
-# Numerator and denominator.
+# Ratios: numerator and denominator.
 RATIOS = [("ours, compiled", "ours"), ("fsdp2, compiled", "fsdp2"), ("ours, compiled", "fsdp2, compiled")]
 
 TrainStep = Callable[[torch.Tensor], torch.Tensor]
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, default=4, help="sequences per process and step")
     parser.add_argument("--length", type=int, default=64, help="tokens of each")
-    parser.add_argument("--warmup", type=int, default=2, help="turns not counted; the first one compiles")
+    parser.add_argument("--warmup", type=int, default=2, help="turns that do not count; the first one compiles")
     parser.add_argument("--steps", type=int, default=8, help="turns counted")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compile.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -69,7 +69,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ours(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainStep:
-    """Stage 3 with the default limits; the engine's own `compile`."""
+    """Stage 3 with the default limits, and the engine's own `compile`."""
     import zero
 
     config = {
@@ -90,7 +90,7 @@ def ours(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainSte
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainStep:
-    """`fully_shard` on each layer and on the root; layers compiled in place, as accelerate does it."""
+    """`fully_shard` on each layer and on the root. Layers are compiled in place, as accelerate does it."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -113,7 +113,7 @@ def fsdp2(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainSt
 
 
 def measure(train_step: TrainStep, tokens: torch.Tensor) -> dict[str, float]:
-    """Wall and CPU seconds of one step of this process, and its loss."""
+    """Return wall and CPU seconds of one step of this process, and its loss."""
     dist.barrier()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     loss = train_step(tokens)
@@ -143,7 +143,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def summary(ranks: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """Medians over the counted turns and the ranks: seconds of each variant, and the ratios within a turn."""
+    """Return medians over the counted turns and the ranks: seconds of each variant, and ratios within a turn."""
     turns = [turn for rank in ranks for turn in rank["turns"][warmup:]]
     seconds = {
         variant: {kind: statistics.median(turn[variant][kind] for turn in turns) for kind in ("wall", "cpu")}

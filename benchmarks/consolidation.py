@@ -1,12 +1,12 @@
-"""A T5 of 1.0e9 parameters out of its shards: memory and seconds, on the ranks and offline from a checkpoint.
+"""Saving a whole T5 of 1.0e9 parameters from its shards: memory and seconds, on the ranks and from a checkpoint.
 
     python -m benchmarks.consolidation
     python -m benchmarks.consolidation --folder FOLDER_WITH_10_GB
 
-Two ranks build the model in `zero.Init`, and write it as `engine.save_16bit_model` and as `Trainer.save_model` do; the
-table shows the largest anonymous memory of each rank beyond its shards, against two units, the limit. Then the
-checkpoint of its weights (fp32, no optimizer state) is consolidated by `python -m zero consolidate` in a process with
-an address space of 1.5 GiB. Exit code 1 if a limit is passed.
+Two ranks build the model in `zero.Init`, and save it as `engine.save_16bit_model` and as `Trainer.save_model` do. The
+table shows the largest anonymous memory of each rank beyond its shards. The limit is two units. Then `python -m zero
+consolidate` consolidates a checkpoint of the weights (fp32, no optimizer state), in a process with an address space of
+1.5 GiB. The exit code is 1 if a limit is passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT = 3 * GIB // 2
 
 
 def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
-    """Seconds of the command line in a process with an address space of `LIMIT`."""
+    """Return the seconds of the command in a process with an address space of `LIMIT`."""
     command = [sys.executable, "-m", "zero", "consolidate", str(checkpoint), str(out), "--dtype", "bf16"]
     start = time.perf_counter()
     process = subprocess.run(
@@ -45,7 +45,7 @@ def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to write; default: where temporary files go")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.consolidation`: builds the model, writes it in each way, reports its memory."""
+"""One rank of `benchmarks.consolidation`: builds the model, saves it in each way, reports its memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure(act: Callable[[], object]) -> dict[str, float]:
 def main() -> None:
     folder = Path(sys.argv[1])
     zero.comm.init_distributed(dist_backend="gloo")
-    # transformers builds models inside zero.Init for as long as this object lives.
+    # transformers builds models inside zero.Init while this object is alive.
     ds_config = HfDeepSpeedConfig(CONFIG)
     model = AutoModelForSeq2SeqLM.from_config(t5_config(T5_1B))
     del ds_config

@@ -1,13 +1,13 @@
-"""One step of Adam on host memory: ours, torch's ways of doing it and, if given, the real DeepSpeed's C++ op.
+"""One step of Adam on host memory: this engine's, several of torch and, if given, DeepSpeed's C++ op.
 
     python -m benchmarks.cpu_adam
     python -m benchmarks.cpu_adam --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-bf16 gradient in, bf16 parameter out, fp32 master and two moments: 28 bytes a parameter at the least. The contestants
-take turns on the same memory, one step each, round after round, so that a busy machine disturbs all of them alike; the
-first round is not counted. `ms`: the fastest step, and in brackets the median; `cpu ms`: the least of all threads
-together; `GB/s` and everything after it are of the fastest. `triad`: the share of what the machine reaches with two
-fp32 reads and a write in the same rounds.
+The input is a bf16 gradient, the output a bf16 parameter; master and two moments are fp32. That is at least 28 bytes a
+parameter. The contestants take turns on the same memory, one step each, so that a busy machine disturbs all of them
+alike. The first round does not count. `ms`: the fastest step, in brackets the median. `cpu ms`: the least sum over all
+threads. `GB/s` and the columns after it are of the fastest step. `of triad`: relative to the bandwidth of two fp32
+reads and one write in the same rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.launch import REPOSITORY
 
 OURS = ["ours", "ours, no compiler", "torch.compile", "torch fused + casts", "torch foreach + casts"]
 OURS += ["torch default + casts", "triad"]
-# Read: gradient, master and moments; written: master and moments, parameter.
+# Bytes a parameter. Read: gradient, master, moments. Written: master, moments, parameter.
 BYTES = (2 + 3 * 4) + (3 * 4 + 2)
 TRIAD_BYTES = 3 * 4
 
@@ -48,12 +48,12 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def worker(python: str, contestants: list[str], numel: int, threads: int) -> Iterator[subprocess.Popen]:
-    """A process of `benchmarks.cpu_adam_worker`, ready to step; it ends with the context.
+    """Start a process of `benchmarks.cpu_adam_worker` and wait until it is ready. It ends with the context.
 
-    Raises RuntimeError if it does not get ready; what it has to say is on standard error.
+    Raises RuntimeError if it does not become ready. Its own messages are on standard error.
     """
     command = [python, "-m", "benchmarks.cpu_adam_worker", "--numel", str(numel), "--contestants", *contestants]
-    # The real DeepSpeed would otherwise look for a GPU.
+    # Otherwise DeepSpeed looks for a GPU.
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -73,7 +73,7 @@ def step(process: subprocess.Popen, contestant: str) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, threads: int) -> Samples:
-    """Every contestant's steps, in seconds, without the first one."""
+    """Return the seconds of every contestant's steps, without the first one."""
     with ExitStack() as stack:
         place = {}
         here = stack.enter_context(worker(sys.executable, OURS, args.numel, threads))
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, threads: int) -> Samples:
 
 
 def summary(samples: Samples, numel: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each contestant, and what follows from its fastest step."""
+    """Return milliseconds of each contestant, and figures of its fastest step."""
     rows = {}
     for name, steps in samples.items():
         fastest = min(sample["wall"] for sample in steps)

@@ -1,8 +1,8 @@
 """The contestants of one environment in the benchmark of Adam on host memory, one step at a time.
 
-Started by `benchmarks.cpu_adam`, in this environment or in one that has the real DeepSpeed, with the threads in
-`OMP_NUM_THREADS`. A line on standard input names a contestant; the answer is its step's seconds as a line of JSON:
-`wall`, and `cpu` of all threads. Every contestant is first tried on a few numbers against torch's AdamW.
+`benchmarks.cpu_adam` starts it, in this environment or in one that has DeepSpeed, with `OMP_NUM_THREADS` threads. A
+line on standard input names a contestant. The answer is a line of JSON with the seconds of its step: `wall`, and `cpu`
+of all threads. Each contestant is first compared with torch's AdamW on a few numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
-# The number that every step is given: bias corrections of a young run.
+# Every step gets this number. So bias corrections are those of a run that has just begun.
 STEP = 10
 
 
 @dataclass
 class State:
-    """bf16 gradient in, fp32 master and moments, bf16 parameter out; an fp32 buffer for those who need one."""
+    """bf16 gradient (input), fp32 master and moments, bf16 parameter (output), and an fp32 buffer for casts."""
 
     master: torch.Tensor
     grad: torch.Tensor
@@ -62,7 +62,7 @@ def ours(with_compiler: bool) -> Step:
 
 
 def with_casts(update: Step) -> Step:
-    """What a step costs whose optimizer takes fp32 gradients and knows no 16-bit copy."""
+    """Add the casts that an optimizer needs if it takes fp32 gradients and makes no 16-bit copy."""
 
     def step(state: State) -> None:
         state.buffer.copy_(state.grad)
@@ -85,7 +85,7 @@ def by_torch(**choice: bool) -> Step:
 
 
 def by_compile() -> Step:
-    """The formula of `zero.optim.cpu_adam`, made into one loop by torch.compile."""
+    """The formula of `zero.optim.cpu_adam`, compiled into one loop by torch.compile."""
     correction, step_size = (1 - BETAS[1] ** STEP) ** 0.5, LR / (1 - BETAS[0] ** STEP)
 
     @torch.compile(dynamic=True)
@@ -103,10 +103,10 @@ def by_compile() -> Step:
 
 
 def deepspeed() -> Step:
-    """What its ZeRO-3 offload does with a sub-group: cast, C++ op, copy; its pass for unscaling is left out."""
+    """What DeepSpeed's ZeRO-3 offload does with a sub-group: cast, C++ op, copy. Its unscaling pass is left out."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    print("DeepSpeed builds its C++ op now if it has not yet: a few minutes", file=sys.stderr, flush=True)
+    print("DeepSpeed builds its C++ op now, unless it is built already: a few minutes", file=sys.stderr, flush=True)
     optimizer = DeepSpeedCPUAdam([torch.zeros(1)], LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
     def update(state: State) -> None:
@@ -121,7 +121,7 @@ def deepspeed() -> Step:
 
 
 def triad(state: State) -> None:
-    """Not an optimizer: two fp32 reads and a write, the machine's bandwidth."""
+    """Not an optimizer: two fp32 reads and a write measure the machine's bandwidth."""
     torch.add(state.master, state.exp_avg, alpha=0.5, out=state.buffer)
 
 

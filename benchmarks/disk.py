@@ -1,16 +1,15 @@
-"""Sequential reading and writing of one file's size: through `ScratchFile`, by fio if it is installed, and by others.
+"""Sequential reads and writes of a whole file: through `ScratchFile`, by fio if it is installed, and by others.
 
     python -m benchmarks.disk
     python -m benchmarks.disk --folder FOLDER_ON_THE_DISK_TO_MEASURE --size-gb 4
     python -m benchmarks.disk --variants "ours 4" fio --repeats 10
 
-Ours (threads x size of blocks) moves tensors of 64 MiB through staging buffers, two under way; `unaligned`: from and to
-memory that direct I/O cannot use. Peers: fio with `O_DIRECT` (engine, jobs x requests under way); four `dd` with
-`O_DIRECT`; system calls through the page cache, and copies out of and into a mapping: these two with nothing of the
-file in the cache before a read, and all of it on disk at the end of a write. All use the same file, which was written
-before. They take turns, in another order in each repeat, since a shared machine's disk is now fast and now slow; a
-ratio is formed within a repeat, to the peer with the best median, and the median of the ratios is reported. `cpu`: CPU
-seconds for a GB, those of started processes included.
+"ours" (threads x block size) moves tensors of 64 MiB, two at a time. `unaligned`: host memory that direct I/O cannot
+use. Peers: fio with `O_DIRECT` (engine, jobs x requests in flight); four `dd` with `O_DIRECT`; system calls through the
+page cache; copies from and to a mapping. The last two begin a read with an empty cache, and end a write when all is on
+disk. All use the same existing file. They take turns in another order in each repeat, because the disk of a shared
+machine changes its speed. A ratio is formed within a repeat, to the peer with the best median. The median of the ratios
+is reported. `cpu`: CPU seconds for a GB, including started processes.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ from zero.offload.memory import HostMemory
 
 PIECE = 64 << 20  # bytes of a tensor
 THREADS, BLOCKS = (1, 2, 4, 8), (256 << 10, 1 << 20, 4 << 20)
-# Engine, jobs, requests under way in each, bytes of a request.
+# Engine, jobs, requests in flight in each job, bytes of a request.
 FIO = [("psync", 4, 1, "1m"), ("libaio", 1, 32, "1m"), ("libaio", 4, 8, "1m"), ("io_uring", 4, 8, "1m")]
 DIRECTIONS = ("write", "read")
-# Moves all bytes of the file in a direction once; returns the seconds that this took.
+# Moves all bytes of the file once in one direction, and returns the seconds.
 Move = Callable[[str], float]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: where temporary files go")
-    parser.add_argument("--size-gb", type=float, default=2, help="of the file")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the folder of temporary files")
+    parser.add_argument("--size-gb", type=float, default=2, help="size of the file")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", help="the first words of their names in the table; default: all")
+    parser.add_argument("--variants", nargs="+", help="first words of names in the table; default: all")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "disk.json")
     return parser.parse_args()
 
 
 def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig) -> Move:
-    """By three buffers (PIECE / 4,) of fp32. Raises RuntimeError where other bytes are read than were written."""
+    """Use three fp32 buffers (PIECE / 4,). Raises RuntimeError if the bytes read are not those written."""
     direct = os.O_RDWR | os.O_DIRECT
     with mock.patch("zero.offload.files._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))):
         file = ScratchFile(path.parent, settings)
@@ -123,7 +122,7 @@ def dd(path: Path, size: int) -> Move:
 
 @contextlib.contextmanager
 def uncached(path: Path, direction: str) -> Iterator[int]:
-    """A descriptor of a file; nothing of it is in the page cache before a read, all is on disk after a write."""
+    """Open a file. Nothing of it is in the page cache before a read. All of it is on disk after a write."""
     descriptor = os.open(path, os.O_RDWR)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -131,7 +130,7 @@ def uncached(path: Path, direction: str) -> Iterator[int]:
     if direction == "write":
         os.fsync(descriptor)
     else:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the next variant shall not have to
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the next variant need not do it
     os.close(descriptor)
 
 
@@ -171,7 +170,7 @@ def label(settings: AioConfig) -> str:
 
 
 def variants(path: Path, size: int) -> dict[str, Move]:
-    """All of them use the same file: on a virtual disk one file is read a third faster than another."""
+    """Return all variants. They use the same file: on a virtual disk, files differ in speed by a third."""
     path.touch()
     buffered(path, size)("write")
     memory, moves, default = HostMemory(), {}, AioConfig()
@@ -189,13 +188,13 @@ def variants(path: Path, size: int) -> dict[str, Move]:
 
 
 def cpu_seconds() -> float:
-    """Of this process with all of its threads, and of the processes that it has started and that have ended."""
+    """Return the CPU seconds of this process (all threads), and of child processes that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def measure(move: Move, size: int) -> dict[str, float]:
-    """MB/s and CPU seconds for a GB, by direction."""
+    """Return MB/s and CPU seconds for a GB, by direction."""
     found = {}
     for direction in DIRECTIONS:
         before = cpu_seconds()
@@ -205,7 +204,7 @@ def measure(move: Move, size: int) -> dict[str, float]:
 
 
 def over_repeats(repeats: list[dict[str, dict[str, float]]]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Medians, with the ratios to the best peer, and by direction which peer that is."""
+    """Return medians with ratios to the best peer, and the name of that peer by direction."""
     rows = {
         name: {value: statistics.median(repeat[name][value] for repeat in repeats) for value in row}
         for name, row in repeats[0].items()
@@ -230,8 +229,8 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def plot(rows: dict[str, dict[str, float]], best: dict[str, str], path: Path) -> None:
-    """MB/s by number of threads, a line for each size of blocks; peers dashed."""
-    import matplotlib  # here, so that the table can be had without it
+    """Plot MB/s by number of threads: a line for each block size, dashed lines for peers."""
+    import matplotlib  # imported here, so that the table needs no matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -271,7 +270,7 @@ def main() -> None:
     rows, best = over_repeats(repeats)
     print(f"\n{size / 1e9:.2f} GB; best peers: write {best['write']}, read {best['read']}; * default settings")
     if not any(name.startswith("fio") for name in rows):
-        print("fio is not installed: it is not among the peers")
+        print("fio is not installed, so it is not among the peers")
     print(f"\n{table(rows)}")
     settings = {
         "bytes": size,

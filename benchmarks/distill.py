@@ -1,11 +1,11 @@
-"""The fused, chunked head against the plain way, TRL's loss and Liger's: tokens/s and peak memory of one step.
+"""The fused, chunked head against whole logits, TRL's loss and Liger's: tokens/s and peak memory of one step.
 
     python -m benchmarks.distill
     python -m benchmarks.distill --peers FOLDER      # made by: pip install --no-deps --target FOLDER trl liger-kernel
 
-A step is forward and backward from the hidden states of student and teacher: both heads, the divergence, and the
-gradients of hidden states and the student's head. Each variant runs in a process of its own with one thread. Memory is
-the growth of the peak RSS over what the process had before the first step, on a GPU the allocator's peak.
+A step starts from the hidden states of student and teacher. It computes both heads, the divergence, and the gradients
+of the hidden states and the student's head. Each variant has its own process with one thread. Memory is the growth of
+the peak RSS since before the first step; on a GPU it is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.
 
 
 def plain(loss: str) -> Step:
-    """Whole logits and autograd, as a trainer writes it down."""
+    """Whole logits and autograd."""
 
     def step(hidden, weight, teacher_hidden, teacher_weight):
         log_q = linear(hidden, weight).float().log_softmax(-1)
@@ -87,7 +87,7 @@ def liger(loss: str) -> Step:
 
 
 def measure(variant: str, loss: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run one variant here: tokens/s by CPU (or GPU) time, peak memory in bytes, the loss."""
+    """Run one variant in this process. Return tokens/s by CPU (or GPU) time, peak memory in bytes, and the loss."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,7 +130,7 @@ def _peak(device: torch.device) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--width", type=int, default=64, help="of the student; the teacher's is twice as much")
+    parser.add_argument("--width", type=int, default=64, help="hidden size of the student; the teacher's is twice this")
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)

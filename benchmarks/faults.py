@@ -1,15 +1,16 @@
-"""What an enemy would try: kills at random file operations, damaged files, mutated configurations.
+"""Faults on purpose: kills at random file operations, damaged files, mutated configurations.
 
     python -m benchmarks.faults --trials 500 --seed 1
     python -m benchmarks.faults --trials 20 --seed 1 --parts kills damage
 
-kills    real Trainer runs, killed by SIGKILL at random file operations and started again by the same command, until
-         they come to their end: every loss and every weight must be that of a run that nobody killed
-damage   every file of a checkpoint flipped, cut and removed: refused by name, passed over, or without any effect
-config   mutated configurations: no hang, no raw traceback, no typo accepted
+kills    Real Trainer runs are killed by SIGKILL at random file operations, and started again by the same command until
+         they finish. Every loss and every weight must be that of an uninterrupted run.
+damage   Every file of a checkpoint is flipped, cut and removed. It must be refused by name, passed over, or without any
+         effect.
+config   Mutated configurations: no hang, no raw traceback, no accepted typo.
 
 A part is a module `benchmarks.faults_PART` with a function `run(trials, chance, folder)` that returns a `Report`. The
-exit code is 1 if anything failed; each failure names what it takes to see it again.
+exit code is 1 if anything failed. Each failure says how to reproduce it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PARTS = ("kills", "damage", "config")
 
 @dataclass
 class Report:
-    """How many trials ended in which way, and a text for each that should not have ended so."""
+    """The number of trials for each outcome, and a text for each failure."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -40,7 +41,9 @@ class Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=500, help="kills; of other parts, in proportion")
+    parser.add_argument(
+        "--trials", type=int, default=500, help="number of kills; other parts have a number in proportion"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
@@ -51,7 +54,9 @@ def main() -> None:
             print(f"{part}: there is no such part yet")
             continue
         module, start = importlib.import_module(f"benchmarks.faults_{part}"), time.monotonic()
-        folder = Path(tempfile.mkdtemp(prefix="zero-faults-"))  # a TemporaryDirectory would end with the first fork
+        folder = Path(
+            tempfile.mkdtemp(prefix="zero-faults-")
+        )  # the first fork that ends would remove a TemporaryDirectory
         try:
             report = module.run(args.trials, random.Random(f"{args.seed} {part}"), folder)
         finally:

@@ -1,10 +1,10 @@
-"""Thousands of damaged configurations: none may hang, end in a raw traceback, or have a misspelt key pass.
+"""Thousands of damaged configurations: none may hang, end in a raw traceback, or pass with a misspelt key.
 
     python -m benchmarks.faults --trials 500 --seed 0 --parts config
 
-Each trial takes a configuration of this project and spells a key wrong, puts a strange value in its place, or moves,
-adds or removes keys. Then it goes in as a dict, as text, or as text that is cut or has bytes changed. A trial fails if
-it is neither accepted nor refused by a `UsageError` that names what is wrong.
+Each trial takes a configuration of this project. It misspells a key, puts in a strange value, or moves, adds or removes
+keys. The configuration is given as a dict, as text, or as text that is cut or has changed bytes. It must be accepted,
+or refused by a `UsageError` that names the fault. Otherwise the trial fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero.config.report import report
 from zero.errors import UsageError
 
 MOST_SECONDS = 5.0
-# Keys and sections that the shipped files do not have.
+# Keys and sections that are not in the shipped files.
 OTHERS = [
     {
         "train_batch_size": 16,
@@ -83,7 +83,7 @@ def _nested(levels: int) -> dict:
     return value
 
 
-# As JSON, so that each use has its own.
+# As JSON, so that each use makes a new object.
 STRANGE = [
     *("NaN", "Infinity", "-Infinity", "-1", "0", "0.5", "1e308", "1e30", str(-(10**30)), "true", "false", "null"),
     *('""', '"auto"', '"yes"', '"AUTO"', '"0"', '"\\u0000"', '"\\ud800"', json.dumps("x" * 10_000), "[]", "{}"),
@@ -93,7 +93,7 @@ STRANGE = [
 
 
 def known_configurations() -> list[dict]:
-    """The shipped configurations, and those above."""
+    """Return the shipped configurations and those above."""
     paths = sorted((REPOSITORY / "configs").glob("*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths] + OTHERS
 
@@ -106,7 +106,7 @@ def _sections(config: dict) -> list[dict]:
 
 
 def _one_of(draw: Any, values: list) -> Any:
-    """As `sampled_from`, without a description of all values."""
+    """Do the same as `sampled_from`, without a description of all values."""
     return values[draw(st.integers(0, len(values) - 1))]
 
 
@@ -116,7 +116,7 @@ def _strange(draw: Any) -> Any:
 
 @st.composite
 def misspelt(draw: Any, configs: list[dict]) -> tuple[dict, str]:
-    """A configuration with one letter of one key changed, missing, added or moved; and that key."""
+    """Return a configuration with one letter of one key changed, removed, added or moved, and that key."""
     config = copy.deepcopy(_one_of(draw, configs))
     section = _one_of(draw, _sections(config))
     key = draw(st.sampled_from(sorted(section)))
@@ -137,7 +137,7 @@ def misspelt(draw: Any, configs: list[dict]) -> tuple[dict, str]:
 
 @st.composite
 def damaged(draw: Any, configs: list[dict]) -> Any:
-    """A source of a configuration after one to three changes."""
+    """Return a configuration, as a dict or as text, after one to three changes."""
     config = copy.deepcopy(_one_of(draw, configs))
     for _ in range(draw(st.integers(1, 3))):
         section = _one_of(draw, _sections(config) or [config])
@@ -169,7 +169,7 @@ def damaged(draw: Any, configs: list[dict]) -> Any:
 
 
 def outcome(source: Any) -> str:
-    """ "accepted", "refused", "slow" or the last lines of a traceback."""
+    """Return "accepted", "refused", "slow" or the last lines of a traceback."""
     begin = time.monotonic()
     try:
         config = load_config(source, allow_auto=True)
@@ -184,7 +184,7 @@ def outcome(source: Any) -> str:
 
 
 def _without_ignored(config: dict) -> dict:
-    """All but the keys that are like no other: in them any letter may be wrong."""
+    """Return the configuration without keys that are always ignored, because these may be misspelt."""
     kept = copy.deepcopy(config)
     for key in load_config(config, allow_auto=True).ignored:
         pop(kept, key)
@@ -192,7 +192,7 @@ def _without_ignored(config: dict) -> dict:
 
 
 def mutate(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
-    """How `trials` damaged configurations ended; one in three is one with a misspelt key."""
+    """Return the outcomes of `trials` damaged configurations. One in three has a misspelt key."""
     outcomes: Counter[str] = Counter()
     limits = {"database": None, "deadline": None, "phases": [hypothesis.Phase.generate]}
     checks = {"suppress_health_check": list(hypothesis.HealthCheck)}
@@ -210,7 +210,7 @@ def mutate(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
     @hypothesis.given(misspelt(whole))
     def try_misspelt(case: tuple[dict, str]) -> None:
         config, key = case
-        # A changed letter may be the same one.
+        # The new letter may be the old one.
         passed = outcome(config) == "accepted" and config not in whole
         outcomes["misspelt key accepted: " + key if passed else "misspelt key refused"] += 1
 
@@ -220,7 +220,7 @@ def mutate(trials: int, seed: int, configs: list[dict]) -> Counter[str]:
 
 
 def run(trials: int, chance: random.Random, folder: Path) -> Report:
-    """Six configurations for each kill that `benchmarks.faults` was asked for."""
+    """Run six configurations for each of the `trials`."""
     outcomes = mutate(6 * trials, chance.randrange(1 << 32), known_configurations())
     return Report(outcomes, [outcome for outcome in outcomes if outcome not in GOOD])
 

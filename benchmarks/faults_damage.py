@@ -1,4 +1,4 @@
-"""Every file of a checkpoint flipped, cut and removed before a Trainer resumes; see `benchmarks.faults`."""
+"""Flips, cuts and removes every file of a checkpoint before a Trainer resumes. See `benchmarks.faults`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def remove(path: Path, chance: random.Random) -> None:
 
 
 def run(trials: int, chance: random.Random, folder: Path) -> Report:
-    """At most 0.3 x `trials` of them: each file in each way, by the flag, by `find_resumable` and by its path."""
+    """Damage each file in each way; resume by flag, by `find_resumable` and by path. At most 0.3 x `trials` cases."""
     report, template = Report(), Job(folder / "template", RANKS, "sync", "flag", None)
     expected = run_trainer(template)
     if expected.report is None:
         raise RuntimeError(f"the run without damage failed:\n{expected.text}")
-    shutil.rmtree(template.output / f"checkpoint-{STEPS}")  # so that there is something left to do
+    shutil.rmtree(template.output / f"checkpoint-{STEPS}")  # so that steps are left to train
     newest = template.output / f"checkpoint-{NEWEST}"
     files = sorted(path.relative_to(newest) for path in newest.rglob("*") if path.is_file())
     cases = list(product(files, (flip, cut, remove), ("flag", "find_resumable", "path")))
@@ -58,7 +58,7 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
 
 
 def _outcome(ended: Ended, expected: dict, file: Path) -> str | None:
-    """None: other numbers, or an error that does not name the file."""
+    """Return the outcome. None is a failure: other numbers, or an error that does not name the file."""
     if ended.report is None:
         return "refused by name" if file.name in ended.text else None
     if not same(ended.report, expected):

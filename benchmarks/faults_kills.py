@@ -1,4 +1,4 @@
-"""Kills at random file operations of real Trainer runs; see `benchmarks.faults`."""
+"""Kills real Trainer runs at random file operations. See `benchmarks.faults`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.faults import Report
 from benchmarks.faults_trainer import EVERY, Job, Kill, same
 from benchmarks.faults_trainer import run as run_trainer
 
-# Of one folder; then the run comes to its end.
+# Kills in one folder. Then the run may finish.
 MOST_KILLS = 3
 KINDS = list(product((1, 2), ("sync", "async", "nvme"), ("flag", "find_resumable"), (None, 2)))
 
@@ -20,7 +20,7 @@ def run_kinds(trials: int, chance: random.Random, folder: Path, kinds: list[tupl
     report, references, number = Report(), {}, 0
     while sum(report.outcomes.values()) < trials:
         ranks, mode, by, limit = kinds[number % len(kinds)]
-        if ranks not in references:  # the modes and the ways to resume change no bit
+        if ranks not in references:  # one reference serves all modes and all ways to resume
             references[ranks] = run_trainer(Job(folder / f"reference{ranks}", ranks, "sync", by, None))
             if references[ranks].report is None:
                 raise RuntimeError(f"the run without a kill failed:\n{references[ranks].text}")
@@ -40,7 +40,7 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
 
 
 def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report: Report) -> int:
-    """Kill runs in one folder, then compare the one that comes to its end; the kills that were survived."""
+    """Kill runs in one folder, then compare the one that finishes. Return the number of survived kills."""
     kills, told = 0, []
     for attempt in range(MOST_KILLS + 1):
         kill = None
@@ -67,7 +67,7 @@ def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report:
 
 
 def _complete(job: Job) -> int:
-    """The step of a checkpoint that surely is complete: all ranks have been through its save."""
+    """Return the step of the newest checkpoint that must be complete, because all ranks have finished its save."""
     paths = [job.folder / f"saved-{rank}" for rank in range(job.ranks)]
     step = min((int(path.read_text() or 0) if path.exists() else 0 for path in paths), default=0)
     return max(0, step - EVERY) if job.mode == "async" else step

@@ -1,7 +1,7 @@
-"""Trainer runs for `benchmarks.faults`: forks of this process, which has imported transformers on zero.
+"""Trainer runs for `benchmarks.faults`. The ranks are forks of this process, which has imported transformers and zero.
 
 A run is an ordinary script: model, Trainer, `train(resume_from_checkpoint=...)`. A rank with a `Kill` ends itself by
-SIGKILL; then the others are killed, as a launcher does.
+SIGKILL. Then the other ranks are killed, as a launcher would do.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transformers.trainer_utils import get_last_checkpoint
 from zero.checkpoint import find_resumable
 
 STEPS, EVERY, TIME_LIMIT = 8, 2, 240
-# What the interpreter tells of the file system; what torch and safetensors write by themselves is hit by the delay.
+# File operations that Python reports. The delay makes kills also hit writes inside of torch and safetensors.
 _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
 _CALLS = ("pwrite", "fsync", "fdatasync")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """After `operations` file operations of rank `rank`, `delay` seconds later."""
+    """Kill rank `rank` `delay` seconds after its file operation number `operations`."""
 
     rank: int
     operations: int
@@ -47,7 +47,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Job:
-    """`mode`: sync, async or nvme; `by`: the ordinary flag, find_resumable, or path (of the newest)."""
+    """`mode`: sync, async or nvme. `by`: resume by "flag", by "find_resumable" or by "path" (of the newest)."""
 
     folder: Path
     ranks: int
@@ -62,8 +62,8 @@ class Job:
 
 @dataclass
 class Ended:
-    """`report`: losses, a digest of the weights, file operations of each rank; None if the run was killed or failed;
-    `killed`: the rank that was to end itself was the first to end."""
+    """`report`: losses, digest of the weights, file operations of each rank; None if the run was killed or failed.
+    `killed`: the first rank that ended was the one with the `Kill`."""
 
     report: dict | None
     text: str
@@ -71,7 +71,7 @@ class Ended:
 
 
 def run(job: Job, kill: Kill | None = None, linger: float = 0.0) -> Ended:
-    """`linger`: seconds that other ranks live on after the kill."""
+    """Run a job. `linger`: seconds that the other ranks live after the kill."""
     job.folder.mkdir(parents=True, exist_ok=True)
     log, result = job.folder / "log", job.folder / "report.json"
     for path in (log, result):
@@ -93,7 +93,7 @@ def run(job: Job, kill: Kill | None = None, linger: float = 0.0) -> Ended:
             time.sleep(linger)
             for other in ranks:
                 os.kill(other, signal.SIGKILL)
-            linger = -1.0  # what ends from now on was killed by us
+            linger = -1.0  # ranks that end from now on were killed here
     report = json.loads(result.read_text()) if result.exists() else None
     return Ended(report, log.read_text(errors="replace"), killed)
 
@@ -120,7 +120,7 @@ def _become_rank(rank: int, job: Job, kill: Kill | None, port: int, log: Path, r
 
 
 class _Operations(TrainerCallback):
-    """Counts file operations while training, and ends the process at the one that `kill` names."""
+    """Counts file operations in training, and ends the process at the one that `kill` names."""
 
     def __init__(self, kill: Kill | None):
         self.kill, self.count, self._counts = kill, 0, False
@@ -153,7 +153,7 @@ class _Operations(TrainerCallback):
 
 
 class _Saved(TrainerCallback):
-    """Notes the saves that this rank has been through."""
+    """Records the saves that this rank has finished."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -197,7 +197,7 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
         model=GPT2LMHeadModel(config), args=arguments, train_dataset=Samples(),
         callbacks=[operations, _Saved(job.folder / f"saved-{rank}")],
     )  # fmt: skip
-    if job.by == "flag":  # as the example scripts of transformers do
+    if job.by == "flag":  # as in transformers' example scripts
         resume = get_last_checkpoint(job.output) is not None if job.output.is_dir() else False
     elif job.by == "path":
         resume = job.output / f"checkpoint-{STEPS - EVERY}"
@@ -220,9 +220,9 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
 
 
 def same(found: dict, expected: dict) -> bool:
-    """Bit for bit: all losses, the weights at the end.
+    """Compare all losses and the final weights bit for bit.
 
-    Where a run was complete before it was killed, the Trainer takes one more step, whose learning rate is 0.
+    If a run was complete before it was killed, the Trainer takes one more step, with learning rate 0.
     """
     losses = {step: loss for step, loss in found["losses"].items() if int(step) <= STEPS}
     return losses == expected["losses"] and found["weights"] == expected["weights"]

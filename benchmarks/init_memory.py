@@ -1,8 +1,9 @@
-"""Memory of building a T5 of 1.0e9 parameters under `zero.Init`: peak RSS of each rank against its shards + 1 GiB.
+"""Memory while a T5 of 1.0e9 parameters is built under `zero.Init`: peak RSS of each rank.
 
     python -m benchmarks.init_memory
 
-The interpreter and its imports are part of the RSS, and so of the GiB. Exit code 1 when a rank takes more.
+The limit is the rank's shards + 1 GiB. RSS includes the interpreter and its imports. The exit code is 1 if a rank
+passes the limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.init_memory`: builds the model as a Trainer script under ZeRO-3 does, reports its memory."""
+"""One rank of `benchmarks.init_memory`: builds the model as a Trainer script with ZeRO-3 does, reports its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> None:
     zero.comm.init_distributed(dist_backend="gloo")
     imported = psutil.Process().memory_info().rss
     start = time.perf_counter()
-    # transformers builds models inside zero.Init for as long as this object lives.
+    # transformers builds models inside zero.Init while this object is alive.
     ds_config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     model = AutoModelForSeq2SeqLM.from_config(t5_config(T5_1B))
     seconds = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Starts one benchmark worker on N processes in a chosen Python environment and collects what each rank reports."""
+"""Starts a benchmark worker on N processes of a chosen Python environment, and collects the ranks' reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPORT_FOLDER = "BENCHMARK_REPORT_FOLDER"
 
 
 def report(result: dict[str, Any]) -> None:
-    """Called by a worker, once: hands this rank's result to the process that called `run_ranks`."""
+    """Send this rank's result to the process that called `run_ranks`. A worker calls this once."""
     path = Path(os.environ[REPORT_FOLDER]) / f"{int(os.environ['RANK']):04d}.json"
     path.write_text(json.dumps(result))
 
@@ -24,9 +24,9 @@ def report(result: dict[str, Any]) -> None:
 def run_ranks(
     python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """`run_job` for a worker that calls `report`: returns what each rank reported, in the order of the ranks.
+    """Run a job whose worker calls `report`. Return the reports in the order of ranks.
 
-    Raises RuntimeError as `run_job` does, and when a rank did not report.
+    Raises RuntimeError as `run_job` does, and if a rank did not report.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = run_job(python, command, nproc, timeout, {**(env or {}), REPORT_FOLDER: folder})
@@ -37,10 +37,10 @@ def run_ranks(
 
 
 def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None) -> str:
-    """Run `torchrun --nproc_per_node nproc command...` by the interpreter `python`, from the repository's root.
+    """Run `torchrun --nproc_per_node nproc command...` with the interpreter `python`, in the repository's root.
 
-    Every process has one compute thread and no network. Returns what the job printed. Raises RuntimeError with the
-    end of it when the job fails or takes more than `timeout` seconds.
+    Every process has one compute thread and no network. Returns the job's output. Raises RuntimeError with the end of
+    the output if the job fails or takes more than `timeout` seconds.
     """
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}

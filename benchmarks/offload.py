@@ -1,24 +1,27 @@
-"""A training step with parameters and optimizer in host memory or in files, beside what no step can go below.
+"""A training step with parameters and optimizer in host memory or in files, compared with a lower bound.
 
     python -m benchmarks.offload
     python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK           # on a GPU, bf16
 
-Ours at stage 3: without offload; all in host memory; the same with half of the optimizer's state on the device
-(`ratio`); all in files, with the whole update in the step, and with reads ahead, writes behind and the update behind
-the next forward. Peers: FSDP2 with `CPUOffloadPolicy` (on a machine without a GPU there is nothing to offload from: it
-runs without, the nearest thing, and ours in host memory is the same as ours without offload) and the real DeepSpeed
-with everything in host memory. Its files need async_io, which has to be built: not run.
+Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half of the optimizer
+state on the device (`ratio`); all in files, with the update inside the step; all in files, with reads ahead, late
+writes and the update during the next forward. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed with all in host
+memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory is the same as without offload. DeepSpeed's
+files need async_io, which has to be built: they are not run.
 
-Every variant trains the same model on the same batches, each in fresh processes, in turns; ratios are formed within a
-round. The losses must agree with those of ours without offload. Peaks of memory are those of the counted steps.
+All variants train the same model on the same batches, in new processes, in turns. Ratios are formed within a round. The
+losses must agree with those of "ours" without offload. Peaks of memory are those of the counted steps.
 
-`floor` is the largest of: plain torch's forward and backward, measured; 28 bytes a parameter of an Adam in host memory
-(for the part that is there) over the bandwidth of a triad; bytes to and from files over the bandwidths of the file;
-on a GPU, gathered and reduced bytes over the bandwidths of the way there and back (for a peer: those of ours in host
-memory). On a CPU compute and update take the same cores, and no step can be as short as the larger of them.
-`cpu s`: of all threads of a rank, and `/ comp.` their ratio to those of plain torch's forward and backward: the seconds
-to look at on a machine that others use.
+`floor` is the lower bound, the largest of these times:
+
+- plain torch's forward and backward, measured;
+- 28 bytes a parameter for Adam in host memory (the part that is there), over the bandwidth of a triad;
+- bytes to and from files, over the file's bandwidths;
+- on a GPU: gathered and reduced bytes, over the bandwidths to and from the GPU (for a peer: the bytes of "ours").
+
+On a CPU, compute and update take the same cores, so no step reaches the floor. `cpu s`: seconds of all threads of a
+rank. `/ comp.`: their ratio to plain torch's forward and backward. On a shared machine, compare these two.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.offload_worker import MODELS, VARIANTS
 
 REFERENCE, IN_MEMORY = "no offload", "cpu"
-# Bytes of Adam for a parameter: 16-bit or fp32 gradient, master and moments read; master, moments, parameter written.
+# Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master, moments, parameter.
 ADAM_BYTES = 28
-# Bytes of an element of a reduced gradient on its way to the host.
+# Bytes of an element of a reduced gradient that is copied to the host.
 GRADIENT_BYTES = 4
-# Largest relative difference of a loss: in fp32 the order of sums differs, in bf16 what is rounded where.
+# Largest relative difference of a loss. In fp32 the order of sums differs, in bf16 the places of rounding.
 LOSS_TOLERANCE = {4: 1e-3, 2: 2e-2}
 
 Row = dict[str, Any]
@@ -54,14 +57,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="t5-small")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run")
     parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--ranks", type=int, default=1, help="with GPUs: one for each")
-    parser.add_argument("--threads", type=int, help="of a process's computation; default: its part of the cores")
+    parser.add_argument("--ranks", type=int, default=1, help="one for each GPU, if there are GPUs")
+    parser.add_argument("--threads", type=int, help="compute threads of a process; default: its part of the cores")
     parser.add_argument("--batch", type=int, default=1, help="sentences per process and step")
     parser.add_argument("--length", type=int, default=128, help="tokens of each source and of each target")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warmup", type=int, default=2, help="steps not counted, per round")
+    parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
     parser.add_argument("--steps", type=int, default=5, help="steps counted, per round")
-    parser.add_argument("--folder", type=Path, help="on the disk that takes the files; default: beside the output")
+    parser.add_argument("--folder", type=Path, help="folder for the offload files; default: the folder of the output")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
     args = parser.parse_args()
     args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
@@ -76,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list[Row]:
-    """One job; see `benchmarks.offload_worker` for what a rank reports."""
+    """Run one job. `benchmarks.offload_worker` says what a rank reports."""
     options = {name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")}
     command = ["-m", "benchmarks.offload_worker", "--variant", variant, "--folder", folder]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
@@ -84,12 +87,12 @@ def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list
     if not variant.startswith("deepspeed"):
         return run_ranks(sys.executable, command, ranks, 3600, env)
     if not torch.cuda.is_available():
-        env["DS_ACCELERATOR"] = "cpu"  # it would look for a GPU
+        env["DS_ACCELERATOR"] = "cpu"  # otherwise it looks for a GPU
     return run_ranks(args.deepspeed_python, command, ranks, 3600, env)
 
 
 def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
-    """A job's step: seconds, tokens a second, bytes of memory of the largest rank, bytes moved by all ranks."""
+    """Return figures of a job's step: seconds, tokens/s, memory of the largest rank, bytes moved by all ranks."""
     seconds = statistics.median(second for rank in ranks for second in rank["seconds"])
     moved = [rank["moved"] for rank in ranks if rank["moved"] is not None]
     item, parameters = ranks[0]["item"], ranks[0]["parameters"]
@@ -106,7 +109,7 @@ def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
         "adam_on_host": host_share(variant) * ADAM_BYTES * parameters,
     }
     if moved:
-        # The counters of one rank have whole buffers, of which each rank sends its own part.
+        # A rank counts whole buffers. Each rank sends only its own part of them.
         row |= {"gathered": moved[0]["gathered"] * item, "reduced": moved[0]["reduced"] * item}
         row |= {name: sum(rank[name] for rank in moved) for name in ("read", "written")}
         row["to_device"] = moved[0]["gathered"] * item / len(ranks)
@@ -115,21 +118,21 @@ def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
 
 
 def host_share(variant: str) -> float:
-    """How much of the optimizer's state is updated in host memory."""
+    """Return the fraction of the optimizer state that is updated in host memory."""
     if not torch.cuda.is_available():
         return 1.0
     return {REFERENCE: 0.0, "cpu, half": 0.5}.get(variant, 1.0)
 
 
 def add_floors(rows: dict[str, Row], limits: Row) -> None:
-    """To every row the seconds of what bounds it, and its ratios to them and to the reference."""
+    """Add to every row its floor in seconds, and its ratios to the floor and to the reference."""
     for variant, row in rows.items():
         bounds = {"compute": limits["compute"], "adam": row["adam_on_host"] / limits["triad"]}
         if "read" in row:
             bounds["files"] = row["read"] / limits["read"] + row["written"] / limits["written"]
         ways = row if "to_device" in row else rows.get(IN_MEMORY, {})
         if "to_device" in limits and variant != REFERENCE and "to_device" in ways:
-            # Both directions at the same time.
+            # Both directions run at the same time.
             bounds["pcie"] = max(ways[way] / limits[way] for way in ("to_device", "from_device"))
         row["bound_by"] = max(bounds, key=bounds.get)
         row["bounds"], row["floor"] = bounds, bounds[row["bound_by"]]
@@ -148,7 +151,7 @@ def check_losses(variant: str, ranks: list[Row], reference: list[Row]) -> None:
 
 
 def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) -> dict[str, Row]:
-    """Every variant once, and the floor; those that fail go to `missing`, with the last line of what they said."""
+    """Run every variant once, and the floor. Failed ones go to `missing`, with the line that names the cause."""
     rows, reference = {}, []
     limits = run("floor", 1, folder, args)[0]
     print(f"  floor: {', '.join(f'{name} {of_limit(name, value)}' for name, value in limits.items())}", flush=True)
@@ -176,14 +179,14 @@ def of_limit(name: str, value: float) -> str:
 
 
 def cause(output: str) -> str:
-    """The line of a failed job's output that names the exception, or its last one."""
+    """Return the line of a failed job's output that names the exception, or the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (named or lines)[-1][:300]
 
 
 def over_rounds(rounds: list[dict[str, Row]]) -> dict[str, Row]:
-    """Medians of the numbers over the rounds; the rest as in the last one."""
+    """Return medians of the numbers over the rounds. Other values are those of the last round."""
     rows: dict[str, Row] = {}
     for variant in rounds[-1]:
         each = [found[variant] for found in rounds]
@@ -195,7 +198,7 @@ def over_rounds(rounds: list[dict[str, Row]]) -> dict[str, Row]:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Seconds; MB of memory at its peak, and MB moved in a step."""
+    """Return the table: seconds, peak memory in MB, and MB moved in a step."""
     titles = [
         "step s",
         "tokens/s",
@@ -220,7 +223,7 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def table_of_waits(rows: dict[str, Row]) -> str:
-    """Of a step of ours: seconds of each phase, and those in it that were waited."""
+    """Return a table of this engine's steps: seconds of each phase, and the waits in it."""
     lines = []
     for variant, row in rows.items():
         parts = []
@@ -233,8 +236,8 @@ def table_of_waits(rows: dict[str, Row]) -> str:
 
 
 def plot(rows: dict[str, Row], path: Path) -> None:
-    """Left: seconds of a step, with the floor of each; right: memory at its peak."""
-    import matplotlib  # here, so that the table can be had without it
+    """Plot seconds of a step with their floors (left), and peak memory (right)."""
+    import matplotlib  # imported here, so that the table needs no matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,9 +1,9 @@
-"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` under torchrun in a fresh process.
+"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` under torchrun in a new process.
 
-A variant trains a T5 with random weights, by the engine in this environment or by the real DeepSpeed in its own, and
-reports what its steps cost. `floor` trains nothing: it measures what no variant can go below, that is plain torch's
-forward and backward, and the bandwidths of host memory, of a file and of the way to the GPU. On a GPU parameters are
-bf16, on a CPU fp32: most CPUs have no instructions for bf16.
+A variant trains a T5 with random weights, with this engine or with DeepSpeed in its own environment, and reports the
+cost of its steps. `floor` does not train. It measures the lower bounds: plain torch's forward and backward, and the
+bandwidths of host memory, of a file, and to and from the GPU. Parameters are bf16 on a GPU and fp32 on a CPU, because
+most CPUs have no instructions for bf16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.launch import report
 from benchmarks.t5 import T5_42M, build_t5, synthetic_batches
 
 MODELS = {
-    # To try things.
+    # For trials.
     "t5-10m": {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "d_kv": 64, "vocab_size": 8192},
     "t5-42m": T5_42M,
     # The shapes of the published t5-small and t5-3b: 60.5 and 2852 million parameters.
@@ -38,7 +38,7 @@ MODELS = {
 BUILD_SEED = 1
 CLIP = 1.0
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-# Elements of an fp32 vector of the triad; bytes of a tensor and tensors that go to a file; times each is tried.
+# Elements of the triad's fp32 vectors; bytes of a tensor in a file, and their number; how often each is measured.
 TRIAD_NUMEL, PIECE, PIECES, TRIES = 30_000_000, 64 << 20, 4, 5
 
 Batch = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-# -- the variants: from a plain model to a training step, and the engine if it is ours
+# -- the variants: functions from a plain model to a training step, and the engine if it is this one
 
 
 def ds_config(args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def ds_config(args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep, Any]:
-    """The step of an engine with DeepSpeed's interface: `package` is our `zero` or the real `deepspeed`."""
+    """Return the step of an engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
     engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def train_step(batch: Batch) -> torch.Tensor:
@@ -87,14 +87,14 @@ def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple
 
 
 def ours(parameters: str, optimizer: str, **settings: Any) -> Callable:
-    """Of the engine with that device for the parameters, that one for the optimizer's state, and its settings."""
+    """This engine with these devices for parameters and optimizer state. `settings`: of `offload_optimizer`."""
 
     def build(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, Any]:
-        import zero  # here, since the environment of the real DeepSpeed need not have what it needs
+        import zero  # imported here, because DeepSpeed's environment may lack packages that it needs
 
         path = {"nvme_path": str(args.folder)}
         away = {
-            # Without a limit of its own the whole model would stay in host memory.
+            # With the default limit the whole model would stay in host memory.
             "offload_param": {"device": parameters, **path, "max_in_cpu": 0},
             "offload_optimizer": {"device": optimizer, **path, **settings},
             "sub_group_size": 50_000_000,
@@ -105,7 +105,7 @@ def ours(parameters: str, optimizer: str, **settings: Any) -> Callable:
 
 
 def deepspeed(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
-    """The real DeepSpeed, stage 3, parameters and optimizer in host memory, with its C++ Adam."""
+    """DeepSpeed at stage 3, with parameters and optimizer in host memory, and its C++ Adam."""
     import deepspeed
 
     deepspeed.comm.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
@@ -115,7 +115,7 @@ def deepspeed(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, No
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
-    """`fully_shard` on each T5 block and on the root; on a GPU with `CPUOffloadPolicy`, on a CPU without offload."""
+    """`fully_shard` on each T5 block and on the root. With `CPUOffloadPolicy` on a GPU, without offload on a CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     on_gpu = torch.cuda.is_available()
@@ -153,17 +153,17 @@ VARIANTS = {
 }
 
 
-# -- what is measured
+# -- measurements
 
 
 def of_this_process(path: str) -> dict[str, int]:
-    """The numbers of a file of lines `name: number`, such as /proc/self/io (bytes) and /proc/self/status (kB)."""
+    """Read a file of lines `name: number`, such as /proc/self/io (bytes) and /proc/self/status (kB)."""
     lines = (line.split(":", 1) for line in Path(path).read_text().splitlines())
     return {name: int(words[0]) for name, text in lines if (words := text.split()) and words[0].isdigit()}
 
 
 def forget_peaks() -> None:
-    """From now on peaks are those of training: what building took is given back to the system first."""
+    """Reset the peaks of memory. Memory that building needed is first given back to the system."""
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -172,9 +172,9 @@ def forget_peaks() -> None:
 
 
 def moved(engine: Any) -> dict[str, int]:
-    """Elements gathered and reduced, and bytes read and written on disks, by this process up to now."""
+    """Return elements gathered and reduced, and bytes read and written on disks, by this process so far."""
     if engine is not None:
-        engine.optimizer.wait()  # for what is still updated behind the last step
+        engine.optimizer.wait()  # for updates of the last step that still run
     storage, elements = of_this_process("/proc/self/io"), engine.comm.elements if engine is not None else {}
     return {
         "gathered": elements.get("all_gather", 0),
@@ -191,9 +191,7 @@ def batches_of(args: argparse.Namespace, seed: int) -> Iterator[Batch]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Losses, seconds of the counted steps (and CPU seconds of all threads), peaks of memory (bytes), and what was
-    moved and waited for in a step.
-    """
+    """Train. Return losses, wall and CPU seconds of the counted steps, peaks of memory, bytes and waits of a step."""
     model = build_t5(MODELS[args.model], BUILD_SEED)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train_step, engine = VARIANTS[args.variant](model, args)
@@ -228,11 +226,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# -- what nobody can go below
+# -- lower bounds
 
 
 def compute_seconds(args: argparse.Namespace) -> tuple[float, float]:
-    """Plain torch's forward and backward, without an optimizer: the median of the steps, and their mean CPU seconds."""
+    """Return the median seconds of plain torch's forward and backward, and the mean CPU seconds."""
     model = build_t5(MODELS[args.model], BUILD_SEED).to(compute_device(), compute_dtype())
     seconds, cpu = [], []
     for batch in islice(batches_of(args, seed=0), args.warmup + args.steps):
@@ -247,7 +245,7 @@ def compute_seconds(args: argparse.Namespace) -> tuple[float, float]:
 
 
 def fastest(move: Callable[[], object], nbytes: int) -> float:
-    """Bytes a second of the fastest of some tries."""
+    """Return bytes per second of the fastest of several tries."""
     seconds = []
     for _ in range(TRIES):
         synchronize()
@@ -259,7 +257,7 @@ def fastest(move: Callable[[], object], nbytes: int) -> float:
 
 
 def triad() -> float:
-    """Host memory: two fp32 reads and a write, by all cores, as an update of Adam."""
+    """Measure host memory with two fp32 reads and a write on all cores."""
     a, b, out = (torch.ones(TRIAD_NUMEL) for _ in range(3))
     with threads(os.cpu_count() or 1):
         return fastest(lambda: torch.add(a, b, alpha=0.5, out=out), 3 * a.nbytes)
@@ -274,7 +272,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 def disk(folder: Path) -> tuple[float, float]:
-    """Reading and writing, through `ScratchFile` as the engine does, all pieces under way at the same time."""
+    """Measure reads and writes through `ScratchFile`, with all pieces in flight."""
     from zero.offload.files import ScratchFile
     from zero.offload.memory import HostMemory
 
@@ -291,7 +289,7 @@ def disk(folder: Path) -> tuple[float, float]:
 
 
 def pcie() -> tuple[float, float]:
-    """To the GPU and back, from and to pinned memory."""
+    """Measure copies to and from the GPU, with pinned memory."""
     host = torch.ones(4 * PIECE, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=compute_device())
     to_device = fastest(lambda: there.copy_(host, non_blocking=True), host.nbytes)
@@ -299,7 +297,7 @@ def pcie() -> tuple[float, float]:
 
 
 def floor(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of plain compute, and its CPU seconds; bytes a second of memory, of a file and of the way to the GPU."""
+    """Return wall and CPU seconds of plain compute, and bytes per second of memory, a file, and GPU copies."""
     read, written = disk(args.folder)
     compute, cpu = compute_seconds(args)
     found = {"compute": compute, "compute_cpu": cpu, "triad": triad(), "read": read, "written": written}

@@ -1,11 +1,11 @@
-"""What an optimizer costs: time of the step, bytes of its state, bytes that it sends; element by element or whole.
+"""The costs of optimizers, element-wise or on whole tensors: time of a step, bytes of state, bytes sent.
 
     python -m benchmarks.optimizers
 
-Every variant trains the same T5 (42M parameters) on the same batches, at each stage. The variants take turns, round
-after round, so that a busy machine disturbs all of them alike. Of each step the part inside `engine.step()` counts, on
-the slowest rank: the median over all steps. "AdamW, whole" is AdamW as an optimizer of whole tensors: beside "AdamW" it
-shows what the exchange costs. The run fails if a variant's losses differ between stages.
+All variants train the same T5 (42M parameters) on the same batches, at each stage. They take turns, so that a busy
+machine disturbs all of them alike. Only the time inside `engine.step()` counts, on the slowest rank: the median over
+all steps. "AdamW, whole" is AdamW on whole tensors. Compared with "AdamW" it shows the cost of the exchange. The run
+fails if a variant's losses differ between stages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.t5 import T5_42M, build_t5, synthetic_batches
 STAGES = [2, 3]
 SEED, WARMUP = 1, 1
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-4}}}
-# Keys of the configuration, and what makes the optimizer if the configuration does not.
+# Keys of the configuration, and a function that makes the optimizer if the configuration does not.
 VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
     "AdamW": ({}, partial(torch.optim.AdamW, lr=1e-4)),
     "AdamW, whole": ({"elementwise_optimizer": False}, partial(torch.optim.AdamW, lr=1e-4)),
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(name: str, stage: int, steps: int) -> dict[str, Any]:
-    """One variant on this rank: seconds of each counted step, its losses, bytes of state and bytes sent in a step."""
+    """Run one variant on this rank. Return seconds of each step, losses, bytes of state, bytes sent in a step."""
     keys, make = VARIANTS[name]
     sharding = {"stage": stage} | {key: value for key, value in keys.items() if key != "optimizer"}
     config = {
@@ -95,7 +95,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def summarize(reports: list[list[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """A row for each variant and stage, of the ranks' reports. Raises RuntimeError where stages disagree."""
+    """Return a row for each variant and stage. Raises RuntimeError if losses differ between stages."""
     rows, first_losses = [], {}
     for number, (name, stage) in enumerate((name, stage) for name in VARIANTS for stage in STAGES):
         found = [[rounds[number] for rounds in of_rank] for of_rank in reports]

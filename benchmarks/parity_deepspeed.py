@@ -1,11 +1,11 @@
-"""Loss curves of the same script, seed and configuration under the real DeepSpeed and under this engine.
+"""Loss curves of the same script, seed and configuration with DeepSpeed and with this engine.
 
     python -m benchmarks.parity_deepspeed --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-DeepSpeed has an environment of its own (`pip install deepspeed==0.19.8` beside `requirements.txt`) and runs on the CPU.
-Three ways, on two processes each: through `initialize`/`backward`/`step` (a T5 and a GPT-2, with and without gradient
-accumulation), through a third party's Trainer script with the shipped configuration, and through `run_translation.py`.
-Loss and gradient norm of every step must agree within 1e-4 relative, or the exit code is 1.
+DeepSpeed has its own environment (`requirements.txt` and `deepspeed==0.19.8`) and runs on the CPU. Compared on two
+processes: `initialize`/`backward`/`step` (a T5 and a GPT-2, with and without accumulation), a third-party Trainer
+script with the shipped configuration, and `run_translation.py`. The exit code is 1 if loss or gradient norm of any step
+differs by more than 1e-4 relative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRAINING = (
     f"--max_steps {STEPS} --logging_steps 1 --warmup_steps 5 --learning_rate 2e-3 --max_grad_norm 1.0 --seed 7"
     " --per_device_train_batch_size 4 --report_to none --save_strategy no --disable_tqdm true"
 ).split()
-# DeepSpeed's own choice of an accelerator, and, for accelerate, the argument without which it believes in one process.
+# The first variable chooses DeepSpeed's accelerator. Without the argument, accelerate assumes a single process.
 DEEPSPEED_ENV = {"DS_ACCELERATOR": "cpu"}
 DEEPSPEED_TRAINING = ["--use_cpu", "true"]
 
@@ -37,16 +37,16 @@ Curve = list[dict[str, float]]
 
 
 def engine_curve(package: str, python: str, model: str, accumulation: int) -> Curve:
-    """Rank 0's losses and the global gradient norms, by the engine's own interface."""
+    """Return rank 0's losses and the global gradient norms, with the engine's own interface."""
     options = f"--package {package} --model {model} --steps {STEPS} --accumulation {accumulation}".split()
     command = ["-m", "benchmarks.parity_worker", *options]
     return run_ranks(python, command, PROCESSES, 600, DEEPSPEED_ENV if package == "deepspeed" else None)[0]["curve"]
 
 
 def script_curve(command: dict[str, list[str]], package: str, python: str, arguments: list[str]) -> Curve:
-    """What a script's Trainer logged, from `trainer_state.json` in its output folder.
+    """Return the log of a script's Trainer, from `trainer_state.json` in its output folder.
 
-    `command` says how the script is started for each package; it ends with the script's name.
+    `command`: the command for each package. It ends with the script's name.
     """
     with tempfile.TemporaryDirectory() as folder:
         line = [*command[package], "--deepspeed", CONFIG, "--output_dir", folder, *arguments, *TRAINING]
@@ -64,7 +64,7 @@ def trainer_curve(package: str, python: str) -> Curve:
 
 
 def translation_curve(package: str, python: str, start: str) -> Curve:
-    """`run_translation.py` on its built-in corpus, fine-tuning the model in the folder `start`."""
+    """Fine-tune the model in the folder `start` by `run_translation.py`, on its built-in corpus."""
     script = "run_translation.py"
     command = {"zero": [script], "deepspeed": ["-m", "benchmarks.without_hook", script]}
     return script_curve(
@@ -73,22 +73,22 @@ def translation_curve(package: str, python: str, start: str) -> Curve:
 
 
 def save_translation_model(folder: str) -> None:
-    """One step of `run_translation.py` from scratch leaves a model and its tokenizer in `folder`.
+    """Run one step of `run_translation.py` from scratch, to save a model and its tokenizer in `folder`.
 
-    Both engines start from these weights: each draws those of a new model in an order of its own.
+    Both engines start from these weights, because they draw the weights of a new model in different orders.
     """
     options = ["--do_train", "--max_train_samples", "500", "--max_steps", "1", "--overwrite_output_dir"]
     run_job(sys.executable, ["run_translation.py", "--output_dir", folder, *options], 1, 600)
 
 
 def largest_difference(ours: Curve, theirs: Curve, name: str) -> float:
-    """The largest relative difference of `name` over the steps."""
+    """Return the largest relative difference of `name` over the steps."""
     pairs = zip(ours, theirs, strict=True)
     return max(abs(mine[name] - other[name]) / abs(other[name]) for mine, other in pairs)
 
 
 def runs(start: str) -> dict[str, Callable[[str, str], Curve]]:
-    """What is compared: a function (package, python) -> curve for each label."""
+    """Return the comparisons: a function (package, python) -> curve for each label."""
     result: dict[str, Callable[[str, str], Curve]] = {
         f"engine, {model}, accumulation {accumulation}": partial(engine_curve, model=model, accumulation=accumulation)
         for model in ("t5", "gpt2")
@@ -100,7 +100,7 @@ def runs(start: str) -> dict[str, Callable[[str, str], Curve]]:
 
 
 def compare(label: str, curve_of: Callable[[str, str], Curve], deepspeed_python: str) -> dict[str, Any]:
-    """Run both engines, print one line of the table, and return its numbers with both curves."""
+    """Run both engines, print a line of the table, and return its numbers with both curves."""
     theirs = curve_of("deepspeed", deepspeed_python)
     ours = curve_of("zero", sys.executable)
     loss, norm = (largest_difference(ours, theirs, name) for name in ("loss", "grad_norm"))

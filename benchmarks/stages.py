@@ -1,16 +1,16 @@
-"""Stages 0 to 3 on 1, 2 and 4 processes: model states beside the ZeRO paper's formula, memory, time, loss curves.
+"""Stages 0 to 3 on 1, 2 and 4 processes: model states and the ZeRO paper's formula, memory, time, loss curves.
 
     python -m benchmarks.stages
 
-For each number of processes and each stage: the bytes of parameters, gradients and optimizer state that a rank really
-holds for a T5 of 42M parameters in bf16, read from the engine's own tensors, beside the formula; the peak of resident
+For each number of processes and each stage the table has: the bytes of parameters, gradients and optimizer state that a
+rank really holds for a T5 of 42M parameters in bf16, read from the engine's tensors; the same by formula; peak resident
 memory; and the time of a step in fp32 as a ratio to stage 0, measured in turns. Then every stage trains a tiny T5 for
-some hundred steps on 2 processes, in fp32 and bf16, beside plain torch: the losses go to a plot. The run fails where a
-measured size is not the formula's or where a stage's losses are not those of stage 0.
+some hundred steps on 2 processes, in fp32 and bf16, and so does plain torch. The losses go to a plot. The run fails if
+a measured size differs from the formula, or the losses of a stage differ from those of stage 0.
 
 The formula is that of arXiv 1910.02054, section 5, for Adam: 2 bytes a parameter for 16-bit parameters, 2 for 16-bit
-gradients, 12 for fp32 masters and moments, each divided by the number of ranks as of the stage that shards it. Here
-gradients differ: see `expected_bytes`.
+gradients, 12 for fp32 masters and moments. Each is divided by the number of ranks from the stage on that shards it.
+This engine differs in the gradients: see `expected_bytes`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sentences per process and step")
     parser.add_argument("--length", type=int, default=16, help="tokens of each source and of each target")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="steps counted, per round")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps, per round")
     parser.add_argument("--train-steps", type=int, default=300, help="steps of the short training")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the short training")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="learning rate of the short training")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "stages.json")
     return parser.parse_args()
 
 
 def paper_bytes(parameters: int, stage: int, ranks: int) -> float:
-    """Model states of one rank by arXiv 1910.02054, section 5 (stages 1, 2 and 3 are its P_os, P_os+g, P_os+g+p)."""
+    """Return one rank's model states by arXiv 1910.02054, section 5 (P_os, P_os+g and P_os+g+p: stages 1, 2 and 3)."""
     return parameters * (
         2 / (ranks if stage >= 3 else 1)
         + 2 / (ranks if stage >= 2 else 1)
@@ -60,11 +60,11 @@ def paper_bytes(parameters: int, stage: int, ranks: int) -> float:
 
 
 def expected_bytes(parameters: int, stage: int, ranks: int) -> dict[str, float]:
-    """What this engine is to hold of each part.
+    """Return the bytes that this engine should hold of each part.
 
-    16-bit gradients live only from their production to their unit's reduction. What is kept is the reduced gradient of
-    the rank's own part, in fp32: 4 bytes a parameter at stage 0, 4 / ranks from stage 1 on. While micro-batches are
-    accumulated, stages 0 and 1 hold a rank's own sum in fp32 besides ("accumulated"); the paper does not treat that.
+    16-bit gradients exist only until their unit is reduced. Then the reduced gradient of the rank's own part is kept in
+    fp32: 4 bytes a parameter at stage 0, 4 / ranks from stage 1 on. With accumulation, stages 0 and 1 also hold the
+    rank's own sum in fp32 ("accumulated"). The paper does not mention accumulation.
     """
     part = parameters / (ranks if stage >= 1 else 1)
     return {
@@ -85,9 +85,9 @@ def check_sizes(row: dict[str, Any]) -> None:
 
 
 def rows_of(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each stage: bytes of the largest rank; seconds as medians over ranks, rounds and steps.
+    """Return one row for each stage: bytes of the largest rank, and median seconds over ranks, rounds and steps.
 
-    A ratio to stage 0 is formed within a round; the median over the rounds is taken.
+    A ratio to stage 0 is formed within a round. The median over the rounds is taken.
     """
     count, parameters = len(ranks), ranks[0]["parameters"]
     rounds = range(len(ranks[0]["rounds"]))
@@ -126,7 +126,7 @@ def relative(losses: list[float], reference: list[float]) -> float:
 
 
 def table(rows: list[dict[str, Any]], parameters: int) -> str:
-    """Model states in bytes a parameter; memory in MB; seconds."""
+    """Return the table: model states in bytes a parameter, memory in MB, seconds."""
     columns = ["params", "grads", "optim", "sum", "formula", "paper", "accum", "peak MB", "cpu s", "cpu/0", "wall/0"]
     lines = ["  ".join(["ranks", "stage", *(f"{name:>7}" for name in columns)])]
     for row in rows:
@@ -140,8 +140,8 @@ def table(rows: list[dict[str, Any]], parameters: int) -> str:
 
 
 def plot(curves: dict[str, list[float]], path: Path) -> None:
-    """Left: all losses; right: how far each stage in fp32 is from plain torch."""
-    import matplotlib  # here, so that the table can be had without it
+    """Plot all losses (left), and the distance of each fp32 stage to plain torch (right)."""
+    import matplotlib  # imported here, so that the table needs no matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -153,7 +153,7 @@ def plot(curves: dict[str, list[float]], path: Path) -> None:
         if name == "plain torch, fp32":
             continue
         stage, bf16 = int(name.split()[1].rstrip(",")), name.endswith("bf16")
-        # Curves that lie on each other: the later ones are thinner.
+        # The curves lie on each other, so later ones are thinner.
         left.plot(losses, color=f"C{stage}", linewidth=4 - stage, linestyle=":" if bf16 else "-", label=name)
         if not bf16:
             distance = [max(abs(a - b) / b, 1e-9) for a, b in zip(losses, plain, strict=True)]

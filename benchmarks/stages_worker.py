@@ -1,8 +1,8 @@
 """One rank of the stages benchmark, started by `benchmarks.stages` under torchrun.
 
-`--task cost`: for each stage two steps in bf16 with accumulation 2, for the memory; then rounds of steps in fp32, for
-the time, in which the stages take turns so that a busy machine disturbs all of them alike.
-`--task train`: a short training in plain torch, then the same one by each stage in fp32 and bf16; losses only.
+`--task cost` measures memory in two bf16 steps of each stage with accumulation 2. Then it measures time in rounds of
+fp32 steps. The stages take turns, so that a busy machine disturbs all of them alike.
+`--task train` runs a short training in plain torch, and the same one at each stage in fp32 and bf16, for the losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUILD_SEED = 1
 STAGES = [0, 1, 2, 3]
 ACCUMULATION = 2
 WARMUP = 1
-# A T5 that learns to repeat its input, 16 tokens of 32, within some 200 steps.
+# A T5 that learns to repeat 16 tokens out of a vocabulary of 32 in about 200 steps.
 T5_TINY = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 32}
 ROWS, LENGTH = 32, 6
 
@@ -44,7 +44,7 @@ def start(model: nn.Module, stage: int, bf16: bool, lr: float = 1e-4, accumulati
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": bf16},
-        # Nothing is persistent: below, bytes per rank are compared with a formula that shards everything.
+        # Nothing is persistent, because the formula shards everything.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     return zero.initialize(model=model, optimizer=adamw(model, lr), config=config)[0]
@@ -55,7 +55,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def train_step(engine: zero.ZeroEngine, batch: Batch) -> float:
-    """One micro-batch; its loss."""
+    """Run one micro-batch, and return its loss."""
     loss = engine(**batch).loss
     engine.backward(loss)
     engine.step()
@@ -66,13 +66,13 @@ def train_step(engine: zero.ZeroEngine, batch: Batch) -> float:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
-    """Bytes of each distinct storage, by its address: `shard` may be a part of `full`."""
+    """Return the bytes of each distinct storage by its address: `shard` may be a part of `full`."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
-    """Bytes of model states that this rank holds now, from the engine's own tensors; no storage counts twice."""
+    """Return the bytes of model states that this rank holds now. No storage counts twice."""
     units, shards = engine.units, engine.optimizer.shards.values()
     moments = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     parts = {
@@ -85,7 +85,7 @@ def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
 
 
 class PeakMemory:
-    """Context that samples this process's resident memory; `bytes` is the highest sample."""
+    """A context that samples this process's resident memory. `bytes` is the largest sample."""
 
     def __enter__(self) -> PeakMemory:
         self.bytes, self._done = 0, threading.Event()
@@ -104,14 +104,14 @@ class PeakMemory:
 
 
 def let_go() -> None:
-    """Free what the last engine held (it is in reference cycles), and give it back to the system."""
+    """Free the last engine, which is in reference cycles, and give its memory back to the system."""
     gc.collect()
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
 def measure_memory(stage: int) -> dict[str, Any]:
-    """Model states of the second step: between its two micro-batches, and after the last backward before the update."""
+    """Return the model states of the second step: between its micro-batches, and before its update."""
     let_go()
     held_before = psutil.Process().memory_info().rss
     batches = synthetic_batches(T5_42M["vocab_size"], 1, 8, 8, seed=dist.get_rank())
@@ -129,7 +129,7 @@ def measure_memory(stage: int) -> dict[str, Any]:
 
 
 def measure_time(stage: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Losses, and wall and CPU seconds of this process for each counted step, in fp32."""
+    """Return losses, and wall and CPU seconds of this process for each counted step, in fp32."""
     let_go()
     batches = synthetic_batches(T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank())
     engine = start(build_t5(T5_42M, BUILD_SEED), stage, bf16=False)
@@ -156,13 +156,13 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def copies(steps: int, rows: int) -> Iterator[Batch]:
-    """Random sequences that are their own target, the same on every rank."""
+    """Yield random sequences that are their own targets. They are the same on every rank."""
     for batch in islice(synthetic_batches(T5_TINY["vocab_size"], rows, LENGTH, LENGTH, seed=0), steps):
         yield {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
 def train_plain(steps: int, lr: float) -> list[float]:
-    """The whole global batch in one process."""
+    """Train on the whole global batch in one process."""
     model, losses = build_t5(T5_TINY, BUILD_SEED), []
     optimizer = adamw(model, lr)
     for batch in copies(steps, ROWS):
@@ -176,7 +176,7 @@ def train_plain(steps: int, lr: float) -> list[float]:
 
 
 def train_stage(stage: int, bf16: bool, steps: int, lr: float) -> list[float]:
-    """This rank's rows of each batch; the losses are means over ranks."""
+    """Train on this rank's rows of each batch. The losses are means over ranks."""
     engine = start(build_t5(T5_TINY, BUILD_SEED), stage, bf16, lr)
     rank, world_size, losses = dist.get_rank(), dist.get_world_size(), []
     for batch in copies(steps, ROWS):

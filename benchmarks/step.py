@@ -1,12 +1,12 @@
-"""Step time and memory of DDP, FSDP2, our ZeRO-3 and, where its environment is given, the real DeepSpeed ZeRO-3.
+"""Step time and memory of DDP, FSDP2, this engine's ZeRO-3 and, if its environment is given, DeepSpeed's ZeRO-3.
 
     python -m benchmarks.step
     python -m benchmarks.step --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.step --dtype bf16
 
-Every variant trains the same T5 (42M parameters) on the same batches in its own processes. The variants take turns,
-round after round, so that a busy machine disturbs all of them alike; a ratio is formed within a round, and the median
-over the rounds is reported. The losses must agree with DDP's, or the run fails: a wrong program is not measured.
+All variants train the same T5 (42M parameters) on the same batches, each in its own processes. They take turns, so that
+a busy machine disturbs all of them alike. A ratio is formed within a round, and the median over the rounds is reported.
+The run fails if losses differ from DDP's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.launch import REPOSITORY, run_ranks
 
 OURS = ["ddp", "fsdp2", "zero3", "zero3-strict"]
 PEERS = ["deepspeed", "deepspeed-strict"]
-# Largest relative difference to DDP's loss. fp32 differs in the order of sums only. In bf16 the variants round at
-# different places (DDP: autocast over fp32 parameters; the others: bf16 parameters), by up to 2**-8 each.
+# Largest relative difference to DDP's loss. In fp32 only the order of sums differs. In bf16 the variants round at
+# different places, by up to 2**-8 each: DDP uses autocast over fp32 parameters, the others bf16 parameters.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
@@ -40,8 +40,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="sentences per process and step")
     parser.add_argument("--length", type=int, default=32, help="tokens of each source and of each target")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=3, help="steps not counted, per round")
-    parser.add_argument("--steps", type=int, default=4, help="steps counted, per round")
+    parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps, per round")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "step.json")
     args = parser.parse_args()
     available = OURS + (PEERS if args.deepspeed_python else [])
@@ -53,18 +53,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One job of one variant; see `benchmarks.step_worker` for what a rank reports."""
+    """Run one job of one variant. `benchmarks.step_worker` says what a rank reports."""
     options = {name: getattr(args, name) for name in ("dtype", "batch", "length", "warmup", "steps")}
     command = ["-m", "benchmarks.step_worker", "--variant", variant]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     if variant in PEERS:
-        # The launcher of that environment would otherwise look for a GPU.
+        # Otherwise the launcher of that environment looks for a GPU.
         return run_ranks(args.deepspeed_python, command, args.processes, 600, {"DS_ACCELERATOR": "cpu"})
     return run_ranks(sys.executable, command, args.processes, 600)
 
 
 def summary(ranks: list[dict[str, Any]], warmup: int) -> dict[str, float]:
-    """Medians over the counted steps and the ranks (seconds), and the largest rank's memory (MB)."""
+    """Return medians over the counted steps and the ranks (seconds), and the largest rank's memory (MB)."""
     counted = [step for rank in ranks for step in rank["steps"][warmup:]]
     result = {name: statistics.median(step[name] for step in counted) for name in ("wall", "user", "system")}
     result["cpu"] = statistics.median(step["user"] + step["system"] for step in counted)
@@ -75,7 +75,7 @@ def summary(ranks: list[dict[str, Any]], warmup: int) -> dict[str, float]:
 
 
 def loss_difference(ranks: list[dict[str, Any]], reference: list[dict[str, Any]]) -> float:
-    """The largest relative difference of a loss to the reference's, over all ranks and steps."""
+    """Return the largest relative difference of a loss to the reference's, over all ranks and steps."""
     pairs = [
         (step["loss"], other["loss"])
         for rank, other_rank in zip(ranks, reference, strict=True)
@@ -85,7 +85,7 @@ def loss_difference(ranks: list[dict[str, Any]], reference: list[dict[str, Any]]
 
 
 def over_rounds(rounds: list[dict[str, dict[str, float]]], variant: str) -> dict[str, float]:
-    """Medians over the rounds; ratios to DDP are formed inside each round first."""
+    """Return medians over the rounds. Ratios to DDP are formed within a round."""
     names = rounds[0][variant]
     row = {name: statistics.median(entry[variant][name] for entry in rounds) for name in names}
     for name in ("wall", "user", "cpu"):

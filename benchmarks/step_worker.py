@@ -1,8 +1,8 @@
-"""One rank of one variant of the step benchmark: train a T5 on synthetic batches and report what each step cost.
+"""One rank of one variant of the step benchmark: trains a T5 on synthetic batches and reports the cost of each step.
 
-Started by `benchmarks.step`, under torchrun, in this environment or (variant `deepspeed`) in one that has the real
-DeepSpeed. A variant is a function from a plain model to `train_step(batch) -> loss`; the optimizer is torch's fused
-AdamW and the gradients are clipped to a global norm of 1.0 in all of them.
+`benchmarks.step` starts it under torchrun, in this environment or (variant `deepspeed`) in one that has DeepSpeed. A
+variant is a function from a plain model to `train_step(batch) -> loss`. All use torch's fused AdamW, and clip gradients
+to a global norm of 1.0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """DistributedDataParallel; bf16 is autocast over fp32 parameters, with fp32 all-reduce."""
+    """DistributedDataParallel. bf16: autocast over fp32 parameters, with an fp32 all-reduce."""
     dist.init_process_group("gloo")
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = adamw(wrapped)
@@ -53,7 +53,7 @@ def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """`fully_shard` on each T5 block and on the root, resharded after forward; bf16 by its mixed-precision policy."""
+    """`fully_shard` on each T5 block and on the root, resharded after forward. bf16: its mixed-precision policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
@@ -77,12 +77,12 @@ def fsdp2(model: nn.Module, args: argparse.Namespace) -> TrainStep:
 
 
 def _initialized(package: Any, model: nn.Module, args: argparse.Namespace, zero: dict[str, Any]) -> TrainStep:
-    """The step of an engine with DeepSpeed's interface: `package` is our `zero` or the real `deepspeed`."""
+    """Return the step of an engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 3, **zero},
-        # DeepSpeed's list of tested optimizers has its own AdamW, not torch's fused one.
+        # torch's fused AdamW is not in DeepSpeed's list of tested optimizers.
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": args.dtype == "bf16"},
     }
@@ -99,28 +99,28 @@ def _initialized(package: Any, model: nn.Module, args: argparse.Namespace, zero:
 
 
 def zero3(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """Ours, stage 3, with DeepSpeed's default limits: parameters may stay gathered from forward to backward."""
+    """This engine at stage 3 with DeepSpeed's default limits: units may stay gathered from forward to backward."""
     import zero
 
     return _initialized(zero, model, args, {})
 
 
 def zero3_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """Ours, stage 3, every unit released as soon as it has been used, in forward and in backward."""
+    """This engine at stage 3. Every unit is resharded after each use, in forward and in backward."""
     import zero
 
     return _initialized(zero, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0})
 
 
 def deepspeed(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """The real DeepSpeed, stage 3, default limits."""
+    """DeepSpeed at stage 3 with default limits."""
     import deepspeed
 
     return _initialized(deepspeed, model, args, {})
 
 
 def deepspeed_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """The real DeepSpeed, stage 3, told to release at once."""
+    """DeepSpeed at stage 3, with limits that ask for a release after each use."""
     import deepspeed
 
     return _initialized(deepspeed, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0})
@@ -137,7 +137,7 @@ VARIANTS = {
 
 
 def measure(train_step: TrainStep, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Wall, user and system seconds of one step of this process (all its threads), its loss, and RSS after it (MB)."""
+    """Return wall, user and system seconds of one step of this process (all threads), its loss, and RSS (MB)."""
     dist.barrier()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     loss = train_step(batch)

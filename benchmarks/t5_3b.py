@@ -1,9 +1,9 @@
-"""T5-3B (random weights) through run_translation.py, offloaded: to files without a GPU, to host memory with one.
+"""T5-3B (random weights) with run_translation.py and offload: to host memory with a GPU, to files without one.
 
     python -m benchmarks.t5_3b --folder FAST_DISK [--steps 1] [--device nvme] [--small]
 
-By hand only: without a GPU one step takes some minutes, and 60 GB of disk. Peak resident memory is sampled over all
-processes of the job; what the job itself prints (progress of slow phases, seconds by phase) is shown as it comes.
+Run it by hand: without a GPU a step takes some minutes and 60 GB of disk. Peak resident memory is sampled over all
+processes of the job. The job's own output (progress, seconds by phase) is shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def t5_3b(small: bool) -> T5Config:
-    """The published shape of t5-3b, 2.85 billion parameters; `small`: 4 of its 24 + 24 blocks, to try things."""
+    """Return the published shape of t5-3b, 2.85 billion parameters. `small`: 4 of its 24 + 24 blocks."""
     layers = 2 if small else 24
     return T5Config(
         vocab_size=32128,
@@ -46,7 +46,7 @@ def t5_3b(small: bool) -> T5Config:
 def ds_config(device: str, folder: Path) -> dict:
     tier = {"device": device, "nvme_path": str(folder)}
     return {
-        # Most CPUs have no instructions for bf16: there fp32 is ten times as fast.
+        # Most CPUs have no instructions for bf16. On them fp32 is ten times as fast.
         "bf16": {"enabled": torch.cuda.is_available()},
         "zero_optimization": {
             "stage": 3,
@@ -65,7 +65,7 @@ def ds_config(device: str, folder: Path) -> dict:
 
 
 def prepare(work: Path, arguments: argparse.Namespace) -> list[str]:
-    """Configuration, tokenizer and text in `work`; returns the command."""
+    """Write configuration, tokenizer and text to `work`. Return the command."""
     config = t5_3b(arguments.small)
     config.save_pretrained(work / "model")
     lines = [f"sentence number {i} speaks of {i * i} things and of {i + 7} more" for i in range(400)]
@@ -99,7 +99,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 class Sampler:
-    """Samples what a process and its children hold, in a thread."""
+    """A thread that samples the resident memory of a process and its children."""
 
     def __init__(self, process: psutil.Process):
         self.process, self.peak, self.peak_anonymous, self._ended = process, 0, 0, threading.Event()
@@ -123,10 +123,10 @@ class Sampler:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk that takes the files")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for the offload files")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme")
-    parser.add_argument("--small", action="store_true", help="4 blocks, to try the command")
+    parser.add_argument("--small", action="store_true", help="4 + 4 blocks, to try the command")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "t5_3b.json")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A Trainer script as a third party would write it: it knows nothing of this project, and imports nothing of it.
+"""A Trainer script as a third party would write it. It imports nothing of this project.
 
-It trains a small T5 from scratch to repeat its input. `benchmarks.parity_deepspeed` runs it unchanged on the real
-DeepSpeed (plain torchrun) and on this engine (`torchrun -m zero run`), with all of `Seq2SeqTrainingArguments`. The
-curve is in `trainer_state.json` in the output folder.
+It trains a small T5 from scratch to repeat its input. `benchmarks.parity_deepspeed` runs it unchanged with DeepSpeed
+(plain torchrun) and with this engine (`torchrun -m zero run`). The curve is in `trainer_state.json` in the output
+folder.
 """
 
 import torch
@@ -20,7 +20,7 @@ VOCABULARY = 128
 
 
 class Echo(Dataset):
-    """Random token ids of 4 to 12 tokens, ended by 1; the label is the input."""
+    """Random sequences of 4 to 12 tokens, which end with 1. The labels are the input."""
 
     def __init__(self, size: int, seed: int):
         generator = torch.Generator().manual_seed(seed)

@@ -1,11 +1,11 @@
-"""All weights of a T5 of 1.0e9 parameters on every rank, as trainers hand them to an inference engine.
+"""Time and memory to give every rank all weights of a T5 of 1.0e9 parameters, as for an inference engine.
 
     python -m benchmarks.weight_sync
     python -m benchmarks.weight_sync --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
-bf16, stage 3, two ranks. `a parameter at a time` and `all at once` are GatheredParameters, ours and DeepSpeed's;
-`stream_weights` is ours alone. Seconds are the median of the rounds; `extra MB` is the largest anonymous memory of a
-rank beyond its shards; `gathers` counts our collectives.
+bf16, stage 3, two ranks. `a parameter at a time` and `all at once` use `GatheredParameters`, of this engine and of
+DeepSpeed. Only this engine has `stream_weights`. Seconds are medians over the rounds. `extra MB` is the largest
+anonymous memory of a rank beyond its shards. `gathers` counts this engine's collectives.
 """
 
 from __future__ import annotations

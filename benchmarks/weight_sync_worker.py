@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.weight_sync`: `zero` or `deepspeed`, in the environment that has it."""
+"""One rank of `benchmarks.weight_sync`, with `zero` or with `deepspeed` in its own environment."""
 
 from __future__ import annotations
 

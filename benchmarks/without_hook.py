@@ -1,4 +1,4 @@
-"""Runs a script of this project on the real DeepSpeed, on CPUs: `zero.hf.enable()` in it does nothing.
+"""Runs a script of this project with DeepSpeed on CPUs. `zero.hf.enable()` in the script does nothing then.
 
 torchrun --nproc_per_node 2 -m benchmarks.without_hook run_translation.py ARGS...
 """
@@ -13,9 +13,9 @@ import zero.hf
 
 if __name__ == "__main__":
     zero.hf.enable = lambda: None
-    # Its Init takes the world for one rank until its own comm module is set up, which accelerate does not do on CPUs.
+    # DeepSpeed's Init assumes one rank until its comm module is set up. On CPUs accelerate does not set it up.
     deepspeed.init_distributed(dist_backend="gloo")
     sys.argv = sys.argv[1:]
-    # as `python SCRIPT` does: the script's folder is where its own modules are found
+    # As `python SCRIPT` does: modules of the script's folder can be imported.
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""One text read by two tokenizers: which tokens of the one continue the same prefix as which tokens of the other."""
+"""One text read by two tokenizers: which tokens of one follow the same text as which tokens of the other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from translation.records import InputError
 
 
 def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """For each token of `encode(segments)`, the bytes of text before it; -1 where these end within a character.
+    """Return for each token of `encode(segments)` the bytes of text before it; -1 if these end within a character.
 
-    Ends of tokens are compared and not their starts, because tokenizers differ in where they count a leading space.
+    The bytes are counted to the end of the token before. Starts of tokens cannot be compared, because tokenizers differ
+    about the place of a leading space.
     """
     ends, before = [0], 0
     for segment in segments:
@@ -22,7 +23,7 @@ def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase,
         for character in segment.text:
             at_byte.append(at_byte[-1] + len(character.encode()))
         for (_, end), following in zip(offsets, [*offsets[1:], None], strict=True):
-            # The next token begins with the rest of a character.
+            # True if the next token begins with the rest of a character.
             within = following is not None and following[0] < end
             ends.append(-1 if within else before + at_byte[end])
         before += at_byte[-1]
@@ -32,14 +33,17 @@ def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase,
 def encode_twice(
     segments: Sequence[Segment], student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int
 ) -> dict[str, list[int]]:
-    """`encode` by the student's tokenizer, with `teacher_input_ids` and `teacher_positions` (see `Batch.of`).
+    """Encode by the student's tokenizer, and add `teacher_input_ids` and `teacher_positions` (see `Batch.of`).
 
     Raises:
-        InputError: a tokenizer that does not tell offsets.
+        InputError: a tokenizer that gives no offsets.
     """
     for whose, tokenizer in (("student", student), ("teacher", teacher)):
         if not tokenizer.is_fast:
-            raise InputError(f"loss_type uld needs the place of each token, and the {whose}'s tokenizer tells none")
+            raise InputError(
+                f"loss_type uld needs the offset of each token in the text, and the {whose}'s tokenizer gives none:"
+                " use a fast tokenizer"
+            )
     ours, theirs = encode(segments, student), encode(segments, teacher)["input_ids"][:max_length]
     at = {end: index for index, end in enumerate(prefix_ends(segments, teacher, len(theirs))) if end >= 0}
     ends = prefix_ends(segments, student, len(ours["input_ids"]))

@@ -1,4 +1,4 @@
-"""Command-line arguments of run_distill.py, and what of them can be checked before work begins."""
+"""Command-line arguments of run_distill.py, and the checks that are possible before work begins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zero.errors import refuse
 
 @dataclass
 class ModelArguments:
-    """Which student and which tokenizers. The teacher is named by --teacher_model_name_or_path."""
+    """The student and its tokenizer. --teacher_model_name_or_path names the teacher."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -32,47 +32,49 @@ class ModelArguments:
         metadata={"help": "Configuration (folder, JSON file, hub name) of a student to make from scratch."},
     )
     init_student_from_teacher: str | None = field(
-        default=None, metadata={"help": "Layers of the teacher that the student starts from, such as 0,5,11."}
+        default=None, metadata={"help": "Make the student of these layers of the teacher, such as 0,5,11."}
     )
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "The student's tokenizer, if not its own or the teacher's."}
+        default=None, metadata={"help": "The student's tokenizer. Default: that of its model, else the teacher's."}
     )
 
 
 @dataclass
 class DataArguments:
-    """What to learn from."""
+    """The data, and what is written."""
 
     train_file: str | None = field(
         default=None,
         metadata={"help": "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's name."},
     )
-    validation_file: str | None = field(default=None, metadata={"help": "Held-out data, the same kinds."})
-    test_file: str | None = field(default=None, metadata={"help": "Data for --do_predict, the same kinds."})
+    validation_file: str | None = field(default=None, metadata={"help": "Held-out data, in the same formats."})
+    test_file: str | None = field(default=None, metadata={"help": "Data for --do_predict, in the same formats."})
     source_column: str | None = field(
-        default=None, metadata={"help": "What an encoder-decoder model reads: a key, with dots for nested ones."}
+        default=None,
+        metadata={"help": "Key of the text that an encoder-decoder model reads. Dots for nested keys: translation.en."},
     )
-    target_column: str | None = field(default=None, metadata={"help": "What it is to write."})
-    max_length: int = field(default=512, metadata={"help": "Tokens in a block, or at most in an example."})
+    target_column: str | None = field(default=None, metadata={"help": "Key of the text that it learns to write."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."})
     packing: bool = field(
         default=True,
-        metadata={"help": "Fill blocks with several examples, which do not see each other (causal models)."},
+        metadata={"help": "Fill blocks with several examples that do not see each other (causal models)."},
     )
-    max_train_tokens: int | None = field(default=None, metadata={"help": "Learn from this many tokens only."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many blocks only."})
-    teacher_steps: int = field(default=1200, metadata={"help": "Steps of the demonstration's teacher."})
+    max_train_tokens: int | None = field(default=None, metadata={"help": "Use only this many training tokens."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many validation blocks."})
+    teacher_steps: int = field(default=1200, metadata={"help": "Training steps of the demonstration's teacher."})
     export_dtype: str = field(
-        default="bfloat16", metadata={"help": "Of the exported student.", "choices": ("bfloat16", "float16", "float32")}
+        default="bfloat16",
+        metadata={"help": "Dtype of the exported student.", "choices": ("bfloat16", "float16", "float32")},
     )
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Write into a folder that has files in it."})
 
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
 
-# What a run without model, teacher and data does. Explicit arguments win over each of these.
+# Arguments of a run without model, teacher and data. Arguments that are given override them.
 DEMONSTRATION = {
     "output_dir": "output/distill_demo",
-    "overwrite_output_dir": True,  # it holds the tokenizer and the teacher of earlier runs
+    "overwrite_output_dir": True,  # tokenizer and teacher of earlier runs are in it
     "do_train": True,
     "do_eval": True,
     "ddp_find_unused_parameters": False,
@@ -116,18 +118,18 @@ def fail(message: str) -> NoReturn:
 
 
 def is_demonstration(given) -> bool:
-    """Whether neither model, teacher nor data was named."""
+    """Whether neither a model, a teacher nor data is named."""
     names = "model_name_or_path student_config train_file validation_file teacher_model_name_or_path teacher_cache"
     return not any(getattr(given, name) for name in names.split())
 
 
 def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) -> Arguments:
-    """Parse and check the command line; only then the training arguments are built, which may start the process group.
+    """Parse and check the command line. Training arguments are made last, because they may start the process group.
 
-    `caching`: it is the one of `run_distill.py cache_teacher`.
+    `caching`: the command line is that of `run_distill.py cache_teacher`.
 
     Raises:
-        InputError: a value, file or configuration that cannot work; names it and the remedy.
+        InputError: a value, file or configuration cannot work. The message names it and the remedy.
     """
     parser = ArgumentParser((ModelArguments, DataArguments, DistillationConfig), allow_abbrev=False)
     parser.set_defaults(use_cpu=not accelerator.is_available())
@@ -154,7 +156,7 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
 
 
 def _settings_in(path: str) -> dict[str, object]:
-    """The Trainer's arguments that a ds_config sets, which must be equal in both: defaults for the command line."""
+    """Return the Trainer's arguments that a ds_config sets. They become defaults, because both must agree."""
     try:
         config = read(path)[1]
     except ValueError as error:
@@ -198,7 +200,7 @@ def _check_caching(given: argparse.Namespace) -> None:
         if not getattr(given, argument):
             raise InputError(f"cache_teacher needs --{argument}")
     if not given.top_k:
-        raise InputError("cache_teacher needs --top_k: how many of the teacher's probabilities to keep of each token")
+        raise InputError("cache_teacher needs --top_k: how many of the teacher's probabilities to store for each token")
 
 
 def _check_job(given: argparse.Namespace) -> None:
@@ -238,6 +240,6 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
         return
     if folder and os.path.isdir(folder) and os.listdir(folder):
         raise InputError(
-            f"--output_dir {folder} has files in it: name another folder, give --overwrite_output_dir, or go on from a"
-            f" checkpoint in it by --resume_from_checkpoint"
+            f"--output_dir {folder} has files in it: name another folder, give --overwrite_output_dir, or resume from a"
+            f" checkpoint with --resume_from_checkpoint"
         )

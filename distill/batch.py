@@ -1,4 +1,4 @@
-"""A batch, taken apart: what the models read, and which tokens have a target."""
+"""The parts of a batch: the inputs of student and teacher, and the tokens that have a target."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _TEACHER = "teacher_"
 
 
 def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
-    """(batch, length) bool: the positions whose output predicts a label. `shifted`: position t predicts label t + 1."""
+    """Return (batch, length) bool: positions whose output predicts a label. `shifted`: position t predicts t + 1."""
     mask = labels != IGNORED
     return mask.roll(-1, dims=1).index_fill(1, torch.tensor([-1], device=labels.device), False) if shifted else mask
 
 
 @dataclass
 class Batch:
-    """N tokens with a target, out of (batch, length) positions.
+    """The N tokens with a target among (batch, length) positions.
 
-    Attributes: student, teacher: what the models read. rows: (N,) position of each target's prediction in the
-    flattened batch. labels: (N,). examples: (N,) the row of the batch each is in. size: examples in the batch.
-    teacher_rows: (N,) the same for the teacher's flattened batch. has_teacher: (N,) bool, or None where all have one.
+    Attributes: student, teacher: the models' inputs. rows: (N,) position of each target's prediction in the student's
+    flattened batch. labels: (N,). examples: (N,) the example that each belongs to. size: number of examples.
+    teacher_rows: (N,) as `rows`, in the teacher's flattened batch. has_teacher: (N,) bool; None: the teacher has all.
     """
 
     student: dict[str, torch.Tensor]
@@ -38,11 +38,11 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Mapping[str, torch.Tensor], shifted: bool) -> Batch:
-        """Take `inputs` apart: `labels` as transformers has them, -100 where there is no target.
+        """Make a batch of `inputs`. `labels` are those of transformers: -100 where there is no target.
 
-        Where the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are its reading of
-        the same text, and `teacher_positions` (batch, length) is, for each label, the position in it of the first
-        token of the same text, -1 where no token begins there.
+        If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are the same text in its
+        tokens. `teacher_positions` (batch, length) has for each label the position of the teacher's token that begins
+        at the same place of the text, or -1 if none begins there.
         """
         labels = inputs["labels"]
         mask = target_mask(labels, shifted).flatten()
@@ -64,7 +64,7 @@ class Batch:
         )
 
     def visible(self) -> torch.Tensor:
-        """(batch, length, length) bool: the tokens that each token of a causal model, or of a decoder, may see."""
+        """Return (batch, length, length) bool: the tokens that each token of a causal model or decoder may see."""
         read = self.student
         ids = read.get("decoder_input_ids", read["input_ids"])
         length = ids.shape[1]

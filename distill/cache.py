@@ -1,11 +1,11 @@
-"""The teacher's probabilities in files, so that students learn from it without it.
+"""The teacher's probabilities in files, so that students can learn from a teacher that is not loaded.
 
 [Note: what is in a cache]
-`cache.json` says what it is of: teacher and its revision, tokenizer, temperature, k. Each `part-*.safetensors` holds
-examples: `keys` (E, 32) uint8, `starts` (E + 1), and of all their T targets `indices` (T, k), `log_p` (T, k + 1; the
-last is the mass of all other tokens) and `cross_entropy` (T,). An example's key is a hash of its token ids, labels and
-positions, so neither order nor padding matters, and another text or tokenizer has other keys. What is not there is an
-error: never zeros. Parts appear by one rename each; an interrupted run goes on with the examples that are missing.
+`cache.json` has the teacher and its revision, tokenizer, temperature and k. Each `part-*.safetensors` holds E examples
+with T targets in all: `keys` (E, 32) uint8, `starts` (E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is
+the mass of all other tokens) and `cross_entropy` (T,). The key of an example is a hash of its token ids, labels and
+positions. So order and padding do not matter, and another text or tokenizer gives other keys. A missing example is an
+error. Each part appears by one rename, and an interrupted run goes on with the missing examples.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _EDGE = 2**20
 
 
 class CacheError(ValueError):
-    """A teacher cache that cannot give the right targets. The message names the file or setting, and the remedy."""
+    """A teacher cache cannot give the right targets. The message names the file or setting, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a cache is of. `tokens`: how many ids, from the first, the probabilities at `temperature` are over."""
+    """The contents of `cache.json`. The probabilities at `temperature` are over the first `tokens` ids."""
 
     teacher: str
     revision: str
@@ -47,7 +47,7 @@ class Description:
 
 
 def teacher_revision(name: str, commit: str | None) -> str:
-    """The hub's commit, or for a folder a hash of its configuration and of size and edges of its weights' files."""
+    """Return the hub's commit. For a folder: a hash of its configuration, and of size, start and end of each file."""
     folder = Path(name)
     if not folder.is_dir():
         return commit or "unknown"
@@ -65,7 +65,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def example_keys(inputs: Mapping[str, torch.Tensor]) -> list[bytes]:
-    """The key of each example of a batch: of its ids, labels and positions without what padding has added."""
+    """Return the key of each example of a batch: a hash of its ids, labels and positions without padding."""
     batch = {name: inputs[name].cpu() for name in ("input_ids", "labels") if name in inputs}
     mask = inputs.get("attention_mask")
     lengths = [batch["input_ids"].shape[1]] * len(batch["input_ids"]) if mask is None else mask.sum(1).tolist()
@@ -85,10 +85,10 @@ def example_keys(inputs: Mapping[str, torch.Tensor]) -> list[bytes]:
 
 
 class TeacherCache:
-    """Reads a cache; in training it stands where the teacher would be (`trainer.teacher`).
+    """Reads a cache. The trainer uses it in place of a teacher.
 
     Raises:
-        CacheError: no cache there, or a damaged part of it.
+        CacheError: there is no cache, or a part of it is damaged.
     """
 
     def __init__(self, folder: str | Path):
@@ -117,7 +117,7 @@ class TeacherCache:
         return len(self._where)
 
     def check(self, **expected: object) -> None:
-        """CacheError if the cache is of something else than what is `expected` of its description (None: anything)."""
+        """Raise CacheError if the description differs from the `expected` values. None accepts any value."""
         for name, value in expected.items():
             found = getattr(self.description, name)
             if value is not None and value != found:
@@ -127,10 +127,10 @@ class TeacherCache:
                 )
 
     def targets(self, inputs: Mapping[str, torch.Tensor], batch: Batch) -> StoredTeacher:
-        """What is stored of a batch's targets, in their order.
+        """Return what is stored for a batch's targets, in their order.
 
         Raises:
-            CacheError: an example is not in the cache, or with another number of targets.
+            CacheError: an example is not in the cache, or has another number of targets there.
         """
         counts = torch.bincount(batch.examples, minlength=batch.size).tolist()
         rows: list[tuple[torch.Tensor, ...]] = []
@@ -139,12 +139,12 @@ class TeacherCache:
                 continue
             if key not in self._where:
                 raise CacheError(
-                    f"teacher_cache {self.folder} does not hold an example of this data ({len(self)} others it does):"
+                    f"teacher_cache {self.folder} does not hold an example of this data (it holds {len(self)} others):"
                     f" run cache_teacher with the same data, tokenizer, max_length and packing"
                 )
             part, start, end = self._where[key]
             if end - start != count:
-                raise CacheError(f"teacher_cache {self.folder}: {end - start} targets are stored and {count} needed")
+                raise CacheError(f"teacher_cache {self.folder}: {end - start} targets are stored, {count} are needed")
             names = ("indices", "log_p", "cross_entropy")
             rows.append(tuple(self._files[part].get_slice(name)[start:end] for name in names))
         device = batch.labels.device
@@ -164,7 +164,7 @@ def _read_description(folder: Path) -> Description:
 
 
 class CacheWriter:
-    """Writes one rank's examples in parts of `PART_EXAMPLES`."""
+    """Writes the examples of one rank, in parts of `PART_EXAMPLES`."""
 
     def __init__(self, folder: Path, rank: int):
         self.folder, self.rank, self.number = folder, rank, 0
@@ -175,14 +175,14 @@ class CacheWriter:
         self.rows: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, key: bytes, rows: tuple[torch.Tensor, ...]) -> None:
-        """One example: its key, and (indices, log_p, cross_entropy) of its targets."""
+        """Add one example: its key, and (indices, log_p, cross_entropy) of its targets."""
         self.keys.append(key)
         self.rows.append(rows)
         if len(self.keys) == PART_EXAMPLES:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last time."""
+        """Write the examples that were added since the last call."""
         if not self.keys:
             return
         counts = torch.tensor([0, *(len(rows[2]) for rows in self.rows)])
@@ -214,13 +214,13 @@ def write_cache(
     world_size: int = 1,
     show_progress: bool = True,
 ) -> int:
-    """Store what the teacher says of those `examples` that the cache does not hold yet; returns how many these were.
+    """Store the teacher's probabilities for the `examples` that the cache does not hold yet. Returns their number.
 
-    `ask(batch)` has the teacher read a collated batch: it returns the `Batch`, and a function that gives the logits
-    (n, V) of a slice of its targets. A sharded teacher is asked by all ranks equally often.
+    `ask(batch)` runs the teacher on a collated batch. It returns the `Batch`, and a function that gives the logits
+    (n, V) of a slice of its targets. All ranks call it equally often, because the teacher may be sharded.
 
     Raises:
-        CacheError: the folder holds a cache of something else, or a damaged one.
+        CacheError: the folder holds another or a damaged cache.
     """
     folder = Path(folder)
     if (folder / "cache.json").exists():
@@ -235,7 +235,7 @@ def write_cache(
     steps = range(0, len(missing), stride)
     for start in tqdm(steps, desc="caching the teacher", disable=not show_progress, unit="batch"):
         own = missing[start + rank * batch_size : start + (rank + 1) * batch_size]
-        inputs = collate(own or missing[:1])  # a rank without work takes part in the gathering
+        inputs = collate(own or missing[:1])  # a rank without examples takes part in the all-gathers
         batch, logits_of = ask(inputs)
         stored = _store(batch, logits_of, description)
         for index, key in enumerate(example_keys(inputs) if own else ()):

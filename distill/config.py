@@ -24,43 +24,53 @@ class DistillationConfig(Seq2SeqTrainingArguments):
 
     teacher_model_name_or_path: str | None = _field(None, "Teacher: a model folder or a hub name.")
     teacher_deepspeed: str | None = _field(
-        None, "The teacher's ds_config; default: --deepspeed's stage and precision, with parameters offloaded."
+        None, "The teacher's ds_config. Default: stage and precision of --deepspeed, with offloaded parameters."
     )
     teacher_device: str | None = _field(
-        None, "Device of a teacher that is not sharded, such as cuda:1; default: the student's."
+        None, "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device."
     )
-    teacher_cache: str | None = _field(None, "Folder written by cache_teacher, to learn from without a live teacher.")
-    loss_type: str = _field("forward_kl", "Divergence of student and teacher.", choices=LOSS_TYPES)
+    teacher_cache: str | None = _field(None, "Folder written by cache_teacher. It replaces the teacher.")
+    loss_type: str = _field("forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES)
     beta: float = _field(0.5, "Weight of the teacher in generalised JSD, above 0 and below 1.")
-    skew_alpha: float = _field(0.1, "Share that is mixed in by the skew losses, from 0 to below 1.")
-    temperature: float = _field(1.0, "Temperature T of both softmaxes; the loss is multiplied by T^2.")
-    temperature_schedule: str = _field("constant", "How T goes to --final_temperature.", choices=SCHEDULES)
+    skew_alpha: float = _field(
+        0.1, "Share of the first distribution that a skew loss mixes into the second, from 0 to below 1."
+    )
+    temperature: float = _field(1.0, "Temperature T of both softmaxes. The loss is multiplied by T^2.")
+    temperature_schedule: str = _field("constant", "How T moves to --final_temperature.", choices=SCHEDULES)
     final_temperature: float = _field(1.0, "T at the end of training, unless the schedule is constant.")
-    kd_alpha: float = _field(0.9, "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence; 0 needs no teacher.")
-    top_k: int = _field(0, "Compare the teacher's k most probable tokens and the mass of the rest; 0: all tokens.")
+    kd_alpha: float = _field(
+        0.9, "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence. With 0 no teacher is needed."
+    )
+    top_k: int = _field(
+        0, "Compare the teacher's k most probable tokens, and the mass of all others as one. 0: all tokens."
+    )
     hidden_loss_weight: float = _field(0.0, "Weight of the loss on hidden states.")
     hidden_loss_type: str = _field("mse", "Loss on hidden states, after a learned projection.", choices=HIDDEN_LOSSES)
     layer_mapping: str | None = _field(
-        None, "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings); default: evenly spread."
+        None, "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings). Default: evenly spread."
     )
     attn_relation_weight: float = _field(0.0, "Weight of MiniLM's relations of queries, keys and values.")
-    chunk_size: int = _field(0, "Tokens whose logits exist at a time; 0: chosen by the vocabulary.")
-    vocab_policy: str = _field("common", "Vocabularies that differ in size.", choices=VOCAB_POLICIES)
-    lmbda: float = _field(0.0, "Fraction of batches that the student writes itself (GKD, arXiv 2306.13649).")
-    seq_kd: bool = _field(False, "Let the teacher write the other batches (sequence-level distillation).")
-    max_new_tokens: int = _field(64, "Tokens to write for --lmbda and --seq_kd.")
-    remove_unused_columns: bool = _field(False, "Drop columns that the student's forward does not name.")
+    chunk_size: int = _field(0, "Tokens whose logits are in memory at a time. 0: chosen by the size of the vocabulary.")
+    vocab_policy: str = _field(
+        "common",
+        "common: compare the ids that both tokenizers know. strict: refuse vocabularies that differ.",
+        choices=VOCAB_POLICIES,
+    )
+    lmbda: float = _field(0.0, "Fraction of batches that the student generates (GKD, arXiv 2306.13649).")
+    seq_kd: bool = _field(False, "Let the teacher generate the other batches (sequence-level distillation).")
+    max_new_tokens: int = _field(64, "Tokens to generate for --lmbda and --seq_kd.")
+    remove_unused_columns: bool = _field(False, "Drop columns that the student's forward does not accept.")
 
     def __post_init__(self) -> None:
         check(self)
         super().__post_init__()
 
     def needs_teacher(self) -> bool:
-        """Whether anything is learnt from a teacher."""
+        """Whether any part of the loss needs a teacher."""
         return self.kd_alpha > 0 or self.hidden_loss_weight > 0 or self.attn_relation_weight > 0 or self.seq_kd
 
     def temperature_at(self, progress: float) -> float:
-        """T after the fraction `progress` of training."""
+        """Return T after the fraction `progress` of training."""
         if self.temperature_schedule == "constant":
             return self.temperature
         done = progress if self.temperature_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
@@ -71,7 +81,7 @@ def check(given: object) -> None:
     """Check the arguments of distillation, in a `DistillationConfig` or an argparse namespace.
 
     Raises:
-        ValueError: a value out of its range, or two that exclude each other; names both.
+        ValueError: a value is out of its range, or two exclude each other. The message names them.
     """
     Divergence(given.loss_type, given.beta, given.skew_alpha)
     for name in ("temperature", "final_temperature"):

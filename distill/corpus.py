@@ -11,28 +11,28 @@ from typing import NamedTuple
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-# Not the library itself: tests, bundled tools, data tables in the form of code.
+# Not used: tests, bundled tools, data tables written as code.
 _LEFT_OUT = {
     "test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "ensurepip", "encodings",
     "pydoc_data", "__pycache__", "_vendor", "config",
 }  # fmt: skip
 _LONGEST = 200_000  # characters
-_HELD_OUT_OF = 12  # one file in so many is held out
+_HELD_OUT_OF = 12  # one file in 12 is held out
 END, PAD = "<|end|>", "<|pad|>"
 
 
 class Corpus(NamedTuple):
-    """Source files: those to train on and those held out."""
+    """Source files: for training, and held out."""
 
     train: list[str]
     held_out: list[str]
 
 
 def standard_library() -> Corpus:
-    """The running Python's standard library. Which files are held out depends on their names alone.
+    """Read the running Python's standard library. Only the name of a file decides whether it is held out.
 
     Raises:
-        ValueError: this Python comes without the source of its library.
+        ValueError: this Python has no source of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     corpus = Corpus([], [])
@@ -49,7 +49,7 @@ def standard_library() -> Corpus:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; `<|end|>` ends a document, `<|pad|>` fills up."""
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens. `<|end|>` ends a document, `<|pad|>` pads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,7 +1,7 @@
-"""Text, JSON lines, dialogues and pairs to token ids, and token ids to batches.
+"""From text, JSON lines, dialogues and pairs to token ids, and from token ids to batches.
 
-A causal example is a list of segments of text, each to be learnt or only to be read (a user's turn). It becomes
-`input_ids` and `labels`, -100 where nothing is learnt. An encoder-decoder example is a source and a target.
+A causal example is a list of text segments. A segment is learnt, or only read (a user's turn). The example becomes
+`input_ids` and `labels`; labels are -100 where nothing is learnt. An encoder-decoder example is a source and a target.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "out
 
 
 class Segment(NamedTuple):
-    """A piece of text, and whether it is to be learnt."""
+    """A piece of text, and whether it is learnt."""
 
     text: str
     learnt: bool
 
 
 class Pair(NamedTuple):
-    """What an encoder reads and what the decoder is to write."""
+    """The text that the encoder reads, and the text that the decoder learns to write."""
 
     source: str
     target: str
 
 
 def read_records(name: str, split: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, record) from a file, a folder of text files, or a dataset's name; `where` begins messages.
+    """Yield (where, record) from a file, a folder of text files, or a dataset's name. Messages begin with `where`.
 
     Raises:
-        InputError: no such file, or a line or file that is not what its name says.
+        InputError: there is no such file, or its content does not have the format that its name says.
     """
     path = Path(name)
     if path.is_file():
@@ -98,10 +98,10 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
 
 
 def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    """The segments of one record: text, a prompt with its answer, or a dialogue.
+    """Return the segments of one record: text, a prompt with its answer, or a dialogue.
 
-    A dialogue is `messages` (or `conversations`) with roles, or a list of turns of user and assistant in turn. The
-    assistant's turns are learnt. It is written by the tokenizer's chat template, or as "role: text" lines without one.
+    A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and assistant in turn. The
+    assistant's turns are learnt. The tokenizer's chat template formats it; without one it becomes "role: text" lines.
 
     Raises:
         InputError: the record is none of these.
@@ -152,7 +152,7 @@ def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:
 
 
 def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """`input_ids` and `labels` of one example, ending with the end token; tokens never span two segments."""
+    """Return `input_ids` and `labels` of one example, with the end token. No token spans two segments."""
     ids: list[int] = []
     labels: list[int] = []
     for segment in segments:
@@ -166,10 +166,10 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def pack(examples: Iterable[Mapping[str, list[int]]], length: int, pad: int) -> list[dict[str, list[int]]]:
-    """Fill blocks of `length` tokens with one example after the other, cutting where a block ends.
+    """Fill blocks of `length` tokens with one example after another. An example is cut where a block ends.
 
-    `position_ids` start at 0 again with each example, from which models see where it begins; the first token of an
-    example has no label, since nothing of it comes before. The last block is filled up with `pad`.
+    `position_ids` start at 0 in each example, so models see where it begins. The first token of an example has no
+    label, because nothing comes before it. The last block is padded with `pad`.
     """
     blocks: list[dict[str, list[int]]] = []
     ids: list[int] = []
@@ -204,7 +204,7 @@ def pack(examples: Iterable[Mapping[str, list[int]]], length: int, pad: int) -> 
 
 
 def cut(example: Mapping[str, list[int]], length: int) -> dict[str, list[int]]:
-    """The first `length` tokens of an example."""
+    """Return the first `length` tokens of an example."""
     return {name: values[:length] for name, values in example.items()}
 
 
@@ -212,7 +212,7 @@ def cut(example: Mapping[str, list[int]], length: int) -> dict[str, list[int]]:
 
 
 def pair_of(record: object, where: str, source: str | None, target: str | None) -> Pair:
-    """The two texts of a record; columns are named with dots, such as translation.en. InputError if one is missing."""
+    """Return the two texts of a record. Columns may have dots: translation.en. InputError if a text is missing."""
     if source and target:
         texts = [_column(record, name, where) for name in (source, target)]
         return Pair(*texts)
@@ -235,7 +235,7 @@ def _column(record: object, name: str, where: str) -> str:
 
 
 def encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[int]]:
-    """`input_ids` and `labels` of at most `length` tokens each."""
+    """Return `input_ids` and `labels`, each of at most `length` tokens."""
     ids = tokenizer(pair.source, truncation=True, max_length=length)["input_ids"]
     return {
         "input_ids": ids,
@@ -247,9 +247,9 @@ def encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int) -> 
 
 
 class Collator:
-    """Pads examples on the right to the longest of their batch, and marks padding in `attention_mask`.
+    """Pads examples on the right to the longest of the batch. `attention_mask` is 0 for padding.
 
-    Packed examples (those with `position_ids`) have one length, and no mask: positions tell their documents apart.
+    Packed examples (those with `position_ids`) have one length and no mask: positions show where documents begin.
     """
 
     def __init__(self, pad_token_id: int):

@@ -1,7 +1,7 @@
-"""`run_distill.py` without arguments: what a teacher is worth, shown offline on the standard library's source.
+"""`run_distill.py` without arguments: an offline demonstration on the source of Python's standard library.
 
-A small teacher is trained on it and kept for later runs. Two equal students then see the same data for the same steps:
-one learns from the text alone, the other from the teacher as well.
+A small teacher is trained, and kept for later runs. Then two equal students are trained on the same data for the same
+number of steps. One learns from the text alone, the other from the teacher as well.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from distill.report import Result
 from distill.student import from_config
 from distill.teacher import load_model
 from distill.trainer import DistillationTrainer
+from translation.report import convert
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ Blocks = list[dict[str, list[int]]]
 
 
 def run(data_args: DataArguments, args: DistillationConfig) -> None:
-    """Train teacher and students, and write models, table, plot and report into `args.output_dir`."""
+    """Train teacher and students. Write models, table, plot and report to `args.output_dir`."""
     folder = Path(args.output_dir)
     tokenizer, train, held_out = _prepare(folder, data_args, args)
     teacher_folder, teacher_result = _teacher(folder, tokenizer, train, held_out, data_args, args)
@@ -75,7 +76,7 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
 
 
 def _write(folder: Path, results: dict[str, Result], completions, data_args, args) -> None:
-    export.convert(folder / "distilled", data_args.export_dtype)
+    convert(folder / "distilled", data_args.export_dtype)
     figures = {name: getattr(results["distilled"], name) for name in ("eval_loss", "eval_ppl", "top1_agreement")}
     corpus = "the source of the Python standard library"
     export.write_card(folder / "distilled", args, "the demonstration's teacher", figures, corpus)
@@ -99,7 +100,7 @@ def _write(folder: Path, results: dict[str, Result], completions, data_args, arg
 def _prepare(
     folder: Path, data_args: DataArguments, args: DistillationConfig
 ) -> tuple[PreTrainedTokenizerBase, Blocks, Blocks]:
-    """Tokenizer and blocks; rank 0 trains the tokenizer, so that all ranks have the same."""
+    """Return tokenizer, training blocks and held-out blocks. Only rank 0 trains the tokenizer."""
     corpus = standard_library()
     digest = hashlib.sha256("".join(corpus.train).encode()).hexdigest()[:12]
     where = folder / f"tokenizer-{digest}-{VOCABULARY}"
@@ -115,7 +116,7 @@ def _prepare(
         encoded = (data.encode([data.Segment(text, True)], tokenizer) for text in texts)
         blocks.append(data.pack(encoded, data_args.max_length, tokenizer.pad_token_id))
     train, held_out = blocks
-    # Spread over all held-out files.
+    # Take blocks from all held-out files.
     step = max(1, len(held_out) // (data_args.max_eval_samples or len(held_out)))
     held_out = held_out[::step][: data_args.max_eval_samples]
     return tokenizer, train, held_out
@@ -139,7 +140,7 @@ def _config(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes:
 def _teacher(
     folder: Path, tokenizer: PreTrainedTokenizerBase, train: Blocks, held_out: Blocks, data_args, args
 ) -> tuple[Path, Result]:
-    """The folder of a trained teacher, from an earlier run with the same corpus and settings or from this one."""
+    """Return the folder and figures of a trained teacher: of an earlier run with the same settings, or a new one."""
     settings = {
         **TEACHER,
         "steps": data_args.teacher_steps,
@@ -193,14 +194,14 @@ def _train(trainer: DistillationTrainer, length: int) -> Result:
 
 
 def _best(last: Result) -> Result:
-    """What early stopping would have kept: the evaluation with the smallest held-out loss."""
+    """Return what early stopping would have kept: the evaluation with the smallest held-out loss."""
     step, loss = min(last.curve, key=lambda point: point[1])
     return replace(last, eval_loss=loss, eval_ppl=float(torch.tensor(loss).exp()), step=step, top1_agreement=None)
 
 
 @torch.no_grad()
 def _complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationConfig) -> str:
-    """The model's greedy completion of `PROMPT`; all ranks call it, since parameters may be sharded."""
+    """Return the model's greedy completion of `PROMPT`. All ranks call this, because parameters may be sharded."""
     model.eval()
     ids = tokenizer(PROMPT, return_tensors="pt").to(args.device)
     sharded = is_deepspeed_zero3_enabled() and args.world_size > 1

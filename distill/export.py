@@ -1,14 +1,9 @@
-"""What a distillation leaves: the student in 16 bits, without projections, and a model card with recipe and figures."""
+"""The model card of a student: its teacher and data, the recipe, and the held-out figures."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from distill.config import DistillationConfig
 
@@ -20,29 +15,10 @@ RECIPE = (
 )  # fmt: skip
 
 
-def convert(folder: str | Path, dtype: str) -> None:
-    """Rewrite the weights that `save_model` left in `folder` in `dtype` ("bfloat16", "float16", "float32").
-
-    One file at a time is in memory. Each is replaced by one rename, so weights that load are there at any moment.
-    """
-    target = getattr(torch, dtype)
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        if all(tensor.dtype == target or not tensor.is_floating_point() for tensor in tensors.values()):
-            continue
-        converted = {n: t.to(target) if t.is_floating_point() else t for n, t in tensors.items()}
-        partial = path.with_suffix(".partial")
-        save_file(converted, partial, metadata={"format": "pt"})
-        partial.replace(path)
-    config = Path(folder, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
-
-
 def write_card(
     folder: str | Path, args: DistillationConfig, teacher: str, figures: Mapping[str, float], trained_on: str
 ) -> None:
-    """Write the student's model card, `README.md`: where it comes from, by which recipe, and what it reached."""
+    """Write the student's model card, `README.md`: its teacher and data, the recipe, and the held-out figures."""
     defaults = {field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()}
     always = ("loss_type", "kd_alpha", "temperature", "learning_rate", "seed")
     recipe = {

@@ -1,14 +1,14 @@
 """The fused, chunked head: the loss of a student's hidden states without a (tokens x vocabulary) tensor.
 
-[Note: what is held]
-The plain way holds some eight tensors of tokens x vocabulary for forward KL and fourteen for JSD. Here the tokens are
-taken a chunk at a time, and in forward already: multiply both heads, softmax in fp32, closed-form gradient, then its
-two products
+[Note: what is in memory]
+Whole logits need about eight tensors of tokens x vocabulary for forward KL, and fourteen for JSD. Here forward takes a
+chunk of tokens at a time. It multiplies with both heads, takes softmax in fp32, computes the closed-form gradient dz on
+the logits, and multiplies it back:
 
-    d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            (N, V) is never there, only (chunk, V)
+    d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            only (chunk, V) exists, never (N, V)
 
-Backward multiplies what forward left, (N, H) and (V, H), by the incoming scalar. So weights are needed in forward only,
-and a head whose parameters an engine gathers for its call may be released again before backward.
+Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. So weights are needed in forward only, and
+an engine may reshard the head before backward.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from torch.nn.functional import linear
 
 from distill.losses import LOG_ZERO, Divergence, TopK, log_probabilities, top_k_with_tail, value_and_gradient
 
-# Elements of one (chunk, V) tensor where `chunk_size` is not given; some eight of them live at a time. In fp32 that is
-# 8 MiB on a CPU, which its caches like, and 256 MiB elsewhere, where small products are slow.
+# Elements of one (chunk, V) tensor, if `chunk_size` is not given. About eight of them exist at a time. In fp32 one has
+# 8 MiB on a CPU, which fits its caches, and 256 MiB on an accelerator, where small products are slow.
 CHUNK_ELEMENTS = {"cpu": 2**21}
 CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
 
 class Teacher(Protocol):
-    """What a teacher says of the N tokens to learn from."""
+    """The teacher's predictions for the N tokens."""
 
     def chunk(self, rows: slice) -> torch.Tensor | StoredChunk:
-        """Logits (chunk, teacher vocabulary) in any dtype, or what a cache has stored of them."""
+        """Return logits (chunk, teacher vocabulary) in any dtype, or the rows that a cache has stored."""
 
 
 class StoredChunk(NamedTuple):
-    """Rows of a teacher cache: bins at the temperature they were stored with, and the teacher's own cross-entropy."""
+    """Rows of a teacher cache: bins at the stored temperature, and the teacher's own cross-entropy."""
 
     top_k: TopK
     cross_entropy: torch.Tensor
 
 
 class SharedTokens(NamedTuple):
-    """Ids, in student and teacher, of the tokens that both know, in one order: (S,) each, or slices of equal length."""
+    """Ids of the S tokens that both models know, in the same order: (S,) each, or slices of equal length."""
 
     student: torch.Tensor | slice
     teacher: torch.Tensor | slice
@@ -52,15 +52,15 @@ class SharedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the loss of a token is made.
+    """How the loss of a token is computed.
 
     Args:
         kd_alpha: loss = (1 - kd_alpha) cross-entropy + kd_alpha T^2 divergence.
-        divergence, temperature, top_k: see `distill.losses`; top_k 0 means dense.
-        shared: None where both vocabularies are one; else the divergence is over the shared tokens, renormalised.
-        teacher_labels: (student vocabulary,) teacher id of each student token, -1 where it has none; None: the same id.
-        chunk_size: tokens at a time; 0: as many as make `CHUNK_ELEMENTS` logits.
-        with_agreement: also tell `top1_agreement` and `teacher_ce`, which cost two more passes over the logits.
+        divergence, temperature, top_k: see `distill.losses`. top_k 0: all tokens.
+        shared: the divergence is over these tokens, renormalised. None: both models have the same vocabulary.
+        teacher_labels: (student vocabulary,) teacher id of each student token, or -1. None: the same ids.
+        chunk_size: tokens at a time. 0: as many as make `CHUNK_ELEMENTS` logits.
+        with_agreement: also compute `agreement` and `teacher_ce`, in two more passes over the logits.
     """
 
     kd_alpha: float = 0.9
@@ -73,7 +73,7 @@ class Recipe:
     with_agreement: bool = False
 
     def chunks(self, tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-        """Slices of at most `chunk_size` tokens."""
+        """Yield slices of at most `chunk_size` tokens."""
         elements = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS_ELSEWHERE)
         size = self.chunk_size or max(1, elements // vocabulary)
         for start in range(0, tokens, size):
@@ -81,8 +81,11 @@ class Recipe:
 
 
 class TokenLosses(NamedTuple):
-    """Of each token, (N,) in fp32 without gradient: cross-entropy, divergence (times T^2), the teacher's cross-entropy
-    (NaN where it is not known), and whether both give the same token most probability (1, 0, NaN)."""
+    """Figures of each token, (N,) in fp32 without gradient.
+
+    ce: cross-entropy. kd: divergence times T^2. teacher_ce: the teacher's cross-entropy, or NaN if it is unknown.
+    agreement: 1 if both models have the same most probable token, 0 if not, NaN if unknown.
+    """
 
     ce: torch.Tensor
     kd: torch.Tensor
@@ -92,9 +95,9 @@ class TokenLosses(NamedTuple):
 
 @dataclass
 class Targets:
-    """What N tokens are to be: labels (N,) and, unless `teacher` is None, what the teacher says.
+    """The targets of N tokens: labels (N,), and the teacher's predictions unless `teacher` is None.
 
-    `has_teacher` (N,) bool marks the tokens for which it says something (None: all); others have cross-entropy alone.
+    `has_teacher` (N,) bool marks the tokens that the teacher predicts (None: all). The others have cross-entropy only.
     """
 
     labels: torch.Tensor
@@ -105,7 +108,7 @@ class Targets:
 def chunk_loss(
     logits: torch.Tensor, rows: slice, targets: Targets, recipe: Recipe, with_gradient: bool
 ) -> tuple[TokenLosses, torch.Tensor | None]:
-    """Losses of a chunk's tokens for fp32 logits (chunk, V), and the gradient of their weighted sum, (chunk, V)."""
+    """Return the losses of a chunk's tokens for fp32 logits (chunk, V), and the gradient of their weighted sum."""
     labels = targets.labels[rows]
     log_q = log_probabilities(logits)
     ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -148,7 +151,7 @@ def _cross_entropy_gradient(log_q: torch.Tensor, labels: torch.Tensor, weight: t
 def _on_common_ground(
     logits: torch.Tensor, log_q: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor | TopK]:
-    """Log-probabilities of student and teacher over the shared tokens at the recipe's temperature."""
+    """Return the log-probabilities of student and teacher over the shared tokens, at the recipe's temperature."""
     shared, temperature = recipe.shared, recipe.temperature
     if shared is not None:
         log_q = log_probabilities(logits[:, shared.student], temperature)
@@ -164,7 +167,7 @@ def _on_common_ground(
 def _compare(
     logits: torch.Tensor, labels: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's cross-entropy of each label, and whether the first choices are the same token."""
+    """Return the teacher's cross-entropy for each label, and whether both models have the same most probable token."""
     first = logits.argmax(-1)
     if isinstance(said, StoredChunk):
         best = said.top_k.log_p[:, :-1].argmax(-1, keepdim=True)
@@ -256,10 +259,10 @@ def _weighted_sum(losses: TokenLosses, targets: Targets, recipe: Recipe) -> torc
 def fused_head_loss(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, recipe: Recipe
 ) -> tuple[torch.Tensor, TokenLosses]:
-    """The sum of N tokens' losses under a linear head, differentiable in `hidden` (N, H), `weight` (V, H), `bias` (V,).
+    """Return the sum of N tokens' losses under a linear head, and the losses of each token.
 
-    The sum is a scalar in fp32, to be divided by the number of tokens of the whole step. The gradient of `weight` is
-    summed in fp32 whatever its dtype. Also returns the losses of each token.
+    The sum is a scalar in fp32, differentiable in `hidden` (N, H), `weight` (V, H) and `bias` (V,). The caller divides
+    it by the number of tokens of the whole step. The gradient of `weight` is summed in fp32, whatever its dtype.
     """
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, statistics = _FusedHead.apply(hidden, weight, bias, targets, recipe, with_gradient)
@@ -267,7 +270,7 @@ def fused_head_loss(
 
 
 def logits_loss(logits: torch.Tensor, targets: Targets, recipe: Recipe) -> tuple[torch.Tensor, TokenLosses]:
-    """The same for logits (N, V), where the head is more than a linear map."""
+    """Do the same for logits (N, V), if the head is more than a linear map."""
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     total, statistics = _FromLogits.apply(logits, targets, recipe, with_gradient)
     return total, TokenLosses(*statistics)
@@ -275,7 +278,7 @@ def logits_loss(logits: torch.Tensor, targets: Targets, recipe: Recipe) -> tuple
 
 @dataclass
 class HeadTeacher:
-    """A live teacher: hidden states (N, H) and a linear head, (V, H) and (V,) or None; logits exist by chunks only."""
+    """A live teacher: hidden states (N, H) and a linear head, (V, H) and (V,) or None. Logits are made in chunks."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -288,7 +291,7 @@ class HeadTeacher:
 
 @dataclass
 class LogitsTeacher:
-    """A live teacher whose head is not a plain linear map: all of its logits (N, V)."""
+    """A live teacher whose head is not a plain linear map: all logits (N, V)."""
 
     logits: torch.Tensor
 
@@ -298,7 +301,7 @@ class LogitsTeacher:
 
 @dataclass
 class StoredTeacher:
-    """Rows from a cache: token ids (N, k), log-probabilities with the tail's last (N, k + 1), cross-entropy (N,)."""
+    """Rows from a cache: token ids (N, k), log-probabilities (N, k + 1; the last is the tail), cross-entropy (N,)."""
 
     indices: torch.Tensor
     log_p: torch.Tensor

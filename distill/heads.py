@@ -1,7 +1,7 @@
-"""The output head of a model as a module that can be given other work for one call.
+"""A model's output head as a module that can run another task in one call.
 
-The loss of a chunk of tokens needs the head's weight, not its logits. Inside a call of the head's module an engine has
-gathered that weight, tied or not, and reduces its gradient after backward; so that is where the loss is computed.
+The loss of a chunk of tokens needs the head's weight, not its logits. So the loss is computed inside of the call of the
+head's module: there an engine has gathered the weight, tied or not, and it reduces its gradient after backward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 logger = logging.getLogger(__name__)
 
 Task = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], object]
-_MARK = 0.734375  # exact in fp16 and bf16; a soft cap or a scale after the head changes it
+_MARK = 0.734375  # exact in fp16 and bf16, and changed by a soft cap or a scale after the head
 
 
 class TaskHead(nn.Module):
-    """A linear layer which, inside of `doing(task)`, returns `task(hidden, weight, bias)` in place of logits.
+    """A linear layer. Inside of `doing(task)` it returns `task(hidden, weight, bias)` instead of logits.
 
-    It takes the place, the parameters and their names of the `nn.Linear` it is made from.
+    It replaces an `nn.Linear`, and has that layer's parameters under the same names.
     """
 
     def __init__(self, head: nn.Linear):
@@ -48,7 +48,7 @@ class TaskHead(nn.Module):
 
 
 def install_task_head(model: PreTrainedModel, whose: str) -> TaskHead | None:
-    """Put a `TaskHead` in the place of the model's head and return it; None, saying so, for a head of another kind."""
+    """Replace the model's head by a `TaskHead` and return that. For another kind of head: log it, and return None."""
     head = model.get_output_embeddings()
     if isinstance(head, TaskHead):
         return head
@@ -62,10 +62,10 @@ def install_task_head(model: PreTrainedModel, whose: str) -> TaskHead | None:
 
 @torch.no_grad()
 def is_final(head: TaskHead, model: nn.Module, inputs: dict[str, torch.Tensor], whose: str) -> bool:
-    """Whether what the head returns is what the model returns as its logits; says so if not.
+    """Whether the model returns the head's output unchanged as its logits. If not, log it.
 
-    Soft caps and logit scales come after the head, where a loss computed in the head would miss them. This is
-    tried with the first of `inputs`.
+    A soft cap or a logit scale after the head would be missed by a loss that is computed in the head. This is tested
+    with the first example of `inputs`.
     """
     marker = None
 

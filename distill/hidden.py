@@ -1,4 +1,4 @@
-"""Losses on what is inside: hidden states through learned projections, and relations of attention vectors (MiniLM)."""
+"""Losses inside of the models: on hidden states after learned projections, and on attention relations (MiniLM)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss
 
 HIDDEN_LOSSES = ("mse", "cosine")
-# The names of the projections of query, key and value in one attention module, by family.
+# Names of the projections of query, key and value in an attention module, one row for each family of models.
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"))
 
 
 class LayerPair(NamedTuple):
-    """Indices into `hidden_states`: 0 are the embeddings, i is what layer i gives."""
+    """Indices into `hidden_states`: 0 is the embeddings, i is the output of layer i."""
 
     student: int
     teacher: int
 
 
 def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: int) -> list[LayerPair]:
-    """Pairs of layers from "1:3,2:6"; None: each student layer with the teacher's at the same fraction of its depth.
+    """Parse pairs of layers such as "1:3,2:6". None: pair each student layer with the teacher's at the same depth.
 
     Raises:
-        ValueError: a pair that is no pair, or a layer that does not exist.
+        ValueError: a part is no pair, or names a layer that does not exist.
     """
     if not text:
         step = teacher_layers / student_layers
@@ -47,7 +47,7 @@ def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: i
 
 
 def hidden_loss(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
-    """The sum over N tokens of the mean squared error, or of 1 - cosine, of states (N, H), in fp32 at least.
+    """Return the sum over N tokens of mean squared error, or of 1 - cosine, of states (N, H), at least in fp32.
 
     Sources: arXiv 1909.10351 (squared error after a projection), 1910.01108 (cosine).
     """
@@ -59,9 +59,9 @@ def hidden_loss(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torc
 
 
 class HiddenMatch(nn.Module):
-    """Learned projections from the student's states to the teacher's width, and the loss after them.
+    """Learned projections from the student's width to the teacher's, and the loss after them.
 
-    It is trained with the student, as a submodule of it, and is never exported.
+    It is a submodule of the student and is trained with it. It is never exported.
     """
 
     def __init__(self, pairs: Sequence[LayerPair], student_width: int, teacher_width: int, kind: str = "mse"):
@@ -81,7 +81,7 @@ class HiddenMatch(nn.Module):
         rows: torch.Tensor,
         teacher_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """The loss summed over tokens, averaged over pairs. States are (batch, length, width), rows index tokens."""
+        """Return the loss, summed over tokens and averaged over pairs. States: (batch, length, width). rows: (N,)."""
         total = student[0].new_zeros((), dtype=torch.float32)
         for pair, projection in zip(self.pairs, self.projections, strict=True):
             ours = projection(student[pair.student].flatten(0, 1)[rows])
@@ -91,7 +91,7 @@ class HiddenMatch(nn.Module):
 
 
 class Attention(NamedTuple):
-    """The vectors of one attention layer, (batch, length, width) each; widths of key and value may be smaller."""
+    """The vectors of one attention layer, each (batch, length, width). Key and value may be narrower."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -99,13 +99,15 @@ class Attention(NamedTuple):
 
 
 class AttentionRecorder:
-    """Records queries, keys and values of a model's self-attention layers in `layers` (indices of its attentions)."""
+    """Records queries, keys and values of a model's self-attention layers (of the decoder, if it has one)."""
 
     def __init__(self, model: nn.Module, whose: str):
         self.modules = [found for module in model.modules() if (found := _projections_of(module)) is not None]
         if getattr(model.config, "is_encoder_decoder", False):
             decoder = set(model.get_decoder().modules())
-            self.modules = [found for found in self.modules if found[0] in decoder][::2]  # self- and cross- in turn
+            self.modules = [found for found in self.modules if found[0] in decoder][
+                ::2
+            ]  # self- and cross-attention alternate
         if not self.modules:
             names = "; ".join(", ".join(names) for names in _PROJECTIONS)
             raise ValueError(
@@ -114,7 +116,7 @@ class AttentionRecorder:
 
     @contextmanager
     def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Attention]]:
-        """While it lasts, a forward fills the dict that is yielded."""
+        """Yield a dict. A forward inside of this context fills it, for the layers of these indices."""
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         recorded: dict[int, Attention] = {}
 
@@ -147,17 +149,17 @@ def _projections_of(module: nn.Module) -> tuple[nn.Module, ...] | None:
 
 
 def relation_heads(widths: Sequence[int], wanted: int) -> int:
-    """The largest number of relation heads, at most `wanted`, that divides all widths."""
+    """Return the largest number of relation heads up to `wanted` that divides all widths."""
     common = math.gcd(*widths)
     return max(heads for heads in range(1, wanted + 1) if common % heads == 0)
 
 
 def relation_loss(student: Attention, teacher: Attention, heads: int, visible: torch.Tensor) -> torch.Tensor:
-    """KL of the teacher's relations from the student's, of each token: (batch, length), arXiv 2012.15828.
+    """Return KL(teacher's relations || student's relations) of each token: (batch, length), arXiv 2012.15828.
 
-    A relation is softmax(X X' / sqrt(width of a head)) for X = queries, keys and values, split into `heads`; the loss
-    is averaged over heads and the three kinds. `visible` (batch, length, length) bool says which tokens a token may
-    see; it must see itself.
+    A relation is softmax(X X' / sqrt(width of a head)) for X = queries, keys or values, split into `heads`. The loss is
+    averaged over heads and the three kinds. `visible` (batch, length, length) bool: the tokens that a token may see. A
+    token must see itself.
     """
     total = 0.0
     for ours, theirs in zip(student, teacher, strict=True):
@@ -170,5 +172,5 @@ def _log_relations(vectors: torch.Tensor, heads: int, visible: torch.Tensor) -> 
     batch, length, width = vectors.shape
     split = vectors.to(torch.promote_types(vectors.dtype, torch.float32)).view(batch, length, heads, -1).transpose(1, 2)
     scores = split @ split.transpose(-1, -2) / math.sqrt(width / heads)
-    # Finite: an invisible token has probability 0 in both, and 0 times a finite difference is 0.
+    # Not -inf: an invisible token has probability 0 in both, and 0 times a finite difference is 0.
     return torch.log_softmax(scores.masked_fill(~visible.unsqueeze(1), -1e4), dim=-1)

@@ -1,13 +1,13 @@
-"""Distillation losses on logits: per-token values with closed-form gradients.
+"""Distillation losses on logits: values of each token, with closed-form gradients.
 
 [Note: how every loss is computed]
-p is the teacher's distribution and q the student's, both softmax(logits / T). A divergence D gives, for each token, its
-value and the product q u, where u = dD/dq. The chain rule through the softmax is the same for all of them:
+p is the teacher's distribution, q the student's. Both are softmax(logits / T). For each token a divergence D gives its
+value and the product q u, where u = dD/dq. The chain rule through the softmax is the same for all divergences:
 
     d(T^2 D) / d(student logits) = T (q u - q sum(q u))
 
-A constant added to u changes nothing, so u is given without such constants. Softmax is taken in fp32 (or fp64 where
-the logits are) whatever the dtype of the logits: in bf16 it is off by tens of per cent for single tokens.
+A constant in u cancels, so u is given without constants. Softmax is computed at least in fp32, whatever the dtype of
+the logits: in bf16 it is off by tens of per cent for single tokens.
 
 Values are multiplied by T^2 (arXiv 1503.02531), so that gradients keep their size when T changes.
 """
@@ -23,12 +23,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
-# exp() of this is 0 in fp32 and fp64, and 0 times it is 0: a probability of zero costs nothing.
+# The logarithm of a probability of zero. Its exp() is 0 in fp32 and fp64. It is finite, so 0 times it is 0.
 LOG_ZERO = -1e4
 
 
 class ValueAndSlope(NamedTuple):
-    """What a divergence gives for N tokens: value (N,), and `weighted_slope` (N, V), which is q dD/dq."""
+    """The result of a divergence for N tokens: value (N,), and `weighted_slope` (N, V), which is q dD/dq."""
 
     value: torch.Tensor
     weighted_slope: torch.Tensor
@@ -36,13 +36,13 @@ class ValueAndSlope(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A loss between two distributions. `beta` is used by "jsd" alone, `skew_alpha` by the two skew losses.
+    """A loss between two distributions. Only "jsd" uses `beta`, and only the two skew losses use `skew_alpha`.
 
     Sources: forward KL arXiv 1503.02531, reverse KL 2306.08543, generalised JSD 2306.13649, skew KL 2402.03898,
     ULD (sorted probabilities, for different vocabularies) 2402.12030.
 
     Raises:
-        ValueError: an unknown loss or a parameter out of its range.
+        ValueError: the loss is unknown, or a parameter is out of its range.
     """
 
     loss_type: str = "forward_kl"
@@ -61,7 +61,7 @@ class Divergence:
             raise ValueError(f"skew_alpha is {self.skew_alpha}: it must be at least 0 and less than 1")
 
     def __call__(self, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
-        """Value and slope for log-probabilities (N, V) of student and teacher; "uld" takes different V."""
+        """Return value and slope for log-probabilities (N, V) of student and teacher. "uld" allows different V."""
         return _FORMULAS[self.loss_type](self, log_q, log_p)
 
 
@@ -127,7 +127,7 @@ def _widen(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """log softmax(logits / T) over the last dimension, in fp32 at least. A logit of -inf becomes `LOG_ZERO`."""
+    """Return log softmax(logits / T) over the last dimension, at least in fp32. A logit of -inf gives `LOG_ZERO`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1).clamp_min_(LOG_ZERO)
 
@@ -135,9 +135,8 @@ def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.T
 class TopK(NamedTuple):
     """A teacher's k most probable tokens and the mass of all others.
 
-    indices: (N, k) token ids; log_p: (N, k + 1) log-probabilities, the last column being the tail's. All k + 1 bins
-    together have mass 1, so a divergence on them is a divergence of distributions (renormalising the k alone is
-    biased, arXiv 2503.16870).
+    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The bins sum to 1,
+    so a divergence on them compares distributions. (Renormalising the k alone is biased, arXiv 2503.16870.)
     """
 
     indices: torch.Tensor
@@ -145,7 +144,7 @@ class TopK(NamedTuple):
 
 
 def top_k_with_tail(log_p: torch.Tensor, k: int) -> TopK:
-    """The bins of dense log-probabilities (N, V); the tail is the exact sum of the others. ValueError unless k < V."""
+    """Return the bins of dense log-probabilities (N, V), with the exact tail. Raises ValueError unless 0 < k < V."""
     if not 0 < k < log_p.shape[-1]:
         raise ValueError(f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens")
     return _bins(log_p, log_p.topk(k, dim=-1).indices)
@@ -159,9 +158,9 @@ def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> TopK:
 def value_and_gradient(
     log_q: torch.Tensor, teacher: torch.Tensor | TopK, divergence: Divergence, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """T^2 times the divergence, (N,), and its gradient with respect to the student's logits, (N, V).
+    """Return T^2 times the divergence, (N,), and its gradient on the student's logits, (N, V).
 
-    `log_q` (N, V) are log-probabilities at the temperature, `teacher` dense ones or bins, at the same temperature.
+    `log_q` (N, V): the student's log-probabilities at temperature T. `teacher`: dense ones or bins, at the same T.
     """
     if isinstance(teacher, TopK):
         value, gradient = _binned(log_q, teacher, divergence)
@@ -175,7 +174,7 @@ def _binned(log_q: torch.Tensor, teacher: TopK, divergence: Divergence) -> tuple
     bins = _bins(log_q, teacher.indices).log_p
     value, weighted = divergence(bins, teacher.log_p)
     total = weighted.sum(-1, keepdim=True)
-    # A token of the tail has the slope of the tail's bin.
+    # Each token of the tail has the slope of the tail's bin.
     slope = weighted[:, -1:] / bins[:, -1:].exp().clamp_min(torch.finfo(bins.dtype).tiny)
     gradient = log_q.exp().mul_(slope - total)
     inside = torch.addcmul(weighted, bins.exp(), total, value=-1)[:, :-1]
@@ -205,9 +204,9 @@ def token_divergence(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> torch.Tensor:
-    """The loss of each token, (N,), differentiable in the student's logits (N, V); the teacher's are constants.
+    """Return the loss of each token, (N,), differentiable in the student's logits (N, V) only.
 
-    With `top_k` the divergence is that of k + 1 bins: the teacher's k most probable tokens and all the others.
+    With `top_k`, the divergence is over k + 1 bins: the teacher's k most probable tokens, and all others as one.
     """
     with torch.no_grad():
         teacher: torch.Tensor | TopK = log_probabilities(teacher_logits, temperature)
@@ -254,12 +253,12 @@ def skew_reverse_kl(
 def top_k_forward_kl(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, top_k: int, temperature: float = 1.0
 ) -> torch.Tensor:
-    """T^2 KL on the teacher's k most probable tokens and one bin for all others, (N,)."""
+    """T^2 KL(p || q) over the teacher's k most probable tokens and one bin for all others, (N,)."""
     return token_divergence(student_logits, teacher_logits, Divergence("forward_kl"), temperature, top_k)
 
 
 def universal_logit_distance(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
-    """T^2 times the sum of differences of sorted probabilities, zero-padded to one width, (N,), arXiv 2402.12030."""
+    """T^2 times the sum of |differences| of sorted, zero-padded probabilities, (N,), arXiv 2402.12030."""
     return token_divergence(student_logits, teacher_logits, Divergence("uld"), temperature)

@@ -1,14 +1,13 @@
-"""MiniCodformer: a causal Transformer encoder, a linear bridge, and an LTC-NCP decoder; a small student for code.
+"""MiniCodformer, a small student for code: a causal Transformer encoder, a linear bridge, and an LTC-NCP decoder.
 
 [Note: the decoder]
-Each decoder layer mixes a token with the two before it by a causal convolution of width 3 and moves its state by a
-gated step, x + tau(c) tanh(c), in the manner of closed-form liquid time-constant cells (arXiv 2106.13898): the gate is
-the learnt time constant. A feed-forward follows. The encoder's attention reaches everything before; the decoder is
-local and cheap.
+Each decoder layer mixes a token with the two before it, by a causal convolution of width 3. Then it moves the state by
+a gated step, x + tau(c) tanh(c), as closed-form liquid time-constant cells do (arXiv 2106.13898). The gate is the
+learnt time constant. A feed-forward follows. The encoder's attention reaches all earlier tokens. The decoder is local.
 
-[Note: nothing sees the future, nothing sees another document]
-Attention is causal, the convolution is padded on the left only, and taps that would reach before position 0 of a
-document are zero. So left padding (generation of batches) and packing (position_ids starting at 0 again) cost nothing.
+[Note: no token sees the future or another document]
+Attention is causal, and the convolution is padded on the left only. Taps that would reach before position 0 of a
+document are zero. So left padding (in generation) and packing (position_ids that restart at 0) do not change results.
 
 Importing this module registers the model with transformers' Auto classes.
 """
@@ -58,7 +57,7 @@ class MiniCodformerConfig(PretrainedConfig):
         self.num_attention_heads, self.max_position_embeddings = num_attention_heads, max_position_embeddings
         self.initializer_range, self.layer_norm_eps = initializer_range, layer_norm_eps
         self.use_cache = use_cache
-        others.pop("num_hidden_layers", None)  # follows from the two
+        others.pop("num_hidden_layers", None)  # it is the sum of the two
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
 
 
@@ -109,7 +108,7 @@ class MiniCodformerEncoderLayer(GradientCheckpointingLayer):
 
 
 class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
-    """A causal convolution with a liquid step, and a feed-forward; see the module's first note."""
+    """A causal convolution with a liquid step, and a feed-forward. See the first note of this module."""
 
     def __init__(self, config: MiniCodformerConfig, layer: int):
         super().__init__()
@@ -124,7 +123,7 @@ class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
         inputs = history = self.mix_norm(x)
         length = x.shape[1]
         if cache is not None:
-            # Kept as if they were keys, so that beams are reordered and histories cut as those of attention are.
+            # Stored as keys, so that transformers reorders and cuts them as it does with attention's keys.
             keys, _ = cache.update(inputs.unsqueeze(1), inputs.new_empty(len(x), 1, length, 0), self.layer)
             history = keys.squeeze(1)
         before = history.shape[1] - length
@@ -139,7 +138,7 @@ class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
 
 
 class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model: (batch, length) token ids to (batch, length, vocabulary) logits, each from the past alone."""
+    """The language model: token ids (batch, length) to logits (batch, length, vocabulary), from past tokens only."""
 
     config_class = MiniCodformerConfig
     supports_gradient_checkpointing = True
@@ -185,10 +184,10 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **loss_kwargs: object,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the loss if there are `labels` (-100: none; shifted here).
+        """Return logits, and the loss if `labels` are given (-100: no target; they are shifted here).
 
-        `attention_mask` is (batch, past + length), 0 for padding. `position_ids` (batch, length) count from the
-        start of each document; without a cache and a mask, tokens of different documents do not see each other.
+        `attention_mask`: (batch, past + length), 0 for padding. `position_ids`: (batch, length), counted from the start
+        of each document. Without a cache and a mask, tokens of different documents do not see each other.
         """
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
@@ -221,7 +220,7 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _positions(x: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:
-    """(batch, length) positions that count from the first token that is no padding."""
+    """Return (batch, length) positions, counted from the first token that is no padding."""
     if attention_mask is None:
         return torch.arange(past, past + x.shape[1], device=x.device).expand(len(x), -1)
     return (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, past:]
@@ -230,7 +229,7 @@ def _positions(x: torch.Tensor, attention_mask: torch.Tensor | None, past: int) 
 def _visible(
     length: int, past: int, mask: torch.Tensor | None, packed: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
-    """(batch or 1, 1, length, past + length) bool: what each token sees; None where that is simply all before it."""
+    """Return (batch or 1, 1, length, past + length) bool: what each token sees. None: plain causal attention."""
     if mask is None and packed is None and not past:
         return None
     visible = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past).unsqueeze(0)
@@ -238,7 +237,7 @@ def _visible(
         document = (packed == 0).cumsum(-1)
         visible = visible & (document.unsqueeze(1) == document.unsqueeze(2))
     if mask is not None:
-        # A padding token sees itself: a softmax over nothing would be NaN.
+        # A padding token sees itself, because a softmax over nothing is NaN.
         itself = torch.eye(past + length, dtype=torch.bool, device=device)[past:]
         visible = visible & (mask[:, None, :].bool() | itself)
     return visible.unsqueeze(1)

@@ -1,7 +1,7 @@
-"""Batches that are written by the student (GKD, arXiv 2306.13649) or by the teacher (sequence-level distillation).
+"""Batches that the student generates (GKD, arXiv 2306.13649) or the teacher (sequence-level distillation).
 
-Whether a batch is replaced is drawn from the step's number and the seed, so that all ranks decide alike: generation
-under sharding is a collective, and a rank that does not take part would leave the others waiting.
+The step's number and the seed decide whether a batch is replaced. So all ranks decide alike. They must, because with
+sharding generation needs all ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from distill.batch import IGNORED
 
 
 def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool) -> str | None:
-    """Who writes a batch anew: "student" with probability `lmbda`, else "teacher" if `seq_kd`, else None."""
+    """Return who generates a batch: "student" with probability `lmbda`, else "teacher" if `seq_kd`, else None."""
     if random.Random(f"{seed} {step} {micro_batch}").random() < lmbda:
         return "student"
     return "teacher" if seq_kd else None
 
 
 def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(batch,) tokens before the first label of each example, at least 1; half of it where all of it is learnt.
+    """Return (batch,) tokens before the first label of each example. If all is learnt: half of the example. At least 1.
 
-    The first token of an example has nothing before it and so is always a prompt.
+    The first token of an example is always a prompt, because nothing comes before it.
     """
     learnt = labels != IGNORED
     first = learnt.int().argmax(dim=1)
@@ -43,13 +43,13 @@ def rewrite(
     eos_token_id: int | None,
     sample: bool,
 ) -> dict[str, torch.Tensor]:
-    """A batch whose answers `model` has written: prompts of `inputs` (input_ids, attention_mask, labels) go on.
+    """Return a batch with the prompts of `inputs` (input_ids, attention_mask, labels) and answers by `model`.
 
-    Causal models continue each example's prompt; encoder-decoder models write what follows the source. Labels are what
-    was written up to the end token.
+    Causal models continue the prompt of each example. Encoder-decoder models write a target for the source. The labels
+    are the generated tokens, up to the end token.
 
     Raises:
-        ValueError: the batch is packed, so that it has no prompts to go on from.
+        ValueError: the batch is packed, so its examples have no separate prompts.
     """
     if "position_ids" in inputs:
         raise ValueError("lmbda and seq_kd write on from each example: give examples that are not packed")
@@ -79,7 +79,7 @@ def rewrite(
 
 
 def _left_padded(ids: torch.Tensor, lengths: torch.Tensor, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `lengths` tokens of each row, moved to the right end of a block, and the mask."""
+    """Return the first `lengths` tokens of each row, moved to the right end of a block, and the mask."""
     width = int(lengths.max())
     column = torch.arange(width, device=ids.device) - (width - lengths).unsqueeze(1)
     mask = column >= 0
@@ -87,7 +87,7 @@ def _left_padded(ids: torch.Tensor, lengths: torch.Tensor, pad: int) -> tuple[to
 
 
 def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor:
-    """Labels of what was written: itself up to its first end token, -100 after it."""
+    """Return the labels of generated tokens: the tokens up to the first end token, -100 after it."""
     ended = torch.zeros_like(written) if end is None else (written == end).int()
     after = (ended.cumsum(1) - ended) > 0
     return written.masked_fill(after, IGNORED)
@@ -96,7 +96,7 @@ def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor
 def _right_padded(
     whole: torch.Tensor, labels: torch.Tensor, prompt_mask: torch.Tensor, answers: torch.Tensor, pad: int
 ) -> dict[str, torch.Tensor]:
-    """The batch with each row's tokens moved to the left end, as training batches have them."""
+    """Return the batch with the tokens of each row moved to the left end, as in training batches."""
     mask = torch.cat([prompt_mask.bool(), answers != IGNORED], dim=1)
     order = torch.argsort(~mask, dim=1, stable=True)
     mask = mask.gather(1, order)

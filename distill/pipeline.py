@@ -1,4 +1,4 @@
-"""What run_distill.py does with a teacher, a student and data that were named: load, train, score, export."""
+"""run_distill.py with named models and data: load, train, score, export; and write a teacher cache."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Examples = list[dict[str, list[int]]]
 
 
 def run(arguments: Arguments) -> None:
-    """Train, evaluate and predict as asked; write the student, its card and the figures to `args.output_dir`.
+    """Train, evaluate and predict. Write the student, its card and the figures to `args.output_dir`.
 
     Raises:
-        InputError: models, tokenizers or data that cannot be loaded or do not go together.
+        InputError: models, tokenizers or data cannot be loaded, or do not go together.
     """
     model_args, data_args, args = arguments
     tokenizer, teacher_tokenizer = load_tokenizers(model_args, args)
@@ -41,7 +41,7 @@ def run(arguments: Arguments) -> None:
     student = load_student(model_args, teacher, len(tokenizer))
     splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder)
     if not args.needs_teacher():
-        teacher = None  # it was only to start from
+        teacher = None  # it was needed only to make the student
     try:
         trainer = DistillationTrainer(
             student,
@@ -70,14 +70,14 @@ def run(arguments: Arguments) -> None:
     if args.do_predict:
         figures |= _predict(trainer, splits["test"])
     if args.do_train and args.process_index == 0:
-        export.convert(args.output_dir, data_args.export_dtype)
+        report.convert(args.output_dir, data_args.export_dtype)
         source = args.teacher_model_name_or_path or args.teacher_cache or "no teacher"
         export.write_card(args.output_dir, args, source, figures, data_args.train_file)
         logger.info("student: %s (%s)", args.output_dir, data_args.export_dtype)
 
 
 def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]:
-    """Score the test split; with generation, write what was generated, one example a line."""
+    """Score the test split. With generation, write the generated texts, one in each line."""
     result = trainer.predict(tokens, metric_key_prefix="predict")
     trainer.log_metrics("predict", result.metrics)
     trainer.save_metrics("predict", result.metrics)
@@ -92,11 +92,11 @@ def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]
 def load_tokenizers(
     model_args: ModelArguments, args: DistillationConfig
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
-    """The student's tokenizer (the one named, its model's, or the teacher's) and the teacher's, or None without one."""
+    """Return the tokenizers of student and teacher; None for the teacher if no teacher model is named."""
     names = [model_args.tokenizer_name, model_args.model_name_or_path, args.teacher_model_name_or_path]
     name = next((name for name in names if name), None)
     if name is None:
-        raise InputError("there is no tokenizer: give --tokenizer_name, the one that the teacher cache was made with")
+        raise InputError("there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache")
     tokenizer = _load_tokenizer(name)
     if args.teacher_model_name_or_path is None:
         return tokenizer, None
@@ -133,7 +133,7 @@ def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> Non
 
 
 def load_student(model_args: ModelArguments, teacher: PreTrainedModel | None, tokens: int) -> PreTrainedModel:
-    """The student that was named, or made from a configuration, or cut out of the teacher."""
+    """Return the student: a named model, a new one from a configuration, or some layers of the teacher."""
     if model_args.model_name_or_path:
         try:
             student = load_model(model_args.model_name_or_path)
@@ -198,9 +198,9 @@ def load_examples(
     show_progress: bool = True,
     written: bool = False,
 ) -> Examples:
-    """Token ids of a split: packed blocks, single examples or pairs; with a teacher's tokenizer, by it as well.
+    """Return the token ids of a split: packed blocks, single examples, or pairs.
 
-    `written`: models will continue the examples, so each stays by itself.
+    `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so examples are not packed.
     """
     argument = f"--{split}_file {name}"
     records = tqdm(data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress)
@@ -224,7 +224,7 @@ def load_examples(
 
 
 def _with_words(examples: Iterable, learnt: Callable[[Any], str], argument: str) -> Iterator:
-    """Pass on the examples; InputError at their end if there is no text to learn in any of them."""
+    """Yield the examples. Raise InputError at the end if none of them has any text to learn."""
     empty = True
     for example in examples:
         empty = empty and not learnt(example).strip()
@@ -237,10 +237,10 @@ def _with_words(examples: Iterable, learnt: Callable[[Any], str], argument: str)
 
 
 def cache_teacher(arguments: Arguments) -> None:
-    """Write what the teacher says of the training data to `--teacher_cache`.
+    """Write the teacher's probabilities for the training data to `--teacher_cache`.
 
     Raises:
-        InputError: as `run`, or a cache of something else in that folder.
+        InputError: as `run`; also if the folder holds another cache.
     """
     model_args, data_args, args = arguments
     tokenizer, _ = load_tokenizers(model_args, args)
@@ -283,4 +283,4 @@ def cache_teacher(arguments: Arguments) -> None:
     except cache.CacheError as error:
         raise InputError(str(error)) from error
     if args.process_index == 0:
-        logger.info("%s: %d examples added, %d were there", args.teacher_cache, count, len(examples) - count)
+        logger.info("%s: %d examples added, %d were already there", args.teacher_cache, count, len(examples) - count)

@@ -16,7 +16,7 @@ from matplotlib import pyplot  # noqa: E402
 
 @dataclass
 class Result:
-    """Held-out figures of one model: nats per token, its exponential, agreement with the teacher's first choice."""
+    """Held-out figures of one model. `eval_loss`: nats per token. `curve`: (step, held-out loss)."""
 
     eval_loss: float
     eval_ppl: float
@@ -36,7 +36,7 @@ TITLES = {
 
 
 def table(results: Mapping[str, Result]) -> str:
-    """The results as a Markdown table."""
+    """Return the results as a Markdown table."""
     head = ["model", "parameters", "steps", "held-out loss", "perplexity", "agrees with teacher", "tokens/s"]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name, result in results.items():
@@ -54,7 +54,7 @@ def table(results: Mapping[str, Result]) -> str:
 
 
 def plot(results: Mapping[str, Result], path: Path) -> None:
-    """Held-out loss against steps of both students, with the teacher's as a line."""
+    """Plot the held-out loss of both students over the steps, and the teacher's as a line."""
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for name in ("baseline", "distilled"):
         steps, losses = zip(*results[name].curve, strict=True)
@@ -71,7 +71,7 @@ def plot(results: Mapping[str, Result], path: Path) -> None:
 def write(
     folder: str, results: Mapping[str, Result], prompt: str, completions: Mapping[str, str], notes: Sequence[str]
 ) -> str:
-    """Write `report.json`, `report.md` and `held_out_loss.png` to `folder`; returns the table."""
+    """Write `report.json`, `report.md` and `held_out_loss.png` to `folder`. Return the table and a summary."""
     out = Path(folder)
     text = table(results)
     gain = results["baseline"].eval_loss - results["distilled"].eval_loss
@@ -84,7 +84,7 @@ def write(
     out.joinpath("report.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     plot(results, out / "held_out_loss.png")
     lines = [
-        "# Distillation: what the teacher is worth",
+        "# Distillation: what the teacher adds",
         "",
         text,
         "",

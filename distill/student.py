@@ -1,4 +1,4 @@
-"""Students: loaded, made from a configuration, or cut out of the teacher."""
+"""Students from a configuration, or made of some layers of the teacher."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _LAYER = re.compile(r"^(?P<before>.*?\.(?:layers|layer|h|blocks|block))\.(?P<ind
 
 
 def from_config(config: PretrainedConfig) -> PreTrainedModel:
-    """An untrained language model of this configuration; under ZeRO-3 sharded while it is built."""
+    """Return an untrained language model. With ZeRO-3 it is sharded while it is built."""
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return kind.from_config(config)
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """The configuration in a folder, a JSON file, or of a hub name."""
+    """Load a model's configuration from a folder, a JSON file or the hub."""
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -38,7 +38,7 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def parse_layers(text: str, available: int) -> list[int]:
-    """Layer indices from "0,5,11". InputError for what is no index of the teacher's `available` layers."""
+    """Parse layer indices such as "0,5,11". InputError if one is no index of the teacher's `available` layers."""
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not part.isdigit() or int(part) >= available]
     if wrong:
@@ -49,7 +49,7 @@ def parse_layers(text: str, available: int) -> list[int]:
 
 
 def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
-    """The configuration of a model that has only these layers of `config`'s, in encoder and decoder alike."""
+    """Return a configuration with only these layers of `config`, in encoder and decoder alike."""
     cut = copy.deepcopy(config)
     cut.num_hidden_layers = len(layers)
     if getattr(cut, "num_decoder_layers", None) is not None:
@@ -61,13 +61,13 @@ def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCon
 
 @torch.no_grad()
 def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Give the student's layer i the weights of the teacher's layer `layers[i]`, and all else the teacher's.
+    """Copy the teacher's layer `layers[i]` to the student's layer i, and copy all other weights too.
 
-    Both may be sharded: one parameter at a time is gathered. What only the teacher's first layer has (T5's position
-    biases) the student's first one takes from there.
+    Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in the teacher's first
+    layer (T5's position biases). They go to the student's first layer.
 
     Raises:
-        InputError: a parameter of another shape, or one that the teacher has not.
+        InputError: a parameter of the student has another shape, or is not in the teacher.
     """
     source = dict(teacher.named_parameters())
     for name, param in student.named_parameters():

@@ -1,4 +1,4 @@
-"""The teacher: a frozen model, sharded by an engine of its own that has no optimizer, or whole on a device."""
+"""The teacher: a frozen model, sharded by its own engine without an optimizer, or whole on one device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from distill.hidden import Attention, AttentionRecorder
 
 
 def load_model(name: str, **options: object) -> PreTrainedModel:
-    """A causal or encoder-decoder language model, whichever its configuration says; `options` as `from_pretrained`.
+    """Load a causal or encoder-decoder language model. `options` go to `from_pretrained`.
 
-    Under ZeRO-3 transformers builds it inside of `zero.Init`.
+    With ZeRO-3, transformers builds it inside of `zero.Init`.
     """
     config = AutoConfig.from_pretrained(name)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -29,10 +29,10 @@ def load_model(name: str, **options: object) -> PreTrainedModel:
 
 
 def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dict:
-    """The teacher's ds_config: `--teacher_deepspeed`'s, else the student's stage and precision and no optimizer.
+    """Return the teacher's ds_config: that of `--teacher_deepspeed`, else the student's stage and precision.
 
-    At stage 3 its parameters are offloaded, and one unit is gathered while another is in use: no more than two are ever
-    there beside the persistent ones.
+    It has no optimizer. At stage 3 the default offloads the parameters, and prefetches one unit while one is in use. So
+    at most two units are gathered at a time, besides persistent parameters.
     """
     source = args.teacher_deepspeed or args.deepspeed
     given = source if isinstance(source, dict) else json.loads(Path(source).read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def teacher_ds_config(args: DistillationConfig, teacher: PreTrainedModel) -> dic
 
 @dataclass
 class Observed:
-    """What the teacher saw in a batch: `states`, (N, H) before or (N, V) after its head, and what is inside of it."""
+    """The teacher's results for a batch. `states`: (N, H) before its head, or (N, V) after it."""
 
     states: torch.Tensor
     hidden_states: Sequence[torch.Tensor] = ()
@@ -69,9 +69,9 @@ class Observed:
 
 
 class LiveTeacher:
-    """A frozen teacher that is asked anew for each batch.
+    """A frozen teacher that runs on each batch.
 
-    Attributes: model: the plain model. engine: what is called, an engine or the model itself. device: where it is.
+    Attributes: model: the plain model. engine: its engine, or the model itself. device: where it computes.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, ds_config: dict | None = None):
@@ -98,9 +98,9 @@ class LiveTeacher:
         recorder: AttentionRecorder | None = None,
         layers: Sequence[int] = (),
     ) -> Observed:
-        """Read a batch; `rows` (N,) of the flattened batch are the predictions that are asked for.
+        """Run the teacher on a batch, and keep the predictions at `rows` (N,) of the flattened batch.
 
-        Its hidden states are kept, never its logits, if the head is plain. `recorder` records attention `layers`.
+        If the head is plain, hidden states are kept, and no logits. `recorder` records the attention `layers`.
         """
         inputs, rows = self.to_device(inputs), rows.to(self.device)
         if self.fused is None:
@@ -119,7 +119,7 @@ class LiveTeacher:
         return Observed(states.flatten(0, 1)[rows], hidden, attentions)
 
     def _read(self, inputs: Mapping[str, torch.Tensor], with_hidden: bool) -> tuple[Mapping, torch.Tensor]:
-        # With a cache models would not see where packed documents begin.
+        # With a cache, models would ignore where packed documents begin.
         options = {"use_cache": False, "output_hidden_states": with_hidden}
         if not self.fused:
             output = self.engine(**inputs, **options)
@@ -129,10 +129,10 @@ class LiveTeacher:
         return output, output.logits
 
     def within(self, observed: Observed, use: Callable[[Teacher], None], device: torch.device) -> None:
-        """Call `use` with a `Teacher` for the observed tokens, its head's weight gathered meanwhile.
+        """Call `use` with a `Teacher` for the observed tokens. The head's weight is gathered during the call.
 
-        What is computed leaves by `use`'s own means, not through the head's module: to its engine that would be a
-        tensor to run backward from.
+        `use` must store its results itself. It must not return them through the head's module, because the teacher's
+        engine would expect a backward from them.
         """
         if not self.fused:
             use(LogitsTeacher(observed.states.to(device)))

@@ -1,9 +1,9 @@
-"""`DistillationTrainer`: transformers' Seq2SeqTrainer whose loss compares a student with its teacher.
+"""`DistillationTrainer`: transformers' Seq2SeqTrainer with a loss that compares a student with its teacher.
 
 [Note: normalisation]
-Losses are summed over this rank's valid tokens of a micro-batch and divided by the number of valid tokens of the whole
-step: all micro-batches, all ranks. Engines and DDP average gradients over ranks, so the sum is multiplied by their
-number. Nothing else divides: `loss_is_scaled_for_ga` says so to the Trainer, which would divide by the accumulation.
+Losses are summed over the valid tokens of this rank's micro-batch. The sum is divided by the valid tokens of the whole
+step (all micro-batches, all ranks), and multiplied by the number of ranks, because engines and DDP average gradients.
+The Trainer must not divide by the accumulation as well: `loss_is_scaled_for_ga` prevents that.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from distill.hidden import AttentionRecorder, HiddenMatch, parse_layer_mapping, 
 from distill.losses import Divergence
 from distill.teacher import LiveTeacher, Observed, load_model, teacher_ds_config
 
-PROJECTIONS = "distillation"  # the student's submodule that is trained with it and never exported
+PROJECTIONS = "distillation"  # name of the submodule of the student that is trained with it and never exported
 _LOGGED = ("ce_loss", "kd_loss", "hidden_loss", "relation_loss")
 _HELD_OUT = 6  # columns of the statistics of each held-out example
 
 
 class DistillationTrainer(Seq2SeqTrainer):
-    """Trains `model` to predict its data and to agree with `teacher_model`; both may be sharded.
+    """Trains `model` to predict its data and to agree with `teacher_model`. Both may be sharded.
 
-    Args: `Seq2SeqTrainer`'s, and
-        teacher_model: a causal or encoder-decoder language model; default: `args.teacher_model_name_or_path` is loaded,
-            or there is none (`kd_alpha` 0: plain training by the same code, or a teacher cache).
-        teacher_processing_class: the teacher's tokenizer, compared with `processing_class`; default: the same one.
+    Args: those of `Seq2SeqTrainer`, and
+        teacher_model: a causal or encoder-decoder language model. Default: `args.teacher_model_name_or_path` is loaded.
+            No teacher is needed with a teacher cache, or with `kd_alpha` 0 (plain training).
+        teacher_processing_class: the teacher's tokenizer. Default: `processing_class`.
 
-    Logs `ce_loss` and `kd_loss` (nats per token, T^2 included) apart. Evaluation gives `eval_loss` (cross-entropy),
-    `eval_ppl`, `eval_kd_loss`, `eval_teacher_ce` and `eval_top1_agreement`, exact over tokens on any number of ranks.
+    Logs have `ce_loss` and `kd_loss` (nats per token, with the factor T^2). Evaluation gives `eval_loss`
+    (cross-entropy), `eval_ppl`, `eval_kd_loss`, `eval_teacher_ce` and `eval_top1_agreement`. These are exact means over
+    tokens on any number of ranks.
 
     Raises:
-        ValueError: arguments that exclude each other. VocabularyError: tokenizers that do not go together.
+        ValueError: arguments exclude each other. VocabularyError: the tokenizers do not go together.
     """
 
     loss_is_scaled_for_ga = True
@@ -73,16 +74,16 @@ class DistillationTrainer(Seq2SeqTrainer):
         if teacher_model is None and live:
             raise ValueError("there is no teacher: give teacher_model_name_or_path or teacher_cache, or kd_alpha 0")
         if (args.lmbda or args.seq_kd) and processing_class is None:
-            raise ValueError("lmbda and seq_kd write text: give processing_class, the tokenizer that knows its end")
+            raise ValueError("lmbda and seq_kd write text: give processing_class, the tokenizer")
         self._recipe = self._make_recipe(model, teacher_model, args, processing_class, teacher_processing_class)
         self._prepare_inner_losses(model, teacher_model, args)
         super().__init__(model=model, args=args, processing_class=processing_class, **options)
-        self.model_accepts_loss_kwargs = True  # or the tokens of the step are not counted
+        self.model_accepts_loss_kwargs = True  # otherwise the Trainer does not count the tokens of the step
         self._loss_shifts_labels = self._shifted
         self._recipe = _on(self._recipe, self.args.device)
         self.teacher = None if teacher_model is None else self.place_teacher(teacher_model, self.args)
         self.cache = self._open_cache() if self.args.teacher_cache and self.args.kd_alpha else None
-        self.seconds_evaluating = 0.0  # in the midst of training
+        self.seconds_evaluating = 0.0  # during training
         self._sums = torch.zeros(len(_LOGGED) + 1, dtype=torch.float64)
 
     # -- construction
@@ -106,7 +107,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         return replace(recipe, shared=alignment.shared, teacher_labels=alignment.teacher_labels)
 
     def _prepare_inner_losses(self, model, teacher_model, args) -> None:
-        """Projections and attention recorders, where the losses on what is inside of the models are asked for."""
+        """Make projections and attention recorders, if losses inside of the models are configured."""
         self._recorders: tuple[AttentionRecorder, AttentionRecorder] | None = None
         self._matches_hidden = args.hidden_loss_weight > 0
         self._to_match: tuple[Batch, Observed] | None = None
@@ -119,14 +120,14 @@ class DistillationTrainer(Seq2SeqTrainer):
         if self._matches_hidden:
             match = HiddenMatch(self._pairs, student[1], teacher[1], args.hidden_loss_type)
             model.add_module(PROJECTIONS, match.to(device=model.device, dtype=torch.float32))
-            # Within the student's forward: DDP and engines want every parameter used there.
+            # The projections run inside of the student's forward, because DDP and engines expect all parameters there.
             model.register_forward_hook(self._match_hidden_states)
         if args.attn_relation_weight:
             self._recorders = AttentionRecorder(model, "student"), AttentionRecorder(teacher_model, "teacher")
 
     @staticmethod
     def place_teacher(teacher_model: PreTrainedModel, args: DistillationConfig) -> LiveTeacher:
-        """Freeze the teacher and put it where the arguments say: into an engine of its own, or on a device."""
+        """Freeze the teacher, and give it its own engine, or put it on a device, as the arguments say."""
         if args.deepspeed or args.teacher_deepspeed:
             return LiveTeacher(teacher_model, args.device, teacher_ds_config(args, teacher_model))
         return LiveTeacher(teacher_model, torch.device(args.teacher_device or args.device))
@@ -137,7 +138,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         cache.check(temperature=args.temperature, top_k=args.top_k or None, tokenizer=tokenizer)
         rows, tokens = _head_rows(self.model), cache.description.tokens
         if tokens > rows:
-            raise CacheError(f"teacher_cache is over {tokens} tokens and the student's head has {rows} rows only")
+            raise CacheError(f"teacher_cache is over {tokens} tokens, but the student's head has only {rows} rows")
         shared = None if tokens == rows else SharedTokens(slice(0, tokens), slice(0, tokens))
         self._recipe = replace(self._recipe, shared=shared)
         return cache
@@ -157,11 +158,11 @@ class DistillationTrainer(Seq2SeqTrainer):
         batch, observed = self._to_match
         match = getattr(student, PROJECTIONS)
         ours = output.get("decoder_hidden_states") or output["hidden_states"]
-        # A plain dict: DDP rebuilds the output, and transformers' own classes take no further keys then.
+        # A plain dict: DDP rebuilds the output, and transformers' output classes would refuse the new key then.
         return {**output, "hidden_loss": match(ours, observed.hidden_states, batch.rows, batch.teacher_rows)}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """This rank's share of the step's mean loss per token, times the number of ranks; see the module's note."""
+        """Return this rank's share of the step's mean loss per token, times the number of ranks. See the note above."""
         batch = self._batch(inputs)
         progress = self.state.global_step / max(1, self.state.max_steps)
         recipe = replace(self._recipe, temperature=self.args.temperature_at(progress))
@@ -182,13 +183,13 @@ class DistillationTrainer(Seq2SeqTrainer):
     def _distil(
         self, model: nn.Module, batch: Batch, recipe: Recipe, stored: StoredTeacher | None = None
     ) -> tuple[torch.Tensor, TokenLosses, dict[str, torch.Tensor]]:
-        """Sum of the tokens' losses, the losses of each token, and the sums of the losses on what is inside."""
+        """Return the sum of the tokens' losses, the losses of each token, and the sums of the inner losses."""
         if self._fused is None:
             self._fused = self._try_head(model, batch)
         observed = self._observe(batch)
         training = torch.is_grad_enabled()
         matching = training and self._matches_hidden
-        # With a cache models would not see where packed documents begin.
+        # With a cache, models would ignore where packed documents begin.
         options = {"use_cache": False, "output_hidden_states": matching}
         self._to_match = (batch, observed) if matching else None
         results: list = []
@@ -257,10 +258,10 @@ class DistillationTrainer(Seq2SeqTrainer):
                 losses["relation"] = losses["relation"] + loss.flatten()[batch.rows].sum() / len(pairs)
         return losses
 
-    # -- batches that the models write
+    # -- generated batches
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
-        """The step's micro-batches, those of `lmbda` and `seq_kd` written anew before their tokens are counted."""
+        """Return the step's micro-batches. `lmbda` and `seq_kd` replace some of them before tokens are counted."""
         args: DistillationConfig = self.args
         if not (args.lmbda or args.seq_kd):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -280,7 +281,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     # -- counting
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
-        """The number of labels that are predicted, over all micro-batches of the step and all ranks."""
+        """Return the number of predicted labels over all micro-batches of the step and all ranks."""
         if not batch_samples:
             return None
         count = sum(target_mask(batch["labels"], self._shifted).sum() for batch in batch_samples).to(device)
@@ -289,7 +290,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         return count
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the parts of the training loss, meaned over the tokens of all ranks since the last time."""
+        """Add the parts of the training loss: means over the tokens of all ranks since the last log."""
         if "loss" in logs and self._sums[-1] > 0:
             sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32), "sum").tolist()
             used = {"hidden_loss": self._matches_hidden, "relation_loss": self._recorders is not None}
@@ -301,7 +302,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     # -- evaluation
 
     def evaluation_loop(self, dataloader, description, prediction_loss_only=None, *args, **kwargs) -> EvalLoopOutput:
-        """Score every example once, by tokens; `predict` with `predict_with_generate` generates, as Seq2SeqTrainer."""
+        """Score every example once, by tokens. `predict` with `predict_with_generate` generates instead."""
         self.gather_function = self.accelerator.gather_for_metrics
         if self._generates(description):
             return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **kwargs)
@@ -328,7 +329,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         inputs = self._prepare_inputs(inputs)
         batch = self._batch(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            # Different tokenizers have no labels and no first choices in common.
+            # With different tokenizers, labels and most probable tokens cannot be compared.
             comparable = self.teacher is not None and self.args.loss_type != "uld"
             recipe = replace(self._recipe, with_agreement=comparable)
             _, losses, _ = self._distil(model, batch, recipe)
@@ -341,7 +342,7 @@ class DistillationTrainer(Seq2SeqTrainer):
     # -- saving
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Save the student without its projections, which are kept beside it for the next start of the training."""
+        """Save the student without its projections. A checkpoint has them in a file of their own, for a resumption."""
         if self._matches_hidden:
             state_dict = self.model.state_dict() if state_dict is None else state_dict
             own = {name: value for name, value in state_dict.items() if name.startswith(PROJECTIONS + ".")}
@@ -358,7 +359,7 @@ class DistillationTrainer(Seq2SeqTrainer):
 
 
 def _on(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with its tensors on a device."""
+    """Return the recipe with its tensors on a device."""
 
     def move(value):
         return value.to(device) if isinstance(value, torch.Tensor) else value
@@ -372,7 +373,7 @@ def _projections_file(folder: str) -> Path:
 
 
 def _head_rows(model: PreTrainedModel) -> int:
-    """Rows of the model's head: the width of its logits."""
+    """Return the number of rows of the model's head, which is the width of its logits."""
     head = model.get_output_embeddings()
     rows = getattr(head, "out_features", None)
     return model.config.get_text_config().vocab_size if rows is None else rows
@@ -389,7 +390,7 @@ def _heads(config: object) -> int:
 
 
 def _held_out_metrics(sums: np.ndarray) -> dict[str, float]:
-    """Means over tokens from the sums of each example: cross-entropy, divergence, the teacher's, agreement, counts."""
+    """Return means over tokens from the sums of each example."""
     ce, kd, teacher_ce, agreement, tokens, compared = np.asarray(sums, dtype=np.float64).sum(0).tolist()
     metrics = {
         "loss": ce / tokens,

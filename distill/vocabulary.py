@@ -1,4 +1,4 @@
-"""What student and teacher mean by a token id, and over which ids they can be compared."""
+"""Compares the vocabularies of student and teacher: over which token ids their distributions can be compared."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADVICE = "use a student with the teacher's tokenizer, or --loss_type uld, which 
 
 
 class VocabularyError(ValueError):
-    """The vocabularies of student and teacher do not go together. The message says how and what to do."""
+    """The vocabularies of student and teacher do not go together. The message says why, and what to do."""
 
 
 class Alignment(NamedTuple):
-    """Which ids are compared. All None where both vocabularies are one.
+    """Which ids are compared. If both vocabularies are equal, all are None.
 
-    shared: see `distill.fused.SharedTokens`. teacher_labels: (rows of the student,) teacher id of each student id, -1
-    where it has none. replacement: the id to show the teacher in place of one it does not know.
+    shared: see `distill.fused.SharedTokens`. teacher_labels: (rows of the student,) teacher id of each student id, or
+    -1. replacement: the id that the teacher reads in place of an id that it does not know.
     """
 
     shared: SharedTokens | None = None
@@ -42,12 +42,12 @@ def align(
 ) -> Alignment:
     """Compare the token -> id maps of two tokenizers, and the rows of the models' heads.
 
-    "strict" accepts equal maps and equal rows only. "common" accepts maps in which no id means two things: the
-    distributions are compared over the ids that both know, renormalised, so that padded rows (151,936 or 152,064 rows
-    for 151,669 tokens) count for nothing. `replacement` is shown to the teacher for a token that it does not know.
+    "strict" accepts only equal maps and equal rows. "common" accepts maps in which no id means two tokens. Then the
+    distributions are compared over the ids that both know, renormalised. So padded rows (151,936 or 152,064 rows for
+    151,669 tokens) do not count. The teacher reads `replacement` in place of a token that it does not know.
 
     Raises:
-        VocabularyError: the tokenizers differ, or the policy is "strict" and anything differs.
+        VocabularyError: an id means different tokens, or the policy is "strict" and anything differs.
     """
     student_of = {index: token for token, index in student_tokens.items() if index < student_rows}
     teacher_of = {index: token for token, index in teacher_tokens.items() if index < teacher_rows}
@@ -81,7 +81,7 @@ def align(
 
 
 def align_rows(student_rows: int, teacher_rows: int) -> Alignment:
-    """The alignment where no tokenizers are known: the first ids, as many as both heads have rows."""
+    """Return the alignment if no tokenizers are known: the first ids, up to the rows of the smaller head."""
     if student_rows == teacher_rows:
         return Alignment()
     rows = min(student_rows, teacher_rows)

@@ -1,6 +1,6 @@
-"""Pages and pictures that are made from the code: `python -m docs.generate`. A unit test tells when to run it.
+"""Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be run again.
 
-`configuration.md` has all keys of the configuration. `architecture.md` has a picture of which module imports which.
+It writes `configuration.md`, with all keys of the configuration, and the picture of the imports in `architecture.md`.
 """
 
 import ast
@@ -23,27 +23,27 @@ _HEAD = """\
 
 This page is made by `python -m docs.generate`. Edit the descriptions in `zero/config/`, not this page.
 
-The file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example. `zero explain FILE` says
-what each key of your file does, what `"auto"` becomes, and which keys have no effect. It also says what to change for
-less memory or more speed.
+The configuration file is DeepSpeed's `ds_config.json`. `configs/ds_config_zero3.json` is a complete example. `zero
+explain FILE` says what each key of your file does, what `"auto"` becomes, and which keys have no effect. It also says
+what to change for less memory or more speed.
 
-- A misspelt or contradictory key is an error, before any model is built. It names the key, its place and the nearest
-  valid key.
-- An unknown key that resembles no other (`_comment`) is ignored. One line names it.
-- A dotted key (`"zero_optimization.stage": 3`) means the nested one. If a file gives both with different values, that
-  is an error. In a dict, the dotted one holds.
+- A misspelt or contradictory key is an error, before any model is built. The error names the key, its place and the
+  nearest valid key.
+- An unknown key that resembles no valid key (`_comment`) is ignored. One line names it.
+- A dotted key (`"zero_optimization.stage": 3`) means the nested key. If a file gives both with different values, that
+  is an error. In a dict, the dotted key wins.
 - Letter case does not matter in words such as `"SUM"`.
-- `"auto"` takes the value that transformers or accelerate fill in. The tables name their argument. For other keys
+- `"auto"` means: the value that transformers or accelerate fill in. The tables name their argument. For other keys
   `"auto"` is an error.
-- At the start of a run, rank 0 prints the keys that are not at their defaults: the given and the effective value, where
-  it came from, and whether it acts or why not. All keys are in `zero_config.txt` in the folder of `--output_dir`.
-- Where [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
+- At the start of a run, rank 0 prints the keys that are not at their defaults: the given value, the effective value,
+  where it came from, and whether it acts. All keys are in `zero_config.txt` in the folder of `--output_dir`.
+- If [Hjson](https://hjson.github.io) is installed, comments and missing quotes are accepted.
 - An empty default means: not set.
 """
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Which values a key takes, from its JSON schema."""
+    """Return which values a key takes, from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(filter(None, map(_values, schema["anyOf"])))
     if "enum" in schema or "const" in schema:
@@ -101,7 +101,7 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
 
 
 def reference() -> str:
-    """The page as Markdown."""
+    """Return the page of all keys as Markdown."""
     old = [f"| `{old}` | `{new}` |" for old, (new, _) in DEPRECATED_KEYS.items()]
     removed = [f"| `{key}` | {reason} |" for key, reason in REMOVED_KEYS.items()]
     tables = ["## Old names\n", "\n".join(["| old name | now |", "|---|---|", *old]) + "\n"]
@@ -110,7 +110,7 @@ def reference() -> str:
 
 
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker reads."""
+    """Yield all nodes except those that only a type checker reads."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             yield node
@@ -118,7 +118,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports_of_modules() -> dict[str, set[str]]:
-    """Each box of the picture with those that it imports. A folder is one box; so is each other file."""
+    """Return for each box of the picture the boxes that it imports. A folder is one box. Any other file is one box."""
     root, box_of = FOLDER.parent, {}
     for path in sorted((root / "zero").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -138,7 +138,7 @@ def imports_of_modules() -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """The picture: an arrow from each box to each box that it imports, unless a longer path shows it already."""
+    """Return the picture: an arrow for each import, unless a longer path already shows it."""
     imports = imports_of_modules()
 
     def below(box: str, seen: set[str]) -> set[str]:
@@ -161,7 +161,7 @@ def _id(box: str) -> str:
 
 
 def architecture(page: str) -> str:
-    """The page with the present picture of the imports in it."""
+    """Return the page with the current picture of the imports."""
     before, rest = page.split(BEGIN)
     return before + BEGIN + "\n" + picture() + "\n" + END + rest.split(END)[1]
 

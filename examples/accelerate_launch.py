@@ -1,4 +1,4 @@
-"""A script that knows nothing of zero, started by `accelerate launch` with a configuration for DeepSpeed.
+"""A script without any mention of zero, started by `accelerate launch` with a configuration for DeepSpeed.
 
     python -m zero run accelerate launch --config_file examples/deepspeed_zero3.yaml examples/accelerate_launch.py
 
@@ -37,7 +37,7 @@ def main() -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
         accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(torch.stack(losses).mean(), 'mean'):.6f}")
-    accelerator.save_model(model, args.output)  # gathered by all ranks, written by the first
+    accelerator.save_model(model, args.output)  # all ranks gather, the first one writes
     accelerator.end_training()
 
 

@@ -1,4 +1,4 @@
-"""A plain `accelerate` loop on the engine: accumulation, evaluation, checkpoints, the finished model.
+"""A plain `accelerate` loop: accumulation, evaluation, checkpoints, the finished model.
 
     torchrun --nproc_per_node 2 examples/accelerate_loop.py
     torchrun --nproc_per_node 2 examples/accelerate_loop.py --epochs 8 --resume output/accelerate_loop/epoch_4
@@ -25,7 +25,7 @@ SYMBOLS, LENGTH, ROWS = 32, 6, 16
 
 
 class Copies(Dataset):
-    """`size` random sequences, each its own target."""
+    """`size` random sequences. The target of each is the sequence itself."""
 
     def __init__(self, size: int, seed: int):
         self.ids = torch.randint(2, SYMBOLS, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--size", type=int, default=3200, help="sequences in an epoch")
     parser.add_argument("--output", type=Path, default=Path("output/accelerate_loop"))
-    parser.add_argument("--resume", type=Path, help="a folder epoch_N to go on from")
+    parser.add_argument("--resume", type=Path, help="a folder epoch_N to resume from")
     args = parser.parse_args()
 
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0, zero3_save_16bit_model=True)

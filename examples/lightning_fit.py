@@ -1,4 +1,4 @@
-"""Lightning's `DeepSpeedStrategy` on the engine: fit, validate, save, resume, the finished model in one file.
+"""Lightning's `DeepSpeedStrategy`: fit, validate, save, resume, the finished model in one file.
 
     python -m zero run examples/lightning_fit.py
     python -m zero run examples/lightning_fit.py --epochs 4 --resume output/lightning/epoch=1.ckpt
@@ -26,7 +26,7 @@ STRATEGIES = {
 
 
 class DeepSpeedOnCpu(DeepSpeedStrategy):
-    """Without the two checks by which Lightning allows DeepSpeed on CUDA devices alone; the rest is as it was."""
+    """`DeepSpeedStrategy` without the two checks by which Lightning allows only CUDA devices."""
 
     def setup_environment(self) -> None:
         DDPStrategy.setup_environment(self)
@@ -38,7 +38,7 @@ class DeepSpeedOnCpu(DeepSpeedStrategy):
 
 
 class Largest(pl.LightningModule):
-    def configure_model(self) -> None:  # under stage 3 no rank ever holds the whole model
+    def configure_model(self) -> None:  # at stage 3 no rank ever holds the whole model
         if not hasattr(self, "net"):
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--output", type=Path, default=Path("output/lightning"))
-    parser.add_argument("--resume", help="a checkpoint epoch=N.ckpt to go on from")
+    parser.add_argument("--resume", help="a checkpoint epoch=N.ckpt to resume from")
     args = parser.parse_args()
 
     strategy = args.strategy

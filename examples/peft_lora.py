@@ -1,8 +1,8 @@
-"""PEFT's LoRA with the Trainer: the base model is sharded too, and only the adapter is trained and saved.
+"""PEFT's LoRA with the Trainer: the base model is sharded. Only the adapter is trained and saved.
 
     python -m zero run torchrun --nproc_per_node 2 examples/peft_lora.py --deepspeed configs/ds_config_zero3.json
 
-A tiny Llama, made here and not trained, learns by its adapter to write a sequence twice.
+A tiny untrained Llama with an adapter learns to write a sequence twice.
 """
 
 import sys
@@ -19,7 +19,7 @@ BASE = LlamaConfig(
 
 
 class Twice(Dataset):
-    """512 random sequences of 6 tokens, each written twice; only the second time counts."""
+    """512 random sequences of 6 tokens, each written twice. Only the second copy has labels."""
 
     def __init__(self) -> None:
         self.first = torch.randint(2, 32, (512, 6), generator=torch.Generator().manual_seed(0))
@@ -40,7 +40,7 @@ def main() -> None:
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = Trainer(get_peft_model(LlamaForCausalLM(BASE), lora), args, train_dataset=Twice())
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()  # the adapter alone
+    trainer.save_model()  # only the adapter
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer on the engine: train, evaluate, save, resume, load the finished model.
+"""sentence-transformers' trainer: train, evaluate, save, resume.
 
     torchrun --nproc_per_node 2 -m zero run examples/sentence_transformers_fit.py --output_dir output/sentences \
         --deepspeed configs/ds_config_zero3.json
@@ -26,7 +26,7 @@ FRUITS = "apples pears plums cherries figs grapes lemons melons".split()
 
 
 def build() -> SentenceTransformer:
-    """A BERT of two layers over a tokenizer that knows the words above."""
+    """Build a BERT of two layers with a tokenizer for the words above."""
     words = ["[PAD]", "[UNK]", *NUMBERS, *map(str, range(1, 10)), *FRUITS]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""A plain torch loop on the engine: build sharded, train, save, resume, evaluate, write 16-bit weights.
+"""A plain torch loop: build the model sharded, train, save, resume, evaluate, write the finished model.
 
     torchrun --nproc_per_node 2 examples/torch_loop.py
     torchrun --nproc_per_node 2 examples/torch_loop.py --resume --steps 300
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 class Reverser(nn.Module):
-    """Token ids (rows, LENGTH) to logits (rows, LENGTH, SYMBOLS)."""
+    """From token ids (rows, LENGTH) to logits (rows, LENGTH, SYMBOLS)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Reverser(nn.Module):
 
 
 def batch(engine: zero.ZeroEngine, number: int) -> torch.Tensor:
-    """The ids of this rank's micro-batch `number`: of its own, and the same whenever it is asked for."""
+    """Return the ids of this rank's micro-batch `number`. Ranks have different ones. Each call gives the same."""
     generator = torch.Generator().manual_seed(1000 + number * engine.world_size + engine.global_rank)
     return torch.randint(SYMBOLS, (ROWS, LENGTH), generator=generator).to(engine.device)
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--output", type=Path, default=Path("output/torch_loop"))
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning by TRL at ZeRO stage 3: an ordinary TRL script, in which nothing is about this engine.
+"""Supervised fine-tuning by TRL at ZeRO stage 3: an ordinary TRL script, without any mention of zero.
 
     torchrun --nproc_per_node 2 -m zero run examples/trl_sft.py
     torchrun --nproc_per_node 2 -m zero run examples/trl_sft.py --lora --output output/trl_sft_lora
 
-A small Qwen2 from scratch, with bytes as its tokens, learns to add: prompt "3+4=", completion "7". With `--lora` the
-same model is frozen and adapters are trained. Everything is made here, nothing is downloaded.
+A small new Qwen2 with bytes as tokens learns to add: prompt "3+4=", completion "7". With `--lora` the model is frozen
+and adapters are trained. Everything is made here, nothing is downloaded.
 Needs `pip install trl==1.16.0 peft`.
 """
 
@@ -39,11 +39,11 @@ def make_model(tokenizer: ByT5Tokenizer) -> Qwen2ForCausalLM:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--lora", action="store_true", help="train adapters and leave the model as it is")
+    parser.add_argument("--lora", action="store_true", help="freeze the model and train adapters")
     parser.add_argument("--output", default="output/trl_sft")
     options = parser.parse_args()
 
-    # The arguments come first: they tell transformers to build the model sharded.
+    # Arguments before the model: they tell transformers to build it sharded.
     args = SFTConfig(
         options.output, deepspeed=str(CONFIG), max_steps=options.steps, per_device_train_batch_size=8, bf16=False,
         learning_rate=5e-3, logging_steps=10, eval_strategy="steps", eval_steps=50,

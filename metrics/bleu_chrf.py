@@ -1,6 +1,6 @@
 """An `evaluate` metric for translations, BLEU and chrF by sacrebleu: `evaluate.load("metrics/bleu_chrf.py")`."""
 
-# evaluate finds what a metric script needs by reading it line by line: each import stands on its own line.
+# evaluate reads this file line by line to find the imports. So each import needs its own line.
 import datasets
 import evaluate
 import sacrebleu

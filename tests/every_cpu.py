@@ -1,11 +1,11 @@
-"""Runs the numeric tests as CPUs with other instructions would, with more threads, and without a C++ compiler.
+"""Runs the numeric tests with the instructions of other CPUs, with more threads, and without a C++ compiler.
 
     python -m tests.every_cpu                                     # all settings, all numeric tests
     python -m tests.every_cpu --settings best,avx2 tests/parity   # what follows goes to pytest
 
-torch, MKL and oneDNN choose their kernels by the CPU's instructions, and these round differently. All three can be told
-to leave instructions out (x86 only, and only those that the CPU has). Prints a table, writes JSON, and exits with 1 if
-a test failed under any setting.
+torch, MKL and oneDNN choose their kernels by the CPU's instructions, and kernels round differently. All three can be
+told not to use some instructions (x86 only). Prints a table, writes JSON, and exits with 1 if a test failed under any
+setting.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SETTINGS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "sse4": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl-compatible": {"MKL_CBWR": "COMPATIBLE"},
-    # Waiting asleep: ranks that spin take each other's cores.
+    # Threads sleep while they wait: ranks that spin take each other's cores.
     "two-threads": {"OMP_NUM_THREADS": "2", "ZERO_TEST_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"},
     "no-compiler": {},  # on a PATH of its own
 }
 
 
 def path_without_compilers(folder: Path) -> str:
-    """A PATH of links to everything that is on the present one, but for C and C++ compilers."""
+    """Return a PATH with links to all commands of the present one, except C and C++ compilers."""
     for place in reversed(os.environ["PATH"].split(os.pathsep)):
         for program in Path(place).iterdir() if Path(place).is_dir() else ():
             if not COMPILERS.fullmatch(program.name):

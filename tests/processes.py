@@ -5,9 +5,9 @@
     fork_ranks("x.py", nproc=2, timeout=60)           the same without the launch
     run_on(2, function, argument)                     a function on each rank of a gloo group
 
-The last two fork their ranks from a server: a process that has imported torch and transformers, which takes ten seconds
-of a core. A server answers one request at a time. It ends when its input ends, so also when the tests are killed.
-No port is chosen in advance: any number of tests may run at once.
+The last two fork their ranks from a server. It is a process that has already imported torch and transformers, because
+these imports take ten seconds. A server answers one request at a time. It ends when its input is closed, so also when
+the tests are killed. No port is chosen in advance, so any number of tests may run at once.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ import torch.distributed as dist
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Of each process of a test; `tests/every_cpu.py` asks for other numbers.
+# torch's threads in each process of a test. `tests/every_cpu.py` sets other numbers.
 THREADS = os.environ.get("ZERO_TEST_THREADS", "1")
 
 STARTING = 200.0  # seconds for a server's imports
 
-# What a server imports, by its name. `fork_ranks` names one of the first three; the last one serves `run_on`.
+# What each server imports. `fork_ranks` uses one of the first three, `run_on` the last one.
 SERVERS = {
     "transformers on zero": ["zero.hf", "transformers", "peft", "trl", "distill.pipeline", "translation.trainer"],
     "transformers": ["transformers", "peft", "trl"],
     "zero": ["zero"],
     "tests": ["pytest", "torch._dynamo", "tests.dist.training", "tests.parity.models"],
 }
-# These are imported only when somebody asks for them.
+# transformers imports these classes only when they are used. A server imports them before it forks.
 _LAZY = {
     "transformers": "AutoModelForSeq2SeqLM GPT2LMHeadModel LlamaForCausalLM Seq2SeqTrainer T5ForConditionalGeneration",
     "trl": "GRPOTrainer SFTTrainer",
 }
 
-# A launcher's variables in the shell that runs the tests must not reach what the tests start.
+# A launcher's variables in the shell of the tests must not reach the processes of the tests.
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
@@ -68,7 +68,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """A child's environment: this repository importable, `THREADS` threads, no launcher's variables, network or GPU."""
+    """Return a child's environment: it can import this repository, has `THREADS` threads, no GPU and no network."""
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -81,10 +81,10 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 def run(
     cmd: Sequence[str | os.PathLike], *, timeout: float, env: dict[str, str] | None = None, cwd: Any = None
 ) -> Done:
-    """Run a command and return it with its exit code, stdout and stderr; the exit code is not checked.
+    """Run a command and return its exit code, stdout and stderr. The exit code is not checked.
 
-    `timeout` is in seconds; `env` is laid over `child_environment()`. Raises `TimeoutError` with the output so far
-    when the time is up, after the command and all its descendants have been killed.
+    `timeout` is in seconds. `env` is added to `child_environment()`. When the time is up, the command and all its
+    descendants are killed. Then `TimeoutError` is raised, with the output so far.
     """
     command = [os.fspath(part) for part in cmd]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"stdin": subprocess.DEVNULL}
@@ -110,11 +110,11 @@ def torchrun(script: str | os.PathLike, *args: str | os.PathLike, nproc: int, **
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants, those in sessions of their own (torchrun's workers) included."""
+    """Kill a process and its descendants, including those in sessions of their own (torchrun's workers)."""
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the listing and now
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since the listing
                 process.kill()
 
 
@@ -134,9 +134,9 @@ def fork_ranks(
     env: dict[str, str] | None = None,
     cwd: str | os.PathLike | None = None,
 ) -> Done:
-    """As `torchrun`; the first rank that fails ends the others. `nproc=0`: one process without a launcher.
+    """Run a script as `torchrun` does. The first rank that fails ends the others.
 
-    `imported` is a name in `SERVERS`. The process reads `env` after these imports, so later than a new process would.
+    `nproc=0`: one process without a launcher. `imported`: a name in `SERVERS`. `env` takes effect after these imports.
     """
     command = [os.fspath(part) for part in (script, *args)]
     request = {"command": command, "ranks": nproc, "env": env or {}, "cwd": os.fspath(cwd or os.getcwd())}
@@ -156,12 +156,13 @@ def run_on(
     simulated: bool = False,
     gpu: bool = False,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on each rank of a gloo group; the results in order of rank.
+    """Call `fn(rank, world_size, *args)` on each rank of a gloo group. Returns the results in the order of ranks.
 
-    `simulated`: each rank has the accelerator of `tests.accelerator.device`, and `fn` fails if that finds a mistake.
-    `gpu`: each rank has a GPU. Then the group is one without a named backend. Otherwise ranks see no GPU.
-    `fn` is a function at the top level of a module. Raises `RuntimeError` with the first failing rank's traceback, or
-    `TimeoutError` naming the ranks not done after `timeout` seconds.
+    `fn` must be a function at the top level of a module.
+    `simulated`: each rank has the accelerator of `tests.accelerator.device`. The call fails if that finds a mistake.
+    `gpu`: each rank has a GPU, and the group names no backend. Otherwise ranks see no GPU.
+    Raises `RuntimeError` with the traceback of the first rank that failed, or `TimeoutError` with the ranks that were
+    not done after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
@@ -181,8 +182,8 @@ _servers: dict[str, subprocess.Popen[str]] = {}
 
 
 def _ask(imported: str, request: dict[str, Any], folder: Path, timeout: float) -> tuple[int | None, str, str]:
-    """Exit code, stdout, stderr. The code is None after the time limit; the server is gone then, with its ranks."""
-    # The store lives here, so there is no moment when another job could take its port.
+    """Return exit code, stdout and stderr. After the time limit the code is None; server and ranks are killed."""
+    # This process keeps the store open, so no other job can take its port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     request |= {"folder": str(folder), "timeout": timeout, "port": store.port}
     outputs = [folder / "stdout", folder / "stderr"]
@@ -239,7 +240,7 @@ def _serve(imported: str) -> None:
                 module.enable()
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
-    gc.freeze()  # so that a fork's collector does not copy the pages of all that
+    gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports
     answers = os.dup(1)
     os.dup2(2, 1)
     os.write(answers, b"ready\n")
@@ -257,7 +258,7 @@ def _serve(imported: str) -> None:
 
 
 def _wait_for(ranks: list[int]) -> int:
-    """0, or the exit code of the first that failed, after which the others are killed."""
+    """Return 0, or the exit code of the first rank that failed. Then the other ranks are killed."""
     code = 0
     while ranks:
         pid, status = os.wait()
@@ -270,15 +271,15 @@ def _wait_for(ranks: list[int]) -> int:
 
 
 def _become_rank(rank: int, request: dict[str, Any]) -> None:
-    """Do what is asked for; leaving this function ends the process."""
+    """Do what the request asks for. This function ends the process."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(request["folder"], name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # Just before the tests give up, show where this rank is stuck.
+    # Shortly before the time limit, print where this rank is stuck.
     faulthandler.dump_traceback_later(max(1.0, request["timeout"] - 2.0))
-    signal.alarm(int(request["timeout"]) + 10)  # nobody may be left to end this process
+    signal.alarm(int(request["timeout"]) + 10)  # if nobody is left to end this process
     random.seed()
     os.chdir(request["cwd"])
     os.environ.update(request["env"])
@@ -296,7 +297,7 @@ def _become_rank(rank: int, request: dict[str, Any]) -> None:
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
-        os._exit(1)  # threads, and a process group with work in flight, may never come to an end
+        os._exit(1)  # threads, or a process group with work in flight, might block a normal exit
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -312,7 +313,7 @@ def _run_script(rank: int, request: dict[str, Any]) -> None:
         }  # fmt: skip
         os.environ.update({name: str(value) for name, value in variables.items()})
         if request["ends_early"]:
-            # DDP's reducer may hold the last reference to the group. Then it destroys it with the interpreter's lock,
+            # DDP's reducer may hold the last reference to the group. Its destructor then keeps the interpreter's lock
             # and waits for gloo's thread, which waits for that lock.
             dist.init_process_group("gloo")
             _kept.append(dist.group.WORLD)
@@ -327,7 +328,7 @@ def _run_script(rank: int, request: dict[str, Any]) -> None:
 
 
 def _call(rank: int, request: dict[str, Any]) -> None:
-    """Call the function of `run_on`, and write down its result."""
+    """Call the function of `run_on` and write its result to a file."""
     folder, world_size = Path(request["folder"]), request["ranks"]
     store = dist.TCPStore("127.0.0.1", request["port"], is_master=False)
     limit, backend = timedelta(seconds=request["timeout"]), None
@@ -338,7 +339,7 @@ def _call(rank: int, request: dict[str, Any]) -> None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
         backend, os.environ["ACCELERATE_USE_CPU"] = "gloo", "true"
-    if torch.accelerator.is_available():  # as a script does by its local rank
+    if torch.accelerator.is_available():  # as scripts do
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")

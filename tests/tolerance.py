@@ -1,13 +1,13 @@
-"""How far apart rounding alone may take two computations of the same numbers, on whatever CPU.
+"""Tolerances for two computations of the same numbers that may differ by rounding, on any CPU.
 
-Runs of the same shapes, with the same order of sums, have the same bits: such tests take no tolerance. Where shapes
-differ (a batch in one piece or in slices, a norm summed in parts, a cache instead of the whole sequence) each CPU's
-kernels add in orders of their own, and the tolerance follows from the dtype, not from what one machine showed:
+Runs with the same shapes and the same order of sums have the same bits. Tests of these have no tolerance. If shapes
+differ (a batch whole or in slices, a norm summed in parts, a cache instead of the whole sequence), kernels of each CPU
+add in different orders. Then the tolerance is derived from the dtype, not from the results of one machine:
 
-One rounding is off by at most eps / 2 and as likely up as down, so it has a standard deviation of eps / sqrt(12).
-Over n of them these add up as in a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and two ways of
-computing differ by sqrt(2 n / 12) eps. Five times that, 2 sqrt(n) eps, is passed by less than one of a million.
-Every step of a training begins where the last one ended, so that their differences add up.
+One rounding is off by at most eps / 2, up or down, so its standard deviation is eps / sqrt(12). Errors of n roundings
+add up as in a random walk (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019). So two computations differ by
+sqrt(2 n / 12) eps. Less than one in a million differs by more than five times that, 2 sqrt(n) eps.
+A step of a training starts from the result of the last one. So the differences of all steps add up.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 
 
 def rounding(dtype: torch.dtype, terms: int, steps: int = 1) -> float:
-    """The relative difference that rounding explains.
+    """Return the largest relative difference that rounding explains, relative to the largest of the terms.
 
-    Args: terms: additions in `dtype` between input and result; along a chain of matrix products the sum of their inner
-    lengths; steps: how many times each result was the next one's input. It is relative to the largest of what is
-    added: where terms cancel, a result may be smaller than they are.
+    A result may be smaller than its terms, where these cancel. Args: terms: additions in `dtype` between input and
+    result; for a chain of matrix products the sum of their inner lengths. steps: how many times a result was the input
+    of the next step.
     """
     return 2 * math.sqrt(terms) * torch.finfo(dtype).eps * steps
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, terms: int, steps: int = 1, what: str = "") -> None:
-    """Equal but for rounding in `found`'s dtype, relative to the largest element of `expected`, or to 1.
+    """Assert equality within rounding in `found`'s dtype, relative to the largest element of `expected`, or to 1.
 
-    An error begins with `what`.
+    The error text begins with `what`.
     """
     assert found.shape == expected.shape
     allowed = rounding(found.dtype, terms, steps) * max(1.0, expected.abs().max().item())

@@ -1,4 +1,4 @@
-"""Command-line arguments of run_translation.py, and everything about them that can be checked before work begins."""
+"""Command-line arguments of run_translation.py, and the checks that are possible before work begins."""
 
 import argparse
 import difflib
@@ -27,15 +27,15 @@ class ModelArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Model folder or hub name. Without it a small T5 is made from scratch."},
+        metadata={"help": "Model folder or hub name. Default: a small T5 is made from scratch."},
     )
     config_name: str | None = field(
-        default=None, metadata={"help": "Configuration folder or hub name, if not the model's: trains from scratch."}
+        default=None, metadata={"help": "Configuration folder or hub name. Without a model: train it from scratch."}
     )
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Tokenizer folder or hub name, if not the model's."}
+        default=None, metadata={"help": "Tokenizer folder or hub name. Default: the model's."}
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Where to keep what is downloaded from the hub."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads from the hub."})
     use_fast_tokenizer: bool = field(default=True, metadata={"help": "Use a tokenizer backed by `tokenizers`."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the hub model."})
     token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
@@ -44,7 +44,7 @@ class ModelArguments:
 
 @dataclass
 class DataTrainingArguments:
-    """What to translate, from where, and how much of it."""
+    """Languages, data files, lengths and numbers of samples."""
 
     source_lang: str | None = field(
         default=None, metadata={"help": "Language to translate from: a key of each record."}
@@ -57,20 +57,22 @@ class DataTrainingArguments:
     train_file: str | None = field(
         default=None, metadata={"help": "Training data: JSON lines (.json, .jsonl), .csv or .tsv."}
     )
-    validation_file: str | None = field(default=None, metadata={"help": "Validation data, same formats."})
-    test_file: str | None = field(default=None, metadata={"help": "Test data, same formats."})
-    overwrite_cache: bool = field(default=False, metadata={"help": "Prepare the data again instead of using a cache."})
+    validation_file: str | None = field(default=None, metadata={"help": "Validation data, in the same formats."})
+    test_file: str | None = field(default=None, metadata={"help": "Test data, in the same formats."})
+    overwrite_cache: bool = field(
+        default=False, metadata={"help": "Prepare the data again instead of using the cache."}
+    )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Processes that tokenize; default: this one."}
+        default=None, metadata={"help": "Number of processes that tokenize. Default: no extra process."}
     )
     max_source_length: int = field(default=128, metadata={"help": "Longer sources are cut to this many tokens."})
     max_target_length: int = field(default=128, metadata={"help": "Longer targets are cut to this many tokens."})
     val_max_target_length: int | None = field(
         default=None,
-        metadata={"help": "The same for validation and test, and the limit of generation; default: max_target_length."},
+        metadata={"help": "max_target_length for validation, test and generation. Default: --max_target_length."},
     )
     pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Pad every sentence to the maximum, not to the longest of its batch."}
+        default=False, metadata={"help": "Pad sentences to the maximum length, not to the longest of the batch."}
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training pairs."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many validation pairs."})
@@ -79,17 +81,17 @@ class DataTrainingArguments:
     ignore_pad_token_for_loss: bool = field(default=True, metadata={"help": "Leave padding out of the loss."})
     source_prefix: str | None = field(default=None, metadata={"help": "Text put before every source sentence."})
     forced_bos_token: str | None = field(
-        default=None, metadata={"help": "First token to generate; multilingual models take the target language here."}
+        default=None, metadata={"help": "First token to generate. For multilingual models: the target language."}
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Train into an output folder that has files in it already, from the start."}
+        default=False, metadata={"help": "Train from the start, also if the output folder has files in it."}
     )
 
 
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
-# What a run without model and data does. Explicit arguments win over each of these. Training is in fp32 without an
-# accelerator, because many CPUs compute bf16 ten times slower; the finished checkpoint is 16-bit either way.
+# Arguments of a run without model and data. Arguments that are given override them. On a CPU training is in fp32,
+# because many CPUs compute bf16 ten times slower. The final checkpoint has 16 bits in any case.
 DEMONSTRATION = {
     "output_dir": "output/translation_demo",
     "overwrite_output_dir": True,
@@ -112,7 +114,7 @@ DEMONSTRATION = {
 
 
 class ArgumentParser(HfArgumentParser):
-    """HfArgumentParser whose errors are one line, with the nearest argument for a misspelt one."""
+    """HfArgumentParser with errors of one line. For a misspelt argument it names the nearest one."""
 
     def error(self, message: str) -> NoReturn:
         fail(message)
@@ -135,25 +137,25 @@ def fail(message: str) -> NoReturn:
 
 
 def is_demonstration(model_args, data_args) -> bool:
-    """Whether neither a model nor data was named. Takes the two dataclasses, or one argparse namespace twice."""
+    """Whether neither a model nor data is named. Takes the two dataclasses, or one argparse namespace twice."""
     return is_from_scratch(model_args) and uses_built_in_corpus(data_args)
 
 
 def is_from_scratch(model_args) -> bool:
-    """Whether our own small T5 is to be made, neither a model nor a configuration being named."""
+    """Whether neither a model nor a configuration is named. Then a small T5 is made."""
     return not (model_args.model_name_or_path or model_args.config_name)
 
 
 def uses_built_in_corpus(data_args) -> bool:
-    """Whether no data was named."""
+    """Whether no data is named."""
     return not any(getattr(data_args, name) for name in ("dataset_name", "train_file", "validation_file", "test_file"))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Parse and check the command line. Only then are the training arguments built, which may start the process group.
+    """Parse and check the command line. Training arguments are made last, because they may start the process group.
 
     Raises:
-        InputError: a value, file, folder or configuration that cannot work; names it and the remedy.
+        InputError: a value, file, folder or configuration cannot work. The message names it and the remedy.
     """
     parser = ArgumentParser((ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False)
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
@@ -174,7 +176,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _demonstration_defaults(given: argparse.Namespace) -> dict:
-    """DEMONSTRATION, less what would add to an explicit choice of stages, precision or output folder."""
+    """Return DEMONSTRATION without what contradicts the given stages, precision or output folder."""
     defaults = dict(DEMONSTRATION)
     if given.do_train or given.do_eval or given.do_predict:
         for stage in ("do_train", "do_eval", "do_predict"):
@@ -187,7 +189,7 @@ def _demonstration_defaults(given: argparse.Namespace) -> dict:
 
 
 def check_arguments(given: argparse.Namespace) -> None:
-    """Check everything that needs no process group, so that each rank finds the same fault by itself, at once."""
+    """Check all that needs no process group. So each rank finds the same fault at once."""
     if given.deepspeed is not None:
         _check_ds_config(given)
     if not (given.do_train or given.do_eval or given.do_predict):
@@ -209,7 +211,7 @@ def check_arguments(given: argparse.Namespace) -> None:
 def _check_ds_config(given: argparse.Namespace) -> None:
     try:
         config = zero.config.load_config(given.deepspeed, allow_auto=True)
-        # Where the configuration says "auto" the Trainer will put in its own; the product must be right already.
+        # The Trainer will replace "auto" by its own values. Check their product now.
         config.train_micro_batch_size_per_gpu = (
             config.train_micro_batch_size_per_gpu or given.per_device_train_batch_size
         )
@@ -218,7 +220,7 @@ def _check_ds_config(given: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         raise InputError(f"--deepspeed: {error}") from error
     if config.optimizer is not None and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default:
-        # The Trainer would take the configured one without a word.
+        # The Trainer would take the configured optimizer without a message.
         raise InputError(
             f"--optim {getattr(given.optim, 'value', given.optim)}: {given.deepspeed} has a section optimizer "
             f"({config.optimizer.type}): delete one of the two"
@@ -253,7 +255,7 @@ def _check_data(given: argparse.Namespace) -> None:
 
 
 def _check_folder(argument: str, name: str | None) -> None:
-    """A local model, configuration or tokenizer folder must hold one. Other names are left to the hub."""
+    """Check that a local folder holds a model, configuration or tokenizer. Other names are those of the hub."""
     if not name:
         return
     if not os.path.isdir(name):
@@ -275,7 +277,7 @@ def _check_folder(argument: str, name: str | None) -> None:
 
 
 def check_weights(argument: str, name: str) -> None:
-    """The safetensors files of a local model must be whole; only their headers are read."""
+    """Check that the safetensors files of a local model are complete. Only their headers are read."""
     for path in Path(name).glob("*.safetensors"):
         try:
             safe_open(path, framework="pt")
@@ -283,7 +285,7 @@ def check_weights(argument: str, name: str) -> None:
             raise InputError(f"--{argument} {name}: {path.name} is damaged or cut ({error}); copy it again") from error
 
 
-# Any of them: without, transformers makes a tokenizer that knows no text.
+# One of these must be there. Otherwise transformers makes a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = {
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("source.spm", "vocab.json", "vocab.txt"),
@@ -291,7 +293,7 @@ _TOKENIZER_FILES = {
 
 
 def check_tokenizer(argument: str, name: str) -> None:
-    """A local folder that a tokenizer is to be loaded from must hold one."""
+    """Check that a local folder holds a tokenizer."""
     if os.path.isdir(name) and not _TOKENIZER_FILES & set(os.listdir(name)):
         raise InputError(
             f"--{argument} {name}: there is no tokenizer.json in this folder; name one by --tokenizer_name"
@@ -299,7 +301,7 @@ def check_tokenizer(argument: str, name: str) -> None:
 
 
 def check_resume(given: argparse.Namespace) -> None:
-    """A checkpoint to go on from must be there; "True" becomes the last one in the output folder."""
+    """Check that the checkpoint to resume from exists. "True" becomes the last one in the output folder."""
     name = given.resume_from_checkpoint
     if name is None:
         return
@@ -314,7 +316,7 @@ def check_resume(given: argparse.Namespace) -> None:
 
 
 def check_output_dir(folder: str | None) -> None:
-    """It must be possible to make and to write this folder; nothing is left behind."""
+    """Check that this folder can be made and written to. Nothing is left behind."""
     if not folder:
         return
     if os.path.isfile(folder):
@@ -323,7 +325,7 @@ def check_output_dir(folder: str | None) -> None:
         parent = Path(folder).absolute()
         while not _is_there(parent):
             parent = parent.parent
-        # As root every folder says that it can be written.
+        # `os.access` is no test: for root it always says yes.
         os.rmdir(tempfile.mkdtemp(dir=parent))
     except (OSError, ValueError) as error:
         raise InputError(f"--output_dir {folder}: this folder cannot be made or written ({error})") from error
@@ -342,7 +344,7 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
         return
     if not folder or not os.path.isdir(folder) or get_last_checkpoint(folder) is not None:
         return
-    # What a run that ended before its first checkpoint has written is no reason to stop.
+    # Files of a run that ended before its first checkpoint do not count.
     left = [name for name in os.listdir(folder) if not name.startswith((".zero", "incomplete-checkpoint-"))]
     if set(left) - {report.FILE}:
         raise InputError(

@@ -1,9 +1,9 @@
-"""A parallel corpus made on the spot from the Unicode CLDR data that Babel ships: nothing is downloaded.
+"""A parallel corpus made of the Unicode CLDR data that Babel ships. Nothing is downloaded.
 
-Each pair is one value (a date, an amount of money, a distance, ...) written out in two locales by Babel's own
-formatters, so the target is what CLDR's translators chose, word order and plural forms included. Bare names (of
-countries, languages, currencies) always go to the training split: no model can guess the German name of a country that
-it has never seen, while "3 weeks ago" and "Greek (Cyprus)" can be put together from known parts.
+Each pair is one value (a date, an amount of money, a distance, ...) that Babel formats in two locales. So CLDR's
+translators chose the target, with its word order and plural forms. Bare names (of countries, languages, currencies) go
+to the training split only. A model cannot guess the German name of a country that it has never seen. But it can build
+"3 weeks ago" and "Greek (Cyprus)" of known parts.
 """
 
 import datetime
@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Three splits of pairs; no source sentence occurs twice, in one split or across them."""
+    """Three splits of pairs. No source sentence occurs twice, within a split or in two of them."""
 
     train: list[Pair]
     validation: list[Pair]
@@ -77,7 +77,7 @@ def build_corpus(
     The same arguments give the same sentences in the same order on every machine with the same Babel.
 
     Raises:
-        ValueError: Babel has no locale of that name, or the two are the same.
+        ValueError: Babel has no locale of that name, or both names are the same.
     """
     if source_lang == target_lang:
         raise ValueError(f"source_lang and target_lang are both {source_lang!r}: a parallel corpus needs two languages")
@@ -104,7 +104,7 @@ def parse_locale(name: str) -> Locale:
 def _distinct_pairs(
     values: Iterator[Formatter], source: Locale, target: Locale, seen: set[str], limit: int | None = None
 ) -> list[Pair]:
-    """Format values in both locales, keeping the first pair of each source sentence, until `limit` pairs are found."""
+    """Format values in both locales, until `limit` pairs are found. Repeated source sentences are skipped."""
     pairs: list[Pair] = []
     for formatter in values:
         if limit is not None and len(pairs) >= limit:
@@ -118,7 +118,7 @@ def _distinct_pairs(
 
 
 def _plain_spaces(text: str) -> str:
-    """CLDR spaces are of many widths (U+00A0, U+202F, U+2009); a tokenizer and a metric should see one kind."""
+    """Replace CLDR's spaces of many widths (U+00A0, U+202F, U+2009) by plain ones, for tokenizer and metric."""
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -127,19 +127,19 @@ def _territories() -> list[str]:
 
 
 def _languages(*locales: Locale) -> list[str]:
-    """The countries' official languages that all locales have a name for, a plain one: not "Norwegian (Nynorsk)"."""
+    """Return the countries' official languages with a plain name in all locales: not "Norwegian (Nynorsk)"."""
     codes = {code for country in _territories() for code in get_official_languages(country, de_facto=True)}
     return sorted(code for code in codes if all("(" not in locale.languages.get(code, "(") for locale in locales))
 
 
 def _currencies() -> list[str]:
-    """The countries' legal tender on a fixed day, so that the corpus does not change with the calendar."""
+    """Return the countries' currencies on a fixed day, so that the corpus does not change with the calendar."""
     day = datetime.date(2025, 1, 1)
     return sorted({code for country in _territories() for code in get_territory_currencies(country, day)})
 
 
 def _bare_names(*locales: Locale) -> Iterator[Formatter]:
-    """Every name by itself: countries, languages, currencies, months, days of the week."""
+    """Yield every name alone: countries, languages, currencies, months, days of the week."""
     yield from (lambda locale, c=code: locale.territories[c] for code in _territories())
     yield from (lambda locale, c=code: locale.languages[c] for code in _languages(*locales))
     yield from (lambda locale, c=code: locale.currencies[c] for code in _currencies())
@@ -148,7 +148,7 @@ def _bare_names(*locales: Locale) -> Iterator[Formatter]:
 
 
 def _composed_values(rng: random.Random, *locales: Locale) -> Iterator[Formatter]:
-    """An endless, seeded stream of values of all kinds; each kind is drawn equally often."""
+    """Yield an endless, seeded stream of values. Each kind is drawn equally often."""
     territories, languages, currencies = _territories(), _languages(*locales), _currencies()
     makers: list[Callable[[], Formatter]] = [
         lambda: _date(rng),
@@ -164,7 +164,7 @@ def _composed_values(rng: random.Random, *locales: Locale) -> Iterator[Formatter
 
 
 def _random_moment(rng: random.Random) -> datetime.datetime:
-    """A full hour in the years 1990 to 2039."""
+    """Return a full hour in the years 1990 to 2039."""
     first, last = datetime.date(1990, 1, 1).toordinal(), datetime.date(2039, 12, 31).toordinal()
     day = datetime.date.fromordinal(rng.randint(first, last))
     return datetime.datetime.combine(day, datetime.time(rng.randrange(24)))
@@ -180,7 +180,7 @@ def _date(rng: random.Random) -> Formatter:
 
 def _date_and_time(rng: random.Random) -> Formatter:
     moment, form = _random_moment(rng), rng.choice(["full", "long"])
-    # format_datetime() would spell out seconds and the time zone with the longer dates; people write the short time.
+    # format_datetime() would add seconds and the time zone to longer dates. People write the short time.
     return lambda locale: (
         get_datetime_format(form, locale=locale)
         .replace("'", "")
@@ -192,7 +192,7 @@ def _date_and_time(rng: random.Random) -> Formatter:
 def _relative_time(rng: random.Random) -> Formatter:
     unit, seconds = rng.choice(list(SECONDS.items()))
     delta = datetime.timedelta(seconds=rng.choice([-1, 1]) * rng.randrange(1, 100) * seconds)
-    # A threshold this high keeps the unit that was drawn instead of rounding up to the next larger one.
+    # This high threshold keeps the unit: Babel would round up to the next larger one.
     return lambda locale: format_timedelta(delta, unit, threshold=10_000, add_direction=True, locale=locale)
 
 

@@ -1,4 +1,4 @@
-"""Raw records to batches: loading each split, tokenizing it, and cutting it to the size asked for."""
+"""From raw records to batches: load each split, cut it to its number of samples, and tokenize it."""
 
 import datasets
 from datasets import Dataset, DatasetDict
@@ -22,10 +22,10 @@ LABEL_PAD = -100
 def load_splits(
     data_args: DataTrainingArguments, model_args: ModelArguments, training_args: Seq2SeqTrainingArguments
 ) -> dict[str, Dataset]:
-    """Load the splits that the chosen stages need, as columns `source` and `target`, cut to `--max_*_samples`.
+    """Load the splits that the stages need, as columns `source` and `target`, cut to `--max_*_samples`.
 
     Raises:
-        InputError: a split is missing or empty, or a record does not hold both languages.
+        InputError: a split is missing or empty, or a record does not have both languages.
     """
     stages = {
         "train": (training_args.do_train, data_args.max_train_samples),
@@ -63,7 +63,7 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
     kind = FORMATS[path[path.rindex(".") :].lower()]
     options = {}
     if kind == "csv":
-        # Text as it stands: not the number 42, and not a missing value where the sentence is "NA".
+        # Everything is text: "42" is no number, and the sentence "NA" is no missing value.
         features = datasets.Features({column: datasets.Value("string") for column in column_names(path)})
         options = {"sep": delimiter(path), "features": features, "keep_default_na": False}
     mode = "force_redownload" if data_args.overwrite_cache else None
@@ -72,7 +72,7 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
             kind, data_files=path, split="train", cache_dir=cache_dir, download_mode=mode, **options
         )
     except datasets.exceptions.DatasetGenerationError as error:
-        # The library does not say where. Our own check of every line does.
+        # The library does not name the line. This check of all lines does.
         check_data_file(path, f"--{argument}", _languages(data_args), limit=None)
         raise InputError(f"--{argument} {path}: {error.__cause__ or error}") from error
 
@@ -83,7 +83,7 @@ def _load_named(data_args: DataTrainingArguments, model_args: ModelArguments) ->
         saved = datasets.load_from_disk(name)
         return DatasetDict(train=saved) if isinstance(saved, Dataset) else saved
     except FileNotFoundError:
-        pass  # Not a folder written by save_to_disk: a dataset's name, or a folder of files.
+        pass  # not a folder of save_to_disk: the name of a dataset, or a folder of files
     try:
         return datasets.load_dataset(
             name, data_args.dataset_config_name, cache_dir=model_args.cache_dir, token=model_args.token
@@ -99,7 +99,7 @@ def _languages(data_args: DataTrainingArguments) -> dict[str, str | None]:
 def _source_and_target(
     raw: dict[str, Dataset], split: str, limit: int | None, data_args: DataTrainingArguments
 ) -> Dataset:
-    """The first `limit` records of one split, with the two texts under `source` and `target` and nothing else."""
+    """Return the first `limit` records of one split, with only the columns `source` and `target`."""
     if split not in raw:
         raise InputError(f"--dataset_name {data_args.dataset_name} has no split {split!r}, only {', '.join(raw)}")
     records = raw[split]
@@ -127,7 +127,7 @@ def _source_and_target(
     for column, language in (("source", data_args.source_lang), ("target", data_args.target_lang)):
         if not any(text.strip() for text in texts[column]):
             raise InputError(
-                f"the {split} split: all texts of {language!r} are empty; give at least one with words in it"
+                f"the {split} split: all texts of {language!r} are empty; give at least one that has words"
             )
     return texts
 
@@ -139,7 +139,7 @@ def tokenize(
     training_args: Seq2SeqTrainingArguments,
     split: str,
 ) -> Dataset:
-    """Turn `source` and `target` into `input_ids`, `attention_mask` and `labels` (lists of token ids)."""
+    """Replace `source` and `target` by `input_ids`, `attention_mask` and `labels` (lists of token ids)."""
     padding = "max_length" if data_args.pad_to_max_length else False
     max_target_length = data_args.max_target_length if split == "train" else data_args.val_max_target_length
     prefix = data_args.source_prefix or ""
@@ -175,7 +175,7 @@ def make_collator(
     data_args: DataTrainingArguments,
     training_args: Seq2SeqTrainingArguments,
 ) -> DataCollatorForSeq2Seq:
-    """Pads batches and adds `decoder_input_ids`, because the Trainer takes the labels before the model sees them."""
+    """Make the collator. It also adds `decoder_input_ids`, because the Trainer does not pass labels to the model."""
     return DataCollatorForSeq2Seq(
         tokenizer,
         model=model,

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: loaded, or a small T5 made from scratch for the text at hand."""
+"""The model and its tokenizer: they are loaded, or made from scratch for the given text."""
 
 import logging
 from typing import NamedTuple
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScratchSize(NamedTuple):
-    """How large to make a model and vocabulary from scratch."""
+    """The size of a new model and its vocabulary."""
 
     vocab_size: int
     character_coverage: float
@@ -45,9 +45,9 @@ FREE_TEXT_SIZE = ScratchSize(vocab_size=8000, character_coverage=0.9998, d_model
 def load_model_and_tokenizer(
     texts: dict[str, Dataset], arguments: Arguments
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model and tokenizer that were named; a small T5, and a tokenizer trained on `texts["train"]`, where none was.
+    """Return the named model and tokenizer. Default: a small T5, and a tokenizer trained on `texts["train"]`.
 
-    Under ZeRO-3 transformers builds the model inside `zero.Init`.
+    With ZeRO-3, transformers builds the model inside `zero.Init`.
 
     Raises:
         InputError: a model or tokenizer does not load, or cannot translate.
@@ -85,7 +85,7 @@ def _load_tokenizer(name: str, model_args: ModelArguments, data_args: DataTraini
 def _make_tokenizer(
     text: Dataset, size: ScratchSize, training_args: Seq2SeqTrainingArguments
 ) -> PreTrainedTokenizerBase:
-    """Train a SentencePiece vocabulary on rank 0; every rank makes the same tokenizer from it."""
+    """Train a SentencePiece vocabulary on rank 0. All ranks make the same tokenizer from it."""
     pieces = None
     if training_args.process_index == 0:
         sentences = (sentence for record in text for sentence in (record["source"], record["target"]))
@@ -103,7 +103,7 @@ def _make_tokenizer(
 
 
 def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5Config:
-    """A T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU as in T5 1.1, no dropout."""
+    """Configure a T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU, and no dropout."""
     return T5Config(
         vocab_size=len(tokenizer),
         d_model=size.d_model,
@@ -120,7 +120,7 @@ def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5
 
 
 def _load_model(model_args: ModelArguments) -> PreTrainedModel:
-    """The named model with its weights, or, if only a configuration is named, a new one."""
+    """Load the named model with its weights. If only a configuration is named, make a new model."""
     name = model_args.model_name_or_path or model_args.config_name
     try:
         config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
@@ -132,7 +132,7 @@ def _load_model(model_args: ModelArguments) -> PreTrainedModel:
 
 
 def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments) -> None:
-    """Fit the model to the tokenizer and the task: size of the vocabulary, first token of a translation."""
+    """Set the model's vocabulary size and the first token of a translation."""
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     if model.config.decoder_start_token_id is None:

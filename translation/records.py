@@ -1,4 +1,4 @@
-"""Records of parallel text in files: finding the two languages, and naming what is wrong when they are not there."""
+"""Records of parallel text in files: finds the two languages, or names what is wrong."""
 
 import csv
 import json
@@ -10,16 +10,16 @@ CHECKED_RECORDS = 1000
 
 
 class InputError(ValueError):
-    """A fault in what the user gave. The message names it and the remedy, in one line."""
+    """A fault in the user's input. The message names it and the remedy, in one line."""
 
 
 def delimiter(path: str) -> str:
-    """The column separator of a .csv or .tsv file."""
+    """Return the column separator of a .csv or .tsv file."""
     return "\t" if Path(path).suffix.lower() == ".tsv" else ","
 
 
 def column_names(path: str) -> list[str]:
-    """The columns that the first line of a .csv or .tsv file names."""
+    """Return the columns that the first line of a .csv or .tsv file names."""
     with open(path, encoding="utf-8", newline="") as file:
         return next(csv.reader(file, delimiter=delimiter(path)))
 
@@ -29,11 +29,11 @@ def check_data_file(
 ) -> None:
     """Check that the first `limit` records (None: all) of a file hold text in all `languages`.
 
-    `argument` is the command-line argument that named the file; `languages` maps the arguments `--source_lang` and
-    `--target_lang` to their values, None where they were not given.
+    `argument`: the command-line argument that names the file. `languages`: the values of `--source_lang` and
+    `--target_lang` by argument, None if not given.
 
     Raises:
-        InputError: the file is missing, empty, of another format, or a record does not hold the languages.
+        InputError: the file is missing, empty or of another format, or a record does not have the languages.
     """
     where = f"{argument} {path}"
     if not Path(path).is_file():
@@ -92,5 +92,5 @@ def check_record(record: object, where: str, languages: Mapping[str, str | None]
 
 
 def language_key(language: str, columns: Container[str]) -> str:
-    """The column of a language: its own name, or the part before "_" (a multilingual model says en_XX for en)."""
+    """Return the column of a language: its name, or the part before "_" (multilingual models write en_XX for en)."""
     return language if language in columns else language.split("_")[0]

@@ -1,4 +1,4 @@
-"""Translate with a saved checkpoint, by transformers alone: python translation/reload.py FOLDER SENTENCE..."""
+"""Translate with a saved checkpoint, with transformers alone: python -m translation.reload FOLDER SENTENCE..."""
 
 import sys
 

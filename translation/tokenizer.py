@@ -14,9 +14,8 @@ def train_sentencepiece(
 ) -> sentencepiece.SentencePieceProcessor:
     """Train a unigram model with T5's special pieces (pad 0, end of sentence 1, unknown 2).
 
-    `vocab_size` is an upper limit: a small corpus gets the vocabulary that it can fill. `character_coverage` is the
-    fraction of all characters that must get a piece; the rarest rest is unknown. Text is taken as it stands (no Unicode
-    normalisation), because T5Tokenizer does none either.
+    `vocab_size` is an upper limit: a small corpus gets fewer pieces. `character_coverage` is the fraction of all
+    characters that get a piece. The rarest ones are unknown. There is no Unicode normalisation, as in T5Tokenizer.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -41,13 +40,13 @@ def train_sentencepiece(
 
 
 def scored_pieces(model: sentencepiece.SentencePieceProcessor) -> list[tuple[str, float]]:
-    """The model's vocabulary in the order of its ids: each piece with its log probability."""
+    """Return the vocabulary in the order of ids: each piece with its log probability."""
     return [(model.id_to_piece(index), model.get_score(index)) for index in range(model.get_piece_size())]
 
 
 def t5_tokenizer(pieces: list[tuple[str, float]]) -> T5Tokenizer:
-    """The tokenizer that gives the same ids as the SentencePiece model, and an end of sentence after each text.
+    """Make a tokenizer with the ids of the SentencePiece model. It ends each text with the end of sentence.
 
-    Built from the pieces themselves: `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
+    It is made of the pieces, because `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
     """
     return T5Tokenizer(vocab=pieces, extra_ids=0)

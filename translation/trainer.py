@@ -1,4 +1,4 @@
-"""What Seq2SeqTrainer needs so that losses and scores do not depend on the number of ranks."""
+"""Makes losses and scores of Seq2SeqTrainer independent of the number of ranks."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -8,11 +8,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 
 class GlobalTokenMean:
-    """A `compute_loss_func` for the Trainer: token cross-entropy, summed here, divided by the step's token count.
+    """A `compute_loss_func` for the Trainer: the sum of token cross-entropies, divided by the step's token count.
 
-    The Trainer counts `num_items_in_batch` over every micro-batch and rank, multiplies what this returns by the number
-    of ranks (gradients are averaged over them) and does not divide by the accumulation steps. Left to itself it does
-    the same to T5's own loss, a mean over one micro-batch already, which so comes out ranks x steps too large.
+    The Trainer counts `num_items_in_batch` over all micro-batches and ranks. It multiplies this loss by the number of
+    ranks, because gradients are averaged over ranks, and does not divide by the accumulation steps. It does the same to
+    T5's own loss. But that is already a mean over one micro-batch, so it becomes ranks x steps too large.
     """
 
     def __init__(self, label_smoothing: float = 0.0):
@@ -21,9 +21,9 @@ class GlobalTokenMean:
     def __call__(
         self, outputs: Seq2SeqLMOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int
     ) -> torch.Tensor:
-        """The micro-batch's share of the loss: a scalar in fp32, nats per token.
+        """Return the micro-batch's share of the loss: a scalar in fp32, in nats per token.
 
-        `outputs.logits` is (batch, length, vocabulary); `labels` is (batch, length), -100 where there is no target.
+        `outputs.logits`: (batch, length, vocabulary). `labels`: (batch, length), -100 for no target.
         """
         logits = outputs.logits.flatten(0, 1).float()
         total = cross_entropy(
@@ -35,7 +35,7 @@ class GlobalTokenMean:
 class TranslationTrainer(Seq2SeqTrainer):
     """A Seq2SeqTrainer that scores every sentence once.
 
-    To give each rank a full last batch the data loader repeats sentences. Seq2SeqTrainer counts and returns these too.
+    The data loader repeats sentences, so that each rank has a full last batch. Seq2SeqTrainer counts these too.
     """
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:

@@ -21,6 +21,7 @@ from zero.config import load_config
 from zero.config.explain import explain, explain_as_json
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
+from zero.launch import launch
 from zero.verify.command import verify
 
 USAGE = """\
@@ -36,6 +37,10 @@ Runs a script as python would, or any command (torchrun, accelerate launch, trl)
 
 Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
 which only environment variables can be given.
+
+       zero launch [--hostfile FILE] SCRIPT.py ARGS...
+
+Starts a script on all GPUs of this machine, or over ssh on the machines of DeepSpeed's hostfile.
 
        zero verify [--steps N] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
@@ -72,9 +77,9 @@ def main(arguments: list[str] | None = None) -> None:
             _check_configurations(rest)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
             _run(target, rest)
-        case ["verify", *rest]:
+        case ["verify" | "launch" as command, *rest]:
             try:
-                sys.exit(verify(rest))
+                sys.exit({"verify": verify, "launch": launch}[command](rest))
             except (ValueError, OSError) as error:
                 _refuse(str(error))
         case ["hook"]:

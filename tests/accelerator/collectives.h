@@ -7,7 +7,7 @@
 
 namespace {
 
-// The host does not wait: the current stream does.
+// A collective that was started. `wait` makes the current stream wait, not the host.
 struct Started : c10d::Work {
   Point end;
   c10::Device device;
@@ -22,15 +22,15 @@ struct Started : c10d::Work {
   bool isCompleted() override { return is_over(end, asked); }
 };
 
-int collectives_before_failure = -1;  // how many of this process still succeed; below 0, all
+int collectives_before_failure = -1;  // this many more collectives of the process succeed; below 0: all
 
-// One process runs all its collectives in the order of their launch: else ranks that wait for them in another order, as
-// threads may, would block each other where hardware runs two communicators at a time.
+// A process runs all its collectives in the order of their launch. Otherwise ranks whose threads wait in different orders
+// would block each other here, and would not on hardware, which runs two communicators at a time.
 Clock before_collectives;
 
-// Collectives on a stream of their own, late; gloo carries them out. As NCCL's, those of one communicator match by their
-// order alone: ranks whose orders differ get each other's data. Where the kinds or the sizes differ as well, NCCL hangs
-// or delivers anything: this one delivers NaN.
+// Late collectives on a stream of their own, carried out by gloo. As with NCCL, collectives of one communicator match by
+// their order alone: ranks whose orders differ get each other's data. If kinds or sizes differ too, NCCL hangs or gives
+// any values. This backend gives NaN.
 struct Collectives : c10d::Backend {
   using Run = c10::intrusive_ptr<c10d::Work>;
   c10::intrusive_ptr<c10d::Backend> gloo;
@@ -45,7 +45,7 @@ struct Collectives : c10d::Backend {
     return c10::make_intrusive<Options>(getBackendName(), timeout);
   }
 
-  // Whether all ranks have come to the same operation.
+  // Whether all ranks run the same operation now.
   bool is_the_same_everywhere(const std::string& what, int64_t bytes) {
     if (getSize() == 1) return true;
     auto own = at::tensor({(int64_t)std::hash<std::string>()(what), bytes}, at::kLong).view({1, 2});
@@ -68,7 +68,7 @@ struct Collectives : c10d::Backend {
     int64_t bytes = 0;
     for (auto* tensors : {&reads, &writes})
       for (auto& each : *tensors) ranges.push_back(range_of(each));
-    bool sizes_differ = what == "all_to_all";  // between ranks, as they may
+    bool sizes_differ = what == "all_to_all";  // legally, from rank to rank
     for (auto& each : writes) bytes += sizes_differ ? 0 : (int64_t)each.nbytes();
     own.needs.join(before_collectives);
     enqueue(stream, true, std::move(ranges), [this, what, bytes, run, results = all_on_host(writes)] {
@@ -111,7 +111,7 @@ struct Collectives : c10d::Backend {
     });
   }
 
-  // As NCCL, in the dtype of the tensors, which is rounded after each rank's part; for a mean each part is divided.
+  // As NCCL: sums are in the dtype of the tensors, rounded after each rank's part. For a mean, each part is divided first.
   Run _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     bool mean = options.reduceOp == c10d::ReduceOp::AVG;
     return start("reduce_scatter", {in}, {out}, [this, mean, to = on_host(out), from = on_host(in)] {

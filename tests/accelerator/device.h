@@ -1,4 +1,4 @@
-// What torch wants of a device: memory, streams and events, and tensors of it seen as tensors of the host.
+// What torch asks of a device: memory, streams and events. Also: tensors of the device seen as tensors of the host.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -56,7 +56,7 @@ void* take(size_t size, size_t alignment, bool pinned) {
   if (!pinned) {
     used += size;
     most = std::max(most, used);
-    // A caching allocator hands on what tensors of the same stream have used, maybe just now.
+    // A caching allocator reuses memory that tensors of the same stream may have used just before.
     Range whole{(Address)memory, (Address)memory + size};
     block.uses.push_back({whole, current(), launch(current()), true, "an earlier use of that memory"});
   }
@@ -98,7 +98,7 @@ struct DeviceMemory : c10::DeviceAllocator {
   }
 };
 
-// As torch's: memory that dies is used again only after the copies from and to it.
+// As torch's own: freed memory is reused only after the copies from and to it have ended.
 struct PinnedMemory : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* memory = take(size, 4096, true);
@@ -114,7 +114,7 @@ DeviceMemory device_memory;
 PinnedMemory pinned_memory;
 REGISTER_ALLOCATOR(kSim, &device_memory);
 
-// Memory that was there before is pinned, as by cudaHostRegister.
+// Pin existing memory, as cudaHostRegister does.
 void register_memory(Address address, size_t size) {
   Guarded guard(state);
   blocks[address] = Block{size, true, current_device};
@@ -139,13 +139,13 @@ void unregister_memory(Address address) {
 
 // ---- streams and events
 
-// An event: a point, and whether somebody has asked if it is over.
+// `asked`: the host has asked before whether the event is done.
 struct Event {
   Point point;
   bool asked = false;
 };
 
-// What has run may still be running as far as the host can know: the first answer is no.
+// The first answer is always no: on a real device, work that was launched may not have ended yet.
 bool is_over(const Point& point, bool& asked) {
   {
     Guarded guard(state);
@@ -155,7 +155,7 @@ bool is_over(const Point& point, bool& asked) {
     }
   }
   asked = true;
-  run_late(point.late, false);  // so a host that asks again and again comes to an end
+  run_late(point.late, false);  // so a host that polls reaches the end
   return false;
 }
 
@@ -263,13 +263,13 @@ Range range_of(const Tensor& tensor) {
   return {start_of(tensor), start_of(tensor) + extent * tensor.element_size()};
 }
 
-// The same memory as a tensor of the host, which does not keep it.
+// The same memory as a tensor of the host, which does not keep the memory alive.
 Tensor on_host(const Tensor& tensor) {
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   return at::from_blob((void*)start_of(tensor), tensor.sizes(), tensor.strides(), [](void*) {}, options);
 }
 
-// The host launches an operation on a stream: what it reads and what it writes.
+// Record that the host launches an operation on a stream, with the tensors that it reads and writes.
 void begin(int stream, const std::string& what, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes) {
   int64_t tick = launch(stream);
   for (auto& each : reads) use({range_of(each), stream, tick, false, what});

@@ -1,28 +1,28 @@
-"""A simulated accelerator: the device "sim" for torch on a machine that has none, and its collectives, "simccl".
+"""A simulated accelerator for tests: torch's device "sim", and "simccl", the backend for its collectives.
 
-Its memory is the host's, behind torch's PrivateUse1 interface, and every operator is the CPU's kernel on that memory.
-It behaves as badly as a real device may, and says who relies on more:
+Its memory is host memory, behind torch's PrivateUse1 interface. Each operator runs the CPU's kernel. The device behaves
+as badly as a real one may, and records every mistake of a program that expects more:
 
-late        Copies on side streams, copies from and to pinned memory, and collectives run when somebody waits for them,
-            not before. Pinned memory holds NaN until a copy to it has run. (With several ranks late work also runs
-            when nothing has moved for a while: a device goes on while the host waits for other ranks' hosts.)
-freed       Freed memory holds NaN at once, unless work that may still use it was announced by `record_stream`.
-ordered     Vector clocks check every use of memory. Two streams that use the same bytes, one of them writing, must be
-            ordered by an event or by the host. New memory counts as used by the stream that allocates it, as a caching
-            allocator hands it on within a stream.
-pinned      Pinned memory that a copy reads must stay as it is until the host knows that the copy is done; registered
-            memory must not be given back before that. Memory of torch's own pinned allocator may die at any time.
+late        Copies on side streams, copies from and to pinned memory, and collectives run only when somebody waits for
+            them. Pinned memory holds NaN until the copy to it has run. (With several ranks, late work also runs after
+            a while without progress: a real device goes on while its host waits for other hosts.)
+freed       Freed memory holds NaN at once, unless `record_stream` announced work that may still use it.
+ordered     Vector clocks check every use of memory. If two streams use the same bytes and one of them writes, an event
+            or the host must order the two uses. New memory counts as used by the stream that allocates it, because a
+            caching allocator reuses memory within a stream.
+pinned      Pinned memory that a copy reads must not change before the host knows that the copy is done. Registered
+            memory must not be unregistered before that. Memory of torch's own pinned allocator may be freed any time.
 
-matched     Collectives of a communicator match by their order alone. Ranks with other orders get each other's data; if
-            kinds or sizes differ as well, NaN. All communicators of a process run one after another: ranks that start
-            them in different orders block each other. Sums are made in the dtype of the tensors.
-two         There are two devices, each with memory, a limit, statistics and streams of its own.
+matched     A communicator matches collectives by their order alone. Ranks with different orders get each other's data.
+            If kinds or sizes differ too, they get NaN. All communicators of a process run one after another, so ranks
+            that start them in different orders block each other. Sums are computed in the dtype of the tensors.
+two         There are two devices. Each has its own memory, limit, statistics and streams.
 
-`mistakes()` returns what was found. `set_limit` and `fail_collective` plan a lack of memory, and a failure. Not
-modelled: kernels run when they are launched, though events say that they have not; so a device that is blocked blocks
-the host at the next kernel. All threads of the host count as one. Nothing takes time.
+`mistakes()` returns what was found. `set_limit` plans a lack of memory, `fail_collective` a failure. Not modelled:
+kernels run at launch, although events say that they have not. So a blocked device blocks the host at the next kernel.
+All threads of the host count as one. Nothing takes time.
 
-`register()` makes the device known, for the rest of the process. This module is `torch.sim` then.
+`register()` makes the device known for the rest of the process. Then this module is `torch.sim`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """The compiled device, which is kept in the system's temporary folder for this source and this torch."""
+    """Return the compiled device. One for each source and torch version is kept in the system's temporary folder."""
     command = [compiler(), "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{_HEADERS}"]
     command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
@@ -78,7 +78,7 @@ def build() -> Path:
         raise PermissionError(f"{folder} belongs to somebody else")
     library = folder / f"{key}.so"
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test processes compiles
         if not library.exists():
             fresh = library.with_suffix(".new")
             subprocess.run([*command, str(SOURCE), "-o", str(fresh), *libraries], check=True)
@@ -100,7 +100,7 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     _simulated()
     torch._register_device_module(NAME, sys.modules[__name__])
-    torch.empty(1, pin_memory=True)  # torch finds no pinned memory before it has once made some
+    torch.empty(1, pin_memory=True)  # torch recognises pinned memory only after it has once allocated some
     dist.Backend.register_backend(BACKEND, _collectives, devices=[NAME])
 
 
@@ -122,26 +122,26 @@ def _go_on() -> None:
 
 
 def mistakes() -> list[str]:
-    """What was found since the last call."""
+    """Return the mistakes found since the last call."""
     return _simulated().mistakes()
 
 
 def pending() -> int:
-    """How many copies and collectives have not run yet."""
+    """Return the number of copies and collectives that have not run yet."""
     return _simulated().pending()
 
 
 def set_limit(nbytes: int) -> None:
-    """Of the memory of each device."""
+    """Limit the memory of each device, in bytes."""
     _simulated().set_limit(nbytes)
 
 
 def fail_collective(after: int) -> None:
-    """Let this rank's next collective but `after` raise an error."""
+    """Let this rank's next `after` collectives succeed, and the one after them raise an error."""
     _simulated().fail_collective(after)
 
 
-# -- what a device's module has
+# -- what torch expects of a device's module
 
 
 def is_available() -> bool:
@@ -157,7 +157,7 @@ def current_device() -> int:
 
 
 def get_rng_state(device: object = None) -> torch.Tensor:
-    """Its generator is the CPU's."""
+    """The device uses the CPU's generator."""
     return torch.get_rng_state()
 
 
@@ -166,7 +166,7 @@ def set_rng_state(state: torch.Tensor, device: object = None) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Nothing: torch seeds the CPU's generator itself."""
+    """Do nothing: torch seeds the CPU's generator itself."""
 
 
 def _is_in_bad_fork() -> bool:
@@ -178,7 +178,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def cudart() -> SimpleNamespace:
-    """The calls that pin memory, by the names that they have on CUDA and on ROCm."""
+    """Return the calls that pin memory, under their names on CUDA and ROCm."""
     return SimpleNamespace(cudaHostRegister=_register_memory, cudaHostUnregister=_simulated().unregister_memory)
 
 

@@ -1,8 +1,8 @@
-// What is before what: vector clocks, who used which memory, and the work that runs late.
+// The order of work: vector clocks, the uses of memory, and the work that runs late.
 //
-// One mutex, `state`, guards everything. `running` is held while late work runs; it is never taken with `state` held.
-// Late work holds no tensor, so that it needs neither Python nor memory that was freed: such memory stays mapped until
-// the work that was there before has run.
+// One mutex, `state`, guards everything. `running` is held while late work runs. It is never taken while `state` is held.
+// Late work holds no tensors, so it does not need Python. Memory that was freed stays mapped until all late work from
+// before that has run.
 #pragma once
 
 #include <Python.h>
@@ -25,7 +25,7 @@
 
 namespace {
 
-// While a thread waits for a mutex, others may run Python: whoever holds the mutex may need that, to copy a tensor.
+// Take a mutex, and release Python's lock while waiting: the thread that holds the mutex may need it to copy a tensor.
 template <class Mutex>
 void lock(Mutex& mutex) {
   if (mutex.try_lock()) return;
@@ -61,7 +61,7 @@ void mistake(const std::string& text) {
 
 // ---- order: vector clocks
 
-// For each stream the number of one of its operations: this one and all before it.
+// For each stream, the number of its last operation that is included. All earlier ones are included too.
 struct Clock {
   std::vector<int64_t> ticks;
   int64_t at(int stream) const { return stream < (int)ticks.size() ? ticks[stream] : 0; }
@@ -83,8 +83,8 @@ struct Clock {
 // A point in a stream.
 struct Point {
   Clock before;  // all work before it
-  Clock late;    // of this the late work, in numbers of `Late`
-  Clock needs;   // of this what a kernel after the point may read; the rest is copies that have read their source
+  Clock late;    // the late part of `before`, as numbers of `Late`
+  Clock needs;   // the part of `late` that must run before a later kernel; the rest are copies that have read their source
   void join(const Point& other) {
     before.join(other.before);
     late.join(other.late);
@@ -95,7 +95,7 @@ struct Point {
 std::vector<Point> streams(kDevices);
 Clock host;  // what the host knows to be done
 
-// The host launches an operation on a stream; the operation's number.
+// The host launches an operation on a stream. Returns the operation's number.
 int64_t launch(int stream) {
   auto& before = streams[stream].before;
   before.join(host);
@@ -131,7 +131,7 @@ struct Block {
 };
 
 std::map<Address, Block> blocks;
-// Of each device: bytes in use, and the most since the last reset. `limit` is of each one.
+// For each device: bytes in use, the most since the last reset, and the limit.
 size_t live[kDevices] = {}, peak[kDevices] = {}, limit = size_t(1) << 30;
 
 Block* block_at(Address address) {
@@ -147,7 +147,7 @@ bool is_pinned(const void* address) {
   return block && block->pinned;
 }
 
-// Pinned memory that a copy reads, until the host knows that the copy is done.
+// Pinned memory that a copy reads. A loan ends when the host knows that the copy is done.
 struct Loan {
   Use use;
   std::string content;
@@ -190,13 +190,15 @@ void use(const Use& now) {
 struct Late {
   int64_t number;
   int stream;
-  Clock needs;  // late work that runs before it, and itself
+  Clock needs;  // the late work that must run before it, and itself
   std::vector<Range> ranges;
   std::function<void()> run;
 };
 std::list<Late> late;
-int64_t issued = 0, now_running = 0, ended = 0;    // a number, a number or 0, a count
-std::deque<std::pair<int64_t, void*>> graves;  // freed memory, and the last late work before that
+int64_t issued = 0;       // the number of the newest late work
+int64_t now_running = 0;  // the number of the work that runs now, or 0
+int64_t ended = 0;        // how many have run
+std::deque<std::pair<int64_t, void*>> graves;  // freed memory, with the number of the newest late work at that time
 
 void bury() {
   int64_t oldest = late.empty() ? issued + 1 : late.front().number;
@@ -206,8 +208,8 @@ void bury() {
 
 bool is_wanted(const Late& each, const Clock& wanted) { return each.number <= wanted.at(each.stream); }
 
-// Run late work and what that needs. It is in the order of its launch, which no event contradicts. If other late work
-// runs at the moment, and maybe never ends, who does not insist goes on.
+// Run the wanted late work and what it needs, in the order of launch, which agrees with all events. If other late work is
+// running now, it may never end: then a caller that does not insist returns at once.
 void run_late(const Clock& wanted, bool insists = true) {
   if (insists)
     lock(running);
@@ -251,7 +253,7 @@ void run_what_touches(const Range& range) {
   run_late(wanted);
 }
 
-// The last work of a stream from now on.
+// Append late work to a stream.
 void enqueue(int stream, bool is_read, std::vector<Range> ranges, std::function<void()> run) {
   auto& point = streams[stream];
   Clock needs = point.needs;
@@ -261,7 +263,7 @@ void enqueue(int stream, bool is_read, std::vector<Range> ranges, std::function<
   late.push_back({issued, stream, needs, std::move(ranges), std::move(run)});
 }
 
-// For a thread that calls this now and then: if nothing has moved since the last call, all late work runs.
+// A thread calls this at intervals. If nothing has moved since its last call, all late work runs.
 void go_on_if_idle() {
   static int64_t seen = 0;
   Clock wanted;
@@ -273,7 +275,7 @@ void go_on_if_idle() {
   run_late(wanted, false);
 }
 
-// The host waits for a point.
+// Let the host wait for a point.
 void wait_on_host(const Point& point) {
   run_late(point.late);
   Guarded guard(state);

@@ -1,5 +1,4 @@
-// A pretend accelerator in host memory, for tests: its operators, and what Python sees of it. What it models, and what
-// not, is said in device.py.
+// The operators of the simulated accelerator, and its Python interface. device.py says what is modelled and what is not.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -35,11 +34,11 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
                                            dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
 
-// What this stream launched and waits for has run, so that a kernel may read it.
+// Run the late work of the current stream, and all that it waits for, before a kernel reads the results.
 void run_what_is_needed() { run_late(point_of(current()).needs); }
 
-// From pinned memory, to it, or between tensors of the device: late. From the default stream a copy to pinned memory
-// has read its source, but not written yet: so later kernels need not wait for it.
+// A late copy: from pinned memory, to pinned memory, or between tensors of the device. On the default stream, a copy to
+// pinned memory reads its source now and writes later. So later kernels need not wait for it.
 void copy_late(const Tensor& from, const Tensor& to, const std::string& what) {
   bool out = !on_device(to), in = !on_device(from), snapshot = out && is_default(current());
   Range source = range_of(from), target = range_of(to);
@@ -49,7 +48,7 @@ void copy_late(const Tensor& from, const Tensor& to, const std::string& what) {
   if (snapshot) a = a.clone();
   Guarded guard(state);
   begin(current(), what, {from}, {to});
-  // Who reads too early reads this.
+  // A host that reads too early finds NaN.
   if (out && to.is_contiguous()) memset((void*)target.low, 0xFF, target.high - target.low);
   if (in) {
     auto content = std::string((char*)source.low, source.high - source.low);
@@ -99,17 +98,17 @@ void record_stream(Tensor& tensor, c10::Stream stream) {
   device_memory.recordStream(tensor.storage().data_ptr(), stream);
 }
 
-// 0 is the one made of plain operators.
+// 0: attention made of plain operators.
 int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                          std::optional<double>, bool) {
   return 0;
 }
 
-// One call of an operator's kernel for the CPU, on the memory of tensors of the device.
+// One call of an operator's CPU kernel, on the memory of tensors of the device.
 struct Call {
   const c10::FunctionSchema& schema;
   torch::jit::Stack& stack;
-  size_t first;  // of the arguments in the stack
+  size_t first;  // position of the first argument in the stack
   std::vector<c10::IValue> given;
   std::vector<Tensor> reads, writes, stand_ins, originals;
 
@@ -122,7 +121,7 @@ struct Call {
     }
   }
 
-  // Of its tensors; else the one that it asks for, or the current one.
+  // The device of the tensors; without tensors, the one that the call names, or the current one.
   c10::Device device() const {
     if (!originals.empty()) return originals[0].device();
     for (auto& each : given)
@@ -152,7 +151,7 @@ struct Call {
     (is_written ? writes : reads).push_back(tensor);
     TORCH_CHECK(originals.empty() || originals[0].device() == tensor.device(), schema.name(), ": tensors of ",
                 originals[0].device(), " and of ", tensor.device());
-    // What an `out` without elements becomes is the kernel's to say.
+    // The kernel decides on the size of an `out` without elements.
     bool to_be_sized = is_written && !tensor.numel();
     auto made = to_be_sized ? at::empty({0}, at::TensorOptions().dtype(tensor.dtype())) : on_host(tensor);
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -161,7 +160,7 @@ struct Call {
     return made;
   }
 
-  // Replaces what the kernel returned by tensors of the device; whether there was anything else than tensors.
+  // Replace the kernel's results by tensors of the device. Returns whether there were other results than tensors.
   bool take_results() {
     bool values = false;
     size_t count = schema.returns().size(), at = stack.size() - count;

@@ -1,7 +1,7 @@
-"""What the engine itself launches, copies, waits for and allocates in a step, counted on the simulated accelerator.
+"""Counts what the engine launches, copies, waits for and allocates in a step, on the simulated accelerator.
 
-An operation is the engine's if the innermost Python code outside of torch is a file of `zero/`, but for `engine.py`,
-which runs the model. Operations that make views or take memory launch nothing.
+An operation is the engine's if the innermost Python frame outside of torch is in a file of `zero/`, except `engine.py`,
+which runs the model. Operations that make views or allocate memory launch nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zero.offload import memory
 ENGINE = Path(zero.__file__).parent
 TORCH = str(Path(torch.__file__).parent)
 BLOCKS, WIDTH, ROWS = 3, 32, 4
-# Each block is a unit, which is not kept from forward to backward.
+# Each block is a unit, and is resharded between forward and backward.
 EVERY_UNIT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 NO_KERNEL = ("aten.empty", "aten.set_", "aten.resize_", "aten.detach", "aten.lift_fresh", "aten._local_scalar_dense")
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the engine's operations by name in `kernels`, and in `syncs` those for which the host waits."""
+    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 
 @dataclass
 class Counts:
-    """Of the engine in one step: kernels and waits of the host by phase, allocated blocks and bytes of host memory."""
+    """What the engine does in one step: kernels by phase, waits of the host, blocks and bytes of new host memory."""
 
     kernels: dict[str, Counter[str]]
     syncs: Counter[str]
@@ -111,7 +111,7 @@ class Counts:
 
 
 def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
-    """Backwards 1, 2, 4, ... also agree on the order of reductions."""
+    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions."""
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
     batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype)}
@@ -135,9 +135,9 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
     )
 
 
-# In forward and in backward, but the last block stays: its backward comes at once.
+# Each block is gathered in forward and again in backward. The last block is gathered once: its backward comes at once.
 GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
-# The second one clears the end of the flat buffer, which belongs to no parameter.
+# `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
 REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
 
@@ -152,9 +152,9 @@ REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
     ids=["fp32", "a bucket smaller than a block", "bf16 summed in fp32"],
 )
 def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
-    """In fp32 the collective writes the gradient to its place; a 16-bit one is widened by one kernel."""
+    """In fp32 the collective writes the gradient to its place. Widening a 16-bit one takes one more kernel."""
     for found in run_on(2, fifth_step, sections, simulated=True):
-        # The forward prefetches for the backward.
+        # Not compared phase by phase: the forward already starts gathers for the backward.
         assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out
         assert found.kernels["step"]["aten._foreach_norm"] == 1
         assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"

@@ -1,4 +1,4 @@
-"""The simulated accelerator finds each kind of mistake that it is there for, and none in the same code done right."""
+"""The simulated accelerator finds each kind of mistake. It finds none in the correct version of the same code."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ def freed_memory_is_recorded(right: bool) -> None:
 
 
 def new_memory_is_used_in_order(right: bool) -> None:
-    """It may be memory that the default stream has just given back."""
+    """New memory may be memory that the default stream has just freed."""
     side = side_stream()
     fresh = torch.empty(N, device=device.NAME)
     if right:
@@ -140,7 +140,7 @@ def test_each_planted_mistake_is_found():
 
 
 def read_before_the_event(rank: int, world_size: int) -> None:
-    """On a side stream and on the default one: a host that reads before the event finds no values."""
+    """A host that reads before the event finds no values, on a side stream and on the default one."""
     for stream in (now(), side_stream()):
         host = torch.zeros(N, pin_memory=True)
         with stream:
@@ -155,7 +155,7 @@ def read_before_the_event(rank: int, world_size: int) -> None:
         host.copy_(ones(), non_blocking=True)
     event = polled.record_event()
     assert not event.query(), "nothing has run yet"
-    while not event.query():  # a host that asks again and again comes to an end
+    while not event.query():  # a host that polls must reach the end
         pass
     assert (host == 1).all() and device.mistakes() == []
 
@@ -204,7 +204,7 @@ def test_there_are_two_devices():
 
 
 def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:
-    """What each rank gets if the ranks start two gathers in different orders, and if their kinds or sizes differ."""
+    """Return what each rank gets if the ranks start two gathers in different orders, and if kinds or sizes differ."""
     found = {}
     for value in (1.0, 2.0) if rank == 0 else (2.0, 1.0):
         full = torch.zeros(world_size, device=device.NAME)

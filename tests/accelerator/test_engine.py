@@ -1,8 +1,7 @@
-"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain torch on it.
+"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain torch on that device.
 
-Without offload the updates are torch's own, and so are the bits. What is offloaded is updated by `cpu_adam`, with exact
-square roots: there the numbers are plain torch's up to rounding, and the same bits wherever state lies and however late
-it moves.
+Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by `cpu_adam`, which takes
+exact square roots. So its numbers equal plain torch's within rounding, and have the same bits on every tier.
 """
 
 import math
@@ -50,7 +49,7 @@ from zero.offload import memory, tiers
 from zero.optimizer_shard import OptimizerShard
 
 STEPS = 5
-# Changes something in the process before the engine is made.
+# A function that changes something in the process before the engine is made.
 Prepare = Callable[[], None]
 
 
@@ -85,12 +84,12 @@ def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulatio
     engine = engine_with(folder, sections, accumulation)
     curve = train_zero(engine, data_on_device())
     engine.destroy()
-    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, "of the other device"
+    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, "memory of the other rank's device was used"
     return curve
 
 
 def as_it_is() -> None:
-    """The engine and the device as they are."""
+    """Change nothing."""
 
 
 @cache
@@ -110,7 +109,7 @@ def test_stage_3_trains_as_plain_torch_does(tmp_path, world_size):
 
 
 def beside_gloo(rank: int, world_size: int) -> Curve:
-    """A script has made a process group that knows nothing of the device."""
+    """The script has made a process group of gloo, which has no backend for the device."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -168,7 +167,7 @@ def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
-    """As NCCL does; gloo's messages are added in fp32, which `expected` does as well."""
+    """As NCCL does. The reference adds in fp32, as gloo's messages are."""
     sections = SECTIONS[torch.bfloat16] | {"communication_data_type": str(dtype).removeprefix("torch.")}
     curve, precise = found(2, tmp_path, **sections), expected(2, 1, torch.bfloat16)
     if dtype == torch.float32:
@@ -180,7 +179,7 @@ def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
 
 
 def one_sum(rank: int, world_size: int) -> float:
-    """The mean of 1 and 2^-9: their sum is no bf16."""
+    """Return the mean of 1 and 2^-9. bf16 cannot represent their sum."""
     device = world.compute_device()
     full = torch.full((2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device)
     out = torch.empty(2, device=device)
@@ -194,7 +193,7 @@ def test_gloos_messages_are_added_in_fp32_and_a_devices_in_their_own_dtype():
 
 
 def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
-    """Where the weights are updated: thread, device, and whether on the default stream."""
+    """Return where weights are updated: the thread, the device, and whether on the default stream."""
     engine, places = engine_with("", {"offload_optimizer": {"device": "cpu"}}), set()
     round_into_shard = OptimizerShard.round_into_shard
 
@@ -212,12 +211,12 @@ def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
 
 def test_late_updates_run_on_a_stream_of_their_own_on_their_ranks_device():
     for rank, places in enumerate(run_on(2, late_updates, simulated=True)):
-        # Persistent units are updated in the step.
+        # Persistent units are updated inside the step.
         assert places == [("MainThread", rank, True), ("zero optimizer", rank, False)]
 
 
 def host_memory(rank: int, world_size: int) -> None:
-    """Registered memory: no forked process has it, and it is given back only when copies from it have ended."""
+    """Forked processes do not inherit registered memory. It is unregistered only when all copies from it have ended."""
     block = memory.new_block(memory.PAGE, pin=True)
     values = torch.frombuffer(block, dtype=torch.float32).fill_(1)
     address = f"{values.data_ptr():x}-"
@@ -272,7 +271,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
 
 
 def out_of_memory(rank: int, world_size: int) -> list[float]:
-    """Losses, where the third batch finds too little memory at first; a script may catch that and try again."""
+    """Return the losses of a script that runs out of memory at the third batch, catches the error and tries again."""
     engine, losses = engine_with("", {"offload_param": {"device": "cpu"}}), []
     free, total = torch.accelerator.get_memory_info()
     for number, batch in enumerate(data_on_device()):
@@ -292,7 +291,7 @@ def test_after_an_error_for_lack_of_memory_training_goes_on(tmp_path):
 
 
 def without_registration() -> None:
-    """A device that has no call to pin memory that is there: torch's own pinned allocator serves."""
+    """Take away the call that pins existing memory. Then torch's own pinned allocator is used."""
     del device.cudart
 
 
@@ -310,7 +309,7 @@ def test_activations_on_the_host_change_nothing(tmp_path):
 
 
 def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list[float], list[float]]:
-    """Losses with an asynchronous save after each step, and those of the last steps again, from a save before them."""
+    """Return the losses with an asynchronous save after each step, and the last of them again, resumed from a save."""
     engine, losses = engine_with(folder, sections, saves=True), []
     for number, batch in enumerate(data_on_device()):
         losses += step(engine, [batch])
@@ -331,21 +330,21 @@ def test_asynchronous_saves_hold_their_step_and_change_nothing(tmp_path, section
     assert repeated == losses[2:]
 
 
-# -- mistakes in the engine
+# -- mistakes planted in the engine
 
 
 def gradients_are_not_awaited() -> None:
-    """The host's Adam reads gradients that may be on their way."""
+    """Adam on the host reads gradients before their copies are done."""
     tiers._Arrival.__init__ = lambda self, event: setattr(self, "wait", lambda: None)
 
 
 def gradients_leave_too_early() -> None:
-    """The stream that copies gradients out waits for another stream than the one that computes them."""
+    """The stream that copies gradients to the host waits for the wrong stream."""
     tiers.compute_stream = new_stream
 
 
 def weights_come_too_early() -> None:
-    """The stream that copies weights in, and the one that uses them, do not wait for each other."""
+    """The stream that copies weights to the device and the stream that uses them do not wait for each other."""
     comm.compute_stream = new_stream
 
 

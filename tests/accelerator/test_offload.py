@@ -1,4 +1,4 @@
-"""On an accelerator, a GPU or the simulated one: the same bits wherever state lies and however long copies take."""
+"""Offload on an accelerator (a GPU or the simulated one): the same bits on every tier, however long copies take."""
 
 import random
 
@@ -28,7 +28,7 @@ def here(value: torch.Tensor | torch.nn.Module) -> torch.Tensor | torch.nn.Modul
 
 
 def sleepy(kind: type, name: str) -> None:
-    """Let the device sleep at random before each call of a method, on the stream that is current then."""
+    """Let the current stream of the device sleep for a random time before each call of a method."""
     method = getattr(kind, name)
 
     def after_a_sleep(*args: object, **kwargs: object) -> object:
@@ -50,7 +50,7 @@ def trained(rank: int, world_size: int, folder: str, param: dict, optimizer: dic
 
 
 def assert_same_bits(device: dict, folder: object, case: str, steps: int, sleeps: bool = False) -> None:
-    """Of an optimizer whose update both processors round alike: Adam's last bits are each one's own."""
+    """Compare with a run that updates on the same processor: CPU and GPU do not round Adam's update alike."""
     param, optimizer = CASES[case]
     away = optimizer["device"] != "none"
     found = curve_on(1, trained, str(folder), param, optimizer, steps, sleeps, **device)
@@ -66,12 +66,12 @@ def test_same_bits(tmp_path, device, case):
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=ON_GPU) for case in CASES])
 def test_same_bits_if_copies_and_kernels_take_long(tmp_path, case):
-    """The simulated device is always late."""
+    """A GPU is made to sleep. The simulated device is always late."""
     assert_same_bits({"gpu": True}, tmp_path, case, steps=20, sleeps=True)
 
 
 def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float]:
-    """Losses in 16 bits, all states going to the host and back after each step."""
+    """Return the losses in bf16. With `moves`, all states go to the host and back after each step."""
     engine, _ = start(here(build("t5")), ds_config(**SMALL, bf16={"enabled": True}, stage=stage))
     states = (2 + 4 + 4 + 8) * sum(unit.layout.shard_numel for unit in engine.units)
     losses = []

@@ -1,4 +1,4 @@
-"""Ranks that go different ways on a backend that matches collectives by their order alone, as NCCL does."""
+"""Ranks that diverge, on a backend that matches collectives by their order alone, as NCCL does."""
 
 import re
 import time
@@ -37,7 +37,7 @@ def other_experts(rank: int, world_size: int) -> str:
 
 
 def test_no_step_is_taken_with_another_ranks_weights():
-    """The experts have the same size: nothing fails and nothing waits, but rank 0 computes with rank 1's expert."""
+    """All experts have one size. So nothing fails and nothing waits, but rank 0 computes with rank 1's expert."""
     found = run_on(2, other_experts, simulated=True)
     assert found[0] == found[1]
     assert re.search(r"all_gather of unit 'experts.1', .*first, and all_gather of unit 'experts.2', .*other", found[0])
@@ -45,7 +45,7 @@ def test_no_step_is_taken_with_another_ranks_weights():
 
 
 class Leaf(Experts):
-    """Uses several experts, and can be gathered as a whole."""
+    """Uses several experts. `Mixture` marks it as a leaf module."""
 
     def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
         return x + self.out(sum(torch.tanh(self.experts[which](x)) for which in used))
@@ -74,9 +74,9 @@ def in_leaves(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def test_reductions_lie_between_the_same_gathers_on_all_ranks():
-    """One rank's units get all of their gradients, the other one's do not, and they change places.
+    """On one rank all units get all of their gradients, on the other rank not. The ranks take turns in this.
 
-    The simulated collectives run one after another in each process, so ranks that start them in different orders block.
+    Collectives of the simulated device run one after another. So ranks that start them in different orders would block.
     """
     simulated, plain = run_on(2, in_leaves, simulated=True), run_on(2, in_leaves)
     for found, expected in zip(simulated, plain, strict=True):
@@ -92,7 +92,7 @@ def one_rank_goes_on(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_whose_device_waits_for_ever_is_noticed():
-    """The host waits for its own device, not for another rank."""
+    """Rank 1's host waits for its own device, not for another rank."""
     with pytest.raises(RuntimeError, match="gone different ways") as raised:
         run_on(2, one_rank_goes_on, simulated=True)
     assert re.search(r"rank 0 is at .*test_paths.py", str(raised.value))

@@ -1,6 +1,6 @@
-"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator: the numbers of the CPU.
+"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator, compared with the CPU.
 
-They may differ by rounding: offloaded Adam takes other square roots, and norms are summed in parts.
+They are equal within rounding: offloaded Adam takes exact square roots, and norms are summed in parts.
 """
 
 import json
@@ -41,7 +41,7 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
 
 
 def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
-    """The teacher's parameters are on the host. The student's are not, and HIDDEN compares inner states."""
+    """The teacher's parameters are on the host, the student's are not. HIDDEN adds a loss on hidden states."""
     runs = {"cpu": [test_invariance.SCRIPT], "sim": [SCRIPT, "steps"]}
     logs = {}
     for name, command in runs.items():

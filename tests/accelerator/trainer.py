@@ -1,4 +1,4 @@
-"""An ordinary Trainer script of the other tests on the simulated accelerator: `trainer.py jobs|steps JOBS`."""
+"""Runs a Trainer script of the other tests on the simulated accelerator: `trainer.py jobs|steps JOBS`."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Who ends an accumulation: `managed_gradient_accumulation: false`, `coalesce_grad_reduction`."""
+"""Two ways to end an accumulation by hand: `managed_gradient_accumulation: false` and `coalesce_grad_reduction`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(rank: int, step: int, part: int) -> torch.Tensor:
 
 
 def expected(world_size: int) -> list[torch.Tensor]:
-    """Plain torch: each step's loss is the mean over all ranks' micro-batches of it."""
+    """Train in plain torch. The loss of a step is the mean over the micro-batches of all ranks."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

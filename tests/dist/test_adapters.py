@@ -1,4 +1,4 @@
-"""PEFT's adapters on a model that is sharded already: attached, trained, saved and loaded again."""
+"""PEFT attaches adapters to a sharded model. They are trained, saved and loaded again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.dist.training import LR, ds_config, relative, start, train_plain, tra
 from tests.processes import run_on
 from tests.tolerance import rounding
 
-# The head is copied and trained as a whole.
+# PEFT copies the head and trains the copy.
 ADAPTERS = {"target_modules": ["up", "down"], "modules_to_save": ["head"], "r": 3, "lora_alpha": 5}
 
 
@@ -36,7 +36,7 @@ def attached_and_trained(rank: int, world_size: int, stage: int, folder: Path) -
     before = Counter(calls)
     model = with_adapters(base)
     gathers = calls["all_gather"] - before["all_gather"]
-    assert gathers == (stage == 3), "adapters are attached without a collective; only the head's values are copied"
+    assert gathers == (stage == 3), "only the copy of the head needs an all-gather"
     assert {name: (param.shape, param.numel(), param.dtype) for name, param in model.named_parameters()} == shapes
 
     engine, _ = start(model, ds_config(stage=stage, stage3_param_persistence_threshold=0))

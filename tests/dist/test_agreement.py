@@ -1,4 +1,4 @@
-"""Ranks that were given different things end with an error that names rank, key and both values."""
+"""Ranks with different settings, models or batches end with an error that names the rank, the key and both values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.agreement import disagree, spread
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
-# What rank 1 does otherwise, and what the error says of it.
+# What differs on rank 1, and what the error says about it.
 DIFFERENT: dict[str, tuple[Options, str]] = {
     "learning rate": ({"lr": 0.2}, "param group 0, lr: 0.1 on rank 0, 0.2 on rank 1"),
     "weight decay": ({"weight_decay": 0.5}, "param group 0, weight_decay: 0.0 on rank 0, 0.5 on rank 1"),
@@ -73,7 +73,7 @@ def test_another_width_is_named_while_the_model_is_built():
 
 
 def stepping(rank: int, world_size: int, stage: int) -> str:
-    """A schedule goes another way on the last rank; the weights are as before the refused step."""
+    """The learning rate differs on the last rank. The step is refused, and the weights stay as they were."""
     engine = start_with(stage=stage)
     collectives = []
     for number, batch in enumerate(toy_batches(3)):
@@ -97,7 +97,7 @@ def test_another_learning_rate_is_named_before_the_update(stage, world_size):
 
 
 class Scaled(torch.nn.Linear):
-    """Its scale is one element, in a param group and unit of its own: rank 1 has no part of it."""
+    """A layer with a scale of one element, which is alone in its param group and unit. Rank 1 has no part of it."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

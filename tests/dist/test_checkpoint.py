@@ -1,4 +1,4 @@
-"""Saving and loading through the engine: the same state bit for bit, on any number of ranks, under other settings."""
+"""Saving and loading through the engine: the state is equal bit for bit, with any number of ranks and any settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def stored(folder: str | Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint in `folder`, flattened, by its key."""
+    """Return every tensor of the newest checkpoint in `folder`, flattened, by its key."""
     newest = locate(Path(folder), None)
     reader = SliceReader(newest, read_manifest(newest))
     tensors = {}
@@ -52,7 +52,7 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 
 def train_save_train(rank: int, world_size: int, model: str, config: dict, folder: str) -> Curve:
-    """What an uninterrupted run does after the save."""
+    """Save in the middle of a run. Return what the uninterrupted run does after the save."""
     engine, _ = start(build(model), config)
     data = batches(model, 2 * STEPS)
     train_zero(engine, data[:STEPS])
@@ -82,7 +82,7 @@ def test_same_world_size_continues_bit_for_bit(precision, tmp_path):
     assert_equal(resumed, straight)
 
 
-# (ranks, stage) of the writer and of the reader: every stage and every number of ranks on both sides.
+# (ranks, stage) of the writer and of the reader. Each stage and each number of ranks is on both sides.
 @pytest.mark.parametrize(
     "writer, reader",
     [((2, 3), (1, 3)), ((2, 3), (3, 0)), ((1, 0), (4, 3)), ((3, 2), (2, 1)), ((4, 1), (2, 2)), ((3, 0), (2, 3))],
@@ -92,7 +92,7 @@ def test_another_world_size_stage_and_other_cuts_hold_the_same_state(writer, rea
     straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, stage=stage), str(tmp_path))
     resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, stage=other, **OTHER_CUTS), str(tmp_path))
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    # Slices of other sizes; of three layers, the head and the loss the inner lengths, forward and backward, about.
+    # Batches are split differently. 1000 is about the inner lengths of three layers, the head and the loss, both ways.
     assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
 
 
@@ -112,7 +112,7 @@ def regroup(rank: int, world_size: int, folder: str, save: bool) -> list[dict]:
 def test_other_param_groups_hold_the_same_state(tmp_path):
     (saved,) = run_on(2, regroup, str(tmp_path), True)[0]
     assert saved == {"lr": 0.125, "weight_decay": 0.1}
-    # The learning rate comes from the checkpoint; what else a group says for itself is its own.
+    # The learning rate comes from the checkpoint. The other settings of a group stay those of the running script.
     expected = [{"lr": 0.125, "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.0}]
     assert run_on(3, regroup, str(tmp_path), False) == [expected] * 3
     assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
@@ -171,7 +171,7 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
     report = run_on(world_size, odd_run, str(tmp_path), {})[0]
     assert set(report["same"].values()) == {True}
     tensors = stored(tmp_path)
-    # Frozen weights once, in the dtype they are used in; trained ones once, as fp32 masters; tied ones once.
+    # Each weight is stored once: frozen ones in their own dtype, trained ones as fp32 masters.
     assert {key: value.dtype for key, value in tensors.items() if not key.startswith("optimizer")} == {
         "weights/first.weight": torch.float32,
         "weights/first.bias": torch.float32,
@@ -288,7 +288,7 @@ def rebuilt_random_states(rank: int, world_size: int, folder: str) -> None:
     expected = torch.rand(3)
     engine.load_checkpoint(folder)
     assert torch.equal(torch.rand(3), expected)
-    # A folder of the Trainer holds its own random states, which it restores itself later.
+    # The Trainer stores random states in its folder, and restores them later by itself.
     before = torch.get_rng_state()
     if rank == 0:
         (Path(folder) / "rng_state_0.pth").touch()
@@ -311,7 +311,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     messages = {
         "nothing": repr(engine.load_checkpoint(folder)),
         "tag": message(lambda: engine.save_checkpoint(folder, tag="a/b")),
-        # One rank fails; all hear of it.
+        # Rank 1 fails; all ranks get the error.
         "client state": message(lambda: engine.save_checkpoint(folder, client_state={"f": print if rank else 1})),
     }
     engine.save_checkpoint(folder)

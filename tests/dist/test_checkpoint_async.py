@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: of the moment of the save, complete at exit, failures told at a step."""
+"""Asynchronous saves: they hold the state of the save, are complete when the process ends, and report failures."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ASYNC = {"checkpoint": {"async_save": True}}
 
 
 def state(engine: ZeroEngine) -> list[torch.Tensor]:
-    """Copies of this rank's masters and moments."""
+    """Return copies of this rank's masters and moments."""
     tiles = engine.optimizer.tiles
     moments = [engine.optimizer.state[tile.master][key] for tile in tiles for key in ("exp_avg", "exp_avg_sq")]
     return [values.clone() for values in [*(tile.master for tile in tiles), *moments]]
 
 
 def save_and_train_on(rank: int, world_size: int, folder: str) -> tuple[bool, bool, str]:
-    """Nothing is written before two more steps are done, and a second save waits for the first."""
+    """Delay the writing until two more steps are done. A second save waits for the first one."""
     engine, _ = start(build("gpt2"), ds_config(bf16={"enabled": True}) | ASYNC)
     data, trained, write = batches("gpt2", 4), threading.Event(), training.write
 
@@ -101,7 +101,7 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:
-    """Each saves while the other one's save is running, under the same name every other time."""
+    """Each engine saves while the other one's save is running. Every second time both use the same tag."""
     engines = [start(build("gpt2"), ds_config() | ASYNC)[0] for _ in range(2)]
     same = []
     for number in range(4):

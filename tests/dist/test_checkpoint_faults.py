@@ -26,7 +26,7 @@ from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.checkpoint.resumable import read_verified
 
-# Forked from a server that has imported everything, a process starts in a fraction of a second.
+# A process forked from a server that has imported everything starts in a fraction of a second.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.dist.training", "tests.parity.models"])
 
@@ -42,7 +42,7 @@ def two_saves(folder: str) -> zero.ZeroEngine:
 def failing_save(
     rank: int, world_size: int, folder: str, fail: Callable[[int], None], repair: Callable[[], None]
 ) -> str:
-    """A third save under the conditions that `fail` makes; then loading the second one, and a save that works."""
+    """Let a third save fail after `fail`. Then load the second checkpoint, and save again with success."""
     engine = two_saves(folder)
     expected = engine._zero3_consolidated_16bit_state_dict()
     train_zero(engine, batches("gpt2", 1))
@@ -65,7 +65,7 @@ def failing_save(
 
 
 def limit_file_size(rank: int) -> None:
-    """From now on rank 1 cannot write a file of more than 20 kB: the operating system refuses, as on a full disk."""
+    """Make the operating system refuse files of more than 20 kB on rank 1, as a full disk would."""
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
@@ -75,7 +75,7 @@ def lift_file_size_limit() -> None:
 
 
 def become_nobody(rank: int) -> None:
-    """Root may write to any folder, so it must be somebody else who tries."""
+    """Become a user without rights: root may write to any folder."""
     os.seteuid(65534)
 
 
@@ -149,7 +149,7 @@ KILLS = int(os.environ.get("ZERO_TEST_KILLS", "50"))
 
 
 def fill(engine: zero.ZeroEngine, step: int) -> None:
-    """Make every number of the training state `step`, so that a mixture of two saves shows."""
+    """Set every number of the training state to `step`. Then a mixture of two saves can be seen."""
     with torch.no_grad():
         for shard in engine.optimizer.shards.values():
             shard.master.fill_(step)
@@ -159,7 +159,7 @@ def fill(engine: zero.ZeroEngine, step: int) -> None:
 
 
 def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Connection | None) -> None:
-    """Load what is there, then save step after step; rank 0 reports each one that is complete."""
+    """Load the newest checkpoint, then save step after step. Rank 0 reports each complete save."""
     report = reports.send if reports is not None else lambda step: None
     torch.set_num_threads(1)
     store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -201,7 +201,7 @@ def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
 
 
 def last_report(receiver: Connection) -> int:
-    """The last step reported by rank 0, which may be dead by now."""
+    """Return the last step that rank 0 reported before it was killed."""
     step = -1
     try:
         while receiver.poll():
@@ -221,7 +221,7 @@ def test_every_state_left_by_a_killed_save_loads(tmp_path):
         ranks, receiver = start_ranks(store.port, cycle, folder)
         assert receiver.poll(60), f"cycle {cycle}: the ranks did not load what the kill before left"
         assert receiver.recv() >= complete
-        # The time of a save or two: before, within and after writing, renaming and cleaning up.
+        # One or two saves take this time. So kills come before, within and after writing, renaming and cleaning up.
         time.sleep(chance.uniform(0.0, 0.15))
         victims = chance.choice([[ranks[0]], [ranks[1]], ranks])
         for victim in victims:

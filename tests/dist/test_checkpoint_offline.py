@@ -24,7 +24,7 @@ from zero.optim.step import precise_values
 
 
 def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
-    """A bf16 T5 with a frozen block; the weights in 16 bits, and the masters."""
+    """Train and save a bf16 T5 with a frozen block. Return its 16-bit weights and its masters."""
     model = build("t5")
     model.encoder.block[0].requires_grad_(False)
     engine, _ = start(model, ds_config(bf16={"enabled": True}))
@@ -106,15 +106,15 @@ def test_consolidated_in_several_files_and_another_dtype(dtype, checkpoint, tmp_
 
 
 def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    """A model of 64 MB and its optimizer's state of 128 MB, in 20 MB."""
+    """Consolidate a model of 64 MB, with 128 MB of optimizer state, in 20 MB of memory."""
     engine, _ = start(Wide(), ds_config())
     loss = sum(layer(torch.ones(1, 1024)).square().mean() for layer in engine.module.layers)
     engine.backward(loss)
     engine.step()
     engine.save_checkpoint(folder)
     expected = {name: param.double().sum().item() for name, param in engine.module.named_parameters()}
-    consolidate(folder, Path(folder) / "first")  # what is imported on first use is there now
-    torch.set_num_threads(1)  # the stack of another thread takes half of the limit
+    consolidate(folder, Path(folder) / "first")  # so that nothing has to be imported under the limit
+    torch.set_num_threads(1)  # the stack of one more thread would take half of the limit
     with limited_memory(20 * 2**20):
         consolidate(folder, Path(folder) / "model")
     return expected
@@ -165,7 +165,7 @@ def test_command_line(checkpoint, tmp_path):
 
 
 def test_files_that_lightning_reads(checkpoint):
-    """Its converter unpickles two files that are made of the checkpoint for it."""
+    """Lightning's converter unpickles two files, which are made from the checkpoint."""
     folder = checkpoint[0] / (checkpoint[0] / "latest").read_text()
     (optimizer,) = get_optim_files(folder)
     stage = torch.load(optimizer, weights_only=False)["optimizer_state_dict"]["zero_stage"]

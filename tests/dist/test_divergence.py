@@ -1,8 +1,8 @@
-"""Steps that leave the recorded path: results stay those of plain torch, and the ranks stay in step.
+"""Steps that differ from the recorded pass: the results are those of plain torch, and no rank waits in vain.
 
-A script is a list of (action, argument). Played on the engine by two ranks and on the plain model in one process, it
-must give the same losses, outputs and weights, bit for bit, since shapes and order of sums are the same; norms, summed
-in two parts where a parameter lies on two ranks, within rounding.
+A script is a list of (action, argument). Two ranks play it on the engine, one process plays it on the plain model.
+Shapes and the order of sums are the same. So losses, outputs and weights must be equal bit for bit. Norms are equal
+within rounding, because the squares of a parameter on two ranks are summed in two parts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SCRIPTS = {
     "failed": FAILED,
     "twice": TWICE,
 }
-# Each script under all settings; and with each kind of checkpointing under one of them, so that all pairs are there.
+# Each script runs under all settings. It also runs with each kind of checkpointing, under one of the settings.
 PATHS = [(script, None, settings) for script in list(SCRIPTS)[:3] for settings in SETTINGS]
 PATHS += [
     (script, kind, list(SETTINGS)[(number + shift) % 3])
@@ -74,7 +74,7 @@ PATHS += [
 
 
 class _Planned(Exception):
-    """What a script raises in the midst of a pass."""
+    """Raised by a script in the middle of a pass."""
 
 
 def _raise(*_: object) -> None:
@@ -82,7 +82,7 @@ def _raise(*_: object) -> None:
 
 
 class Player:
-    """Plays scripts; the plain model sees all slices of a batch in turn, and the engine's ranks one slice each."""
+    """Plays scripts. The plain model gets all slices of a batch in turn. Each rank of the engine gets one slice."""
 
     def __init__(self, checkpointing: str | None, tied: bool, settings: dict | None):
         self.model = toy(checkpointing=checkpointing, tied=tied)
@@ -110,7 +110,7 @@ class Player:
             return [self.engine.get_global_grad_norm()]
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         for param in self.model.parameters():
-            # The engine's gradients are zero where there are none, and Adam's moments decay.
+            # In the engine a missing gradient counts as zero, and Adam's moments decay.
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -136,12 +136,12 @@ class Player:
         if action == "forward":
             return found
         for last in (False, True) if action == "same graph" else (True,):
-            for loss in losses:  # all ranks', then again all: the order in which the engine adds gradients
+            for loss in losses:  # the engine adds gradients in this order: all ranks, then all ranks again
                 self.backward(loss, retain_graph=not last)
         return found + self.update()
 
     def failing(self, kind: str, block: int, batch: dict) -> list[float]:
-        """An exception in the midst of a pass, on all ranks; then the user forgets the gradients and goes on."""
+        """Raise an exception in the middle of a pass, on all ranks. Then drop the gradients and go on."""
         module = self.model.blocks[block]
         handle = (
             module.down.weight.register_hook(_raise) if kind == "backward" else module.up.register_forward_hook(_raise)
@@ -200,7 +200,7 @@ def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
 
 
 def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list]:
-    """Losses of training steps, and what the model generates after each; per micro-batch, in the same shapes."""
+    """Return the losses of training steps, and what the model generates after each step."""
     model = models.build(name)
     engine, optimizer = start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
     optimizer = optimizer or adamw([{"params": [param for _, param in trainable(model)]}])

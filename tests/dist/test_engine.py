@@ -1,4 +1,4 @@
-"""The engine's surface: ways to make it, to step it, and what it refuses."""
+"""The engine's interface: ways to make an engine and to step it, and what it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.Lambda
 
 
 def make(way: str, model: Toy) -> zero.ZeroEngine:
-    """Several ways to say: AdamW at `LR`."""
+    """Make an engine with AdamW at the learning rate `LR`, in one of several ways."""
     params = list(model.parameters())
     if way == "optimizer":
         return zero.initialize(model=model, optimizer=adamw([{"params": params}]), config=CONFIG)[0]
@@ -91,7 +91,7 @@ def test_a_users_scheduler_acts_on_the_steps(given_as):
 
 
 def by_hand(rank: int, world_size: int) -> bool:
-    """`loss.backward()` in place of `engine.backward(loss)`, bit for bit the same."""
+    """Whether `loss.backward()` gives the bits of `engine.backward(loss)`."""
     curves = []
     for hand in (False, True):
         engine, _ = start(toy(), CONFIG)
@@ -110,7 +110,7 @@ def test_backward_may_be_called_on_the_loss_itself():
 
 
 def boundaries(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Steps so far after each micro-batch: by the configuration, and by hand as accelerate decides it."""
+    """Return the steps so far after each micro-batch: as the configuration says, and by hand as accelerate does."""
     counts: tuple[list[int], list[int]] = ([], [])
     for by_hand, seen in zip((False, True), counts, strict=True):
         engine, _ = start(toy(), ds_config(accumulation=2, stage3_param_persistence_threshold=30))
@@ -127,7 +127,7 @@ def test_accumulation_boundaries():
 
 
 def forgotten(rank: int, world_size: int) -> bool:
-    """Whether gradients that zero_grad forgot in the midst of an accumulation leave no trace in the next step."""
+    """Whether gradients that `zero_grad` dropped in the middle of an accumulation have no effect on the next step."""
     norms = []
     for before in (False, True):
         engine, _ = start(toy(), CONFIG)
@@ -144,7 +144,7 @@ def test_zero_grad_forgets_what_was_accumulated():
 
 
 def two_engines(rank: int, world_size: int) -> tuple[list, list, int]:
-    """A teacher that is only evaluated beside a student that trains, step by step."""
+    """Train a student beside a teacher that is only evaluated."""
     alone, _ = start(toy(), CONFIG)
     expected = [step(alone, [batch])[0] for batch in toy_batches(STEPS)]
     student, _ = start(toy(), CONFIG)
@@ -171,7 +171,7 @@ def test_two_engines_in_one_process():
 
 
 def jointly(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Two engines that train on one loss, against the same in plain torch."""
+    """Train two engines on one loss. Return the losses, and those of plain torch."""
     norms: list[float] = []
     models = [toy(blocks=2), toy(blocks=1)]
     engines = [start(model, CONFIG)[0] for model in models]
@@ -198,7 +198,7 @@ def test_two_engines_train_on_one_loss():
 
 
 def destroyed(rank: int, world_size: int) -> bool:
-    """A model whose engine is destroyed can be given to another one, and keeps its values."""
+    """Whether a model keeps its values when its engine is destroyed, and can be given to another engine."""
     model = toy()
     engine, _ = start(model, CONFIG)
     step(engine, toy_batches(1))
@@ -233,7 +233,7 @@ class Measuring(torch.optim.SGD):
 
 
 class Prodigy(torch.optim.SGD):
-    """Has the name of one that takes sums over all parameters."""
+    """Has the name of an optimizer that sums over all parameters."""
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -297,7 +297,7 @@ def test_what_is_refused_says_what_to_do():
 
 
 def attributes(rank: int, world_size: int) -> dict[str, bool]:
-    """What transformers and accelerate look at."""
+    """Check the attributes that transformers and accelerate read."""
     model = toy()
     engine, optimizer = start(model, CONFIG)
     return {
@@ -321,14 +321,14 @@ def test_attributes():
 
 
 def dropped(rank: int, world_size: int) -> tuple[int, int]:
-    """How many threads there are, and engines, after engines were made, used and dropped."""
+    """Return how many threads and engines are left after engines were made, used and dropped."""
     threads = []
     for _ in range(3):
         engine = start(toy(), CONFIG)[0]
         train_zero(engine, toy_batches(1))
         engine = weakref.ref(engine)
         while engine() is not None and gc.collect():
-            pass  # a tensor's Python object may need another round
+            pass  # the Python object of a tensor may need one more collection
         threads.append(threading.active_count())
     return engine(), threads[-1] - threads[0]
 

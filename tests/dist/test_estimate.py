@@ -1,4 +1,4 @@
-"""zero estimate beside what two ranks really hold: bytes of states, gathered elements by the engine's own counter."""
+"""`zero estimate` compared with two real ranks: bytes of states, and the engine's count of gathered elements."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 def storages(tensors: list[torch.Tensor | None]) -> int:
-    """Bytes of distinct storages: a shard may be a part of a whole buffer."""
+    """Return the bytes of the distinct storages: a shard may be a part of a full buffer."""
     found = {}
     for tensor in tensors:
         if tensor is not None and tensor.untyped_storage().nbytes():
@@ -51,7 +51,7 @@ def storages(tensors: list[torch.Tensor | None]) -> int:
 
 
 def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Bytes of what this rank holds after the backward of its second step, and the most elements it gathered."""
+    """Return what this rank holds after its second backward, in bytes, and the most elements that it gathered."""
     engine = zero.initialize(model=build(name), config=settings)[0]
     carried = 0
     for number, batch in enumerate(batches(name, 4)):
@@ -102,7 +102,7 @@ def test_what_is_offloaded_is_on_the_host_or_on_disk():
 
 
 def saved_by_autograd(name: str, rows: int, length: int) -> int:
-    """Bytes of the storages that a real forward saves, without those of the parameters."""
+    """Return the bytes of the storages that a real forward saves for backward, without the parameters."""
     model, kept, seen = build(name), [], set()
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
@@ -122,7 +122,7 @@ def saved_by_autograd(name: str, rows: int, length: int) -> int:
 def test_activations_are_what_a_real_forward_saves(name, tmp_path):
     build(name).save_pretrained(tmp_path)
     found = trace(build_fake(read_config(str(tmp_path)), torch.float32), 4, 12)
-    # With fake tensors, transformers makes the mask that it leaves out where all tokens count.
+    # With fake tensors, transformers always makes the attention mask. With real ones it leaves a full mask out.
     mask = 0 if name == "t5" else 4 * 12 * 12 * 4 * len(found.blocks)
     assert found.outside + sum(found.blocks) == pytest.approx(saved_by_autograd(name, 4, 12) + mask, rel=0.005)
     assert all(found.blocks) and len(found.blocks) == len(found.inputs) >= 2

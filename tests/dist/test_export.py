@@ -1,4 +1,4 @@
-"""Consolidated weights: right, on rank 0 alone, in the memory of two units."""
+"""Consolidated weights: they are right, only rank 0 has them, and saving takes the memory of two units."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ class Wide(nn.Module):
 
 
 def private_memory() -> int:
-    """Bytes of private writable memory of this process; what a memory-mapped file takes is not part of it."""
+    """Return the bytes of this process's private writable memory. Memory-mapped files do not count."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
     return int(line.split()[1]) * 1024
 
 
 @contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
-    """No more than `extra` bytes of private memory beyond what there is: too little for a whole `Wide`."""
+    """Limit private memory to `extra` bytes more than now. That is too little for a whole `Wide`."""
     former = resource.getrlimit(resource.RLIMIT_DATA)
-    ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps for later is not to be used
+    ctypes.CDLL(None).malloc_trim(0)  # so that malloc has no free memory in reserve
     resource.setrlimit(resource.RLIMIT_DATA, (private_memory() + extra, former[1]))
     try:
         with pytest.raises(OSError, match="allocate memory"):
@@ -115,9 +115,9 @@ def limited_memory(extra: int) -> Iterator[None]:
 
 def within_two_units(rank: int, world_size: int, folder: str) -> dict[str, float] | None:
     engine = zero.initialize(model=Wide(), config=ds_config(stage3_param_persistence_threshold=0))[0]
-    start(toy(), ds_config())[0].save_16bit_model(folder)  # threads and connections are made now
+    start(toy(), ds_config())[0].save_16bit_model(folder)  # makes threads and connections
     unit = 4 * 1024**2
-    # Two units and, where the dtype changes, a shard of one; the rest is for malloc's arenas and messages.
+    # Two units, and a shard of one if the dtype changes. The rest is for malloc's arenas and messages.
     with limited_memory(2 * unit + unit // 2 + 16 * 2**20):
         engine.save_16bit_model(folder)
         engine.save_16bit_model(folder + "/bf16", save_dtype="bf16")
@@ -162,7 +162,7 @@ MODES = {"as trained": (3, None), "fp16": (3, "fp16"), "stage 2": (2, torch.floa
 
 
 def save_t5(rank: int, world_size: int, folder: str) -> None:
-    """Into the same folders twice: what an earlier, differently cut model left there goes away."""
+    """Save into the same folders twice. Files of the earlier save, with other file sizes, must be gone."""
     for name, (stage, dtype) in MODES.items():
         engine, _ = start(build("t5"), ds_config(bf16={"enabled": True}, stage=stage))
         train_zero(engine, batches("t5", 2))
@@ -184,7 +184,7 @@ def test_saved_models_load_with_from_pretrained(tmp_path):
         masters = get_fp32_state_dict_from_zero_checkpoint(folder / "checkpoint")
         expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, dtype)
         assert model.dtype == expected
-        for key, value in model.state_dict().items():  # of a T5 in fp16 transformers keeps some in fp32
+        for key, value in model.state_dict().items():  # transformers keeps some weights of an fp16 T5 in fp32
             assert torch.equal(value, masters[key].to(expected).to(value.dtype)), (name, key)
 
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
 
 
 def saved_without_a_state_dict(rank: int, world_size: int, folder: str) -> tuple[dict, list[bool]]:
-    """As sentence-transformers saves: the weights are gathered by all ranks, then all save a module of the model."""
+    """Save as sentence-transformers does: all ranks gather the weights, then all save a module of the model."""
     model = build("t5")
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40))
     train_zero(engine, batches("t5", 1))

@@ -55,7 +55,7 @@ def test_reading():
 
 
 def sets(rank: int, world_size: int) -> list[str]:
-    """Which units are gathered for a set, which has another order on each rank."""
+    """Return which units are gathered for a set of parameters. A set has another order on each rank."""
     model = toy()
     start(model, SOME_PERSISTENT)
     params = list(model.parameters())
@@ -95,7 +95,7 @@ def doubled(model: nn.Module) -> None:
 
 
 def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Curve:
-    """Rank 1 doubles all weights, others spoil theirs; then training goes on."""
+    """Rank 1, the modifier rank, doubles all weights. Other ranks write wrong values. Then training goes on."""
     config = ds_config(stage3_param_persistence_threshold=30, **sections)
     torch.manual_seed(3)
     with zero.Init(config_dict_or_path=config, enabled=under_init):
@@ -118,7 +118,7 @@ def expected_after_doubling(rank: int, world_size: int, dtype: torch.dtype | Non
 
 
 def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
-    """The engine shows 16-bit values, and what is written becomes the masters'; under Init the values are fp32 yet."""
+    """An engine shows 16-bit values, and written values go to the masters. Under `Init` the values are still fp32."""
     bf16 = {"bf16": {"enabled": True}}
     for sections, dtype in (({}, None), (bf16, torch.bfloat16)):
         for under_init in (False, True):
@@ -129,7 +129,7 @@ def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
 
 
 def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """Writing one parameter of a unit leaves the others; the persistent and the sharded one are written alike."""
+    """Writing one parameter of a unit leaves the others as they are. Persistent and sharded parameters act alike."""
     true = weights_of(toy())
     model = toy()
     engine, _ = start(model, SOME_PERSISTENT)
@@ -178,7 +178,7 @@ def test_an_exception_leaves_the_values_and_nothing_gathered():
 
 
 def without_modifier(rank: int, world_size: int) -> bool:
-    """Whether a change of sharded values is forgotten on exit if nobody is named as its author."""
+    """Whether changed values are lost on exit if there is no `modifier_rank`."""
     model = toy()
     start(model, SOME_PERSISTENT)
     with torch.no_grad(), zero.GatheredParameters(model.head.weight):
@@ -192,7 +192,7 @@ def test_changes_without_a_modifier_rank_are_discarded():
 
 
 def refused(rank: int, world_size: int) -> bool:
-    """Whether a change is an error on request, under `Init` and in an engine, and what was there stays."""
+    """Whether a change is an error with `enable_sanity_checks`, under `Init` and in an engine, and is undone."""
     config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
     with zero.Init(config_dict_or_path=config):
         model = toy()
@@ -210,7 +210,7 @@ def test_changes_without_a_modifier_rank_are_refused_on_request():
 
 
 def between_steps(rank: int, world_size: int) -> tuple[bool, int]:
-    """Gathering between a forward and its backward, as callbacks do, disturbs neither."""
+    """Gather between a forward and its backward, as callbacks do. Neither is disturbed."""
     losses = []
     for gather in (False, True):
         model = toy()

@@ -1,6 +1,6 @@
-"""When units are gathered: prefetch, reuse, limits and persistence, by the order of events and the number of gathers.
+"""When units are gathered: prefetch, reuse, limits and persistence. The tests read events and count all-gathers.
 
-Units of the toy in order of use: stem, blocks.0 ... blocks.3, head.
+The units of the toy model in the order of their use: stem, blocks.0 ... blocks.3, head.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from zero.unit import Unit
 
 STRAY = WIDTH * WIDTH
 SIZES = [STRAY, BLOCK, BLOCK, BLOCK, BLOCK, STRAY]
-# After blocks.3 come the head's two uses; after blocks.2 those and two of blocks.3; and so on.
+# Elements used between a unit's forward and its backward: all later units, twice each.
 REUSE_DISTANCES = [2 * sum(SIZES[i + 1 :]) for i in range(6)]
 NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
 def traced(rank: int, world_size: int, settings: dict) -> tuple[list[list[tuple[str, str]]], list[int], int]:
-    """Three steps: the events of each, the all-gathers of each, and the most elements on their way at once."""
+    """Return of three steps: the events, the number of all-gathers, and the most elements in flight at a time."""
     engine, _ = start(toy(), ds_config(**NOTHING_PERSISTENT | settings))
     events, gathers, in_flight = [], [], [0]
     with after_each(Unit, "all_gather", lambda _: in_flight.append(gathering(engine))):
@@ -38,7 +38,7 @@ def trace(**settings: int) -> tuple[list[list[tuple[str, str]]], list[int], int]
 
 
 def lead_times(events: list[tuple[str, str]]) -> list[int]:
-    """For each gather: how many uses of other units begin between its start and the use it is for."""
+    """Return for each all-gather how many uses of other units begin between its start and the use it serves."""
     found = []
     for position, (event, name) in enumerate(events):
         if event == "all_gather":
@@ -89,7 +89,7 @@ def test_reuse_distance_decides_what_backward_gathers_again(distance):
 
 @pytest.mark.parametrize(("limit", "expected"), [(10**9, 6), (2 * BLOCK + 2 * STRAY, 9), (0, 12)])
 def test_the_limit_of_live_parameters_decides_too(limit, expected):
-    """Room for two blocks: stem, one block and head are kept, or two blocks; three are gathered again at least."""
+    """With room for two blocks, either stem, one block and head are kept, or two blocks."""
     _, gathers, _ = trace(max_live_parameters=limit, prefetch_bucket_size=0)
     assert (expected - 1 if 0 < limit < 10**9 else expected) <= gathers[2] <= expected
 
@@ -119,7 +119,7 @@ def test_the_model_persistence_threshold_bounds_them_all():
 
 
 def accumulating(rank: int, world_size: int) -> list[int]:
-    """All-gathers of each micro-batch, two a step."""
+    """Return the number of all-gathers of each micro-batch. A step has two."""
     engine, _ = start(toy(), ds_config(accumulation=2, stage3_prefetch_bucket_size=0, **NOTHING_PERSISTENT))
     found = []
     for batch in toy_batches(8):

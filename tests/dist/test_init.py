@@ -35,7 +35,7 @@ def built(seed: int, tied: bool = False, **options) -> Toy:
 
 
 def from_init(rank: int, world_size: int, tied: bool, sections: dict) -> Curve:
-    """Each rank draws other values; those of rank 0 must win."""
+    """Build a model under `Init`. Each rank draws other values, and all must get those of rank 0."""
     config = ds_config(stage3_param_persistence_threshold=30, **sections)
     model = built(3 + rank, tied, config_dict_or_path=config)
     engine, _ = start(model, config)
@@ -63,7 +63,7 @@ def test_a_model_built_under_init_trains_as_rank_0s_plain_one(world_size, tied):
 
 
 def test_init_keeps_fp32_masters_of_a_16_bit_model():
-    """The masters begin at the values before rounding, as they do without Init."""
+    """The masters start from the values before rounding, as without `Init`."""
     bf16 = {"bf16": {"enabled": True}}
     with_init, without = (curve_on(2, make, False, bf16) for make in (from_init, ordinary))
     assert with_init.losses == without.losses
@@ -71,7 +71,7 @@ def test_init_keeps_fp32_masters_of_a_16_bit_model():
 
 
 class Watch:
-    """Counts the memory behind all parameters each time a module is handed to its parent, before Init sees it."""
+    """Measures the memory of all parameters each time a module is assigned to its parent, before `Init` sees that."""
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref] = []
@@ -89,7 +89,7 @@ class Watch:
 
 
 def building(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Peak elements that are not shards, those at the end, and the elements of this rank's shards."""
+    """Return the most elements outside of shards, those at the end, and the elements of this rank's shards."""
     watch = Watch()
     handle = register_module_module_registration_hook(watch)
     model = built(3)
@@ -128,11 +128,11 @@ def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
 
 
 def nesting(rank: int, world_size: int) -> list[int]:
-    """How many parameters are sharded: of a module made inside and after an inner Init, after both, and disabled."""
+    """Count sharded parameters of modules made inside of an inner `Init`, after it, after both, and when disabled."""
     with zero.Init():
         with zero.Init():
             inner = nn.Linear(WIDTH, WIDTH)
-        # A model that is complete, for which an engine may be made here.
+        # An engine may be made here for a complete model.
         assert unit_of(inner.weight) is not None
         between = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     outside = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -206,9 +206,9 @@ def test_sharded_parameters_look_true_show_nan_and_refuse_writing():
 
 
 def drawn(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """Parameters of a T5 built under Init that are not as rank 0 draws them outside, and whether other rows differ.
+    """Return which parameters of a T5 built under `Init` differ from one built without, and whether rows differ.
 
-    transformers draws the weights in the constructor of the whole model, when all of them are sharded already.
+    transformers draws the weights in the constructor of the whole model. All of them are sharded by then.
     """
     torch.manual_seed(20 + rank)
     with zero.Init():

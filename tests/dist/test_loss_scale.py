@@ -1,4 +1,4 @@
-"""fp16: how the loss scale answers overflows, and that all ranks answer alike when one of them overflows."""
+"""fp16: how the loss scale reacts to overflows. All ranks react alike when one of them overflows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zero.optim.step import NonFiniteGradientError
 
 
 def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str, ...]) -> dict:
-    """One step for each letter; at "x" the gradients of `broken` parameters are infinite on the last rank alone."""
+    """Take one step for each letter. At "x", gradients of the `broken` parameters are infinite on the last rank."""
     model = toy()
     warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100, "warmup_type": "linear"}
     config = ds_config(

@@ -1,4 +1,4 @@
-"""What is measured in each step, and where it is written."""
+"""The monitors: the numbers of each step, and the files that they are written to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from zero.errors import UsageError
 from zero.monitor.writers import writers
 
 RANKS, STEPS, ACCUMULATION = 2, 3, 2
-# Of the toy's matrices, by 2 operations a multiplication: forward, and both gradients but for the first layer's input.
+# The toy's matrix products at 2 operations a product: forward and both gradients, without that of the model's input.
 FLOPS_A_ROW = 6 * (2 * 13 * 13 + 4 * 2 * 13 * 39) - 2 * 13 * 13
 
 
 def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
-    """This rank's losses, step by step."""
+    """Train with monitors. Return this rank's losses, step by step."""
     where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
     sections = {"json_monitor": where, "csv_monitor": where, "steps_per_print": 2, "wall_clock_breakdown": True}
     sections["flops_profiler"] = {"enabled": True, "profile_step": 2, "output_file": str(folder / "flops")}
@@ -53,9 +53,9 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
         assert record["elements"]["reduce_scatter"] > 0
         assert record["lr"] == 1e-3 and record["grad_norm"] > 0
         assert set(record["seconds"]) == {"forward", "backward", "step"}
-        assert record["memory"]["host_bytes"] > 0 and record["memory"]["gathered_elements_peak"] > 0
+        assert record["memory"]["host_bytes_peak"] > 0 and record["memory"]["gathered_elements_peak"] > 0
         assert len(record["ranks"]["working_seconds"]) == RANKS
-    # Nothing of step 1 is left in step 2: the same work has the same traffic.
+    # Counters start again in each step: equal work has equal traffic.
     assert records[1]["elements"]["reduce_scatter"] == records[2]["elements"]["reduce_scatter"]
 
     rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
@@ -77,7 +77,7 @@ def test_a_missing_package_is_named(section: str):
 
 
 class FakeWandb:
-    """Keeps what it is told."""
+    """Stands for wandb, and keeps what is logged."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""Tiers at work: what is where, what the settings do, errors of the disk, and the public names during a late update."""
+"""Offload: where state lives, what the settings do, disk errors, and the public functions during a late update."""
 
 import errno
 import io
@@ -21,11 +21,11 @@ from zero.optim import cpu_adam, placement
 
 STEPS = 8
 FILES = {"device": "nvme", "max_in_cpu": 0}
-BEHIND = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
+PIPELINED = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
 
 
 def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> zero.ZeroEngine:
-    """With every tensor that is offloaded to nvme really in a file."""
+    """Make an engine. Every tensor that is offloaded to nvme goes to a file, however small."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
     offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
     config = ds_config(**{**SMALL, "sub_group_size": 20000, **offload})
@@ -33,7 +33,7 @@ def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> ze
 
 
 def in_memory() -> zero.ZeroEngine:
-    """Updated as offload does it: without a C++ compiler by torch's fused Adam, whose last bits depend on the tiles."""
+    """Make an engine without files that updates as offload does. Without a compiler that is torch's fused Adam."""
     with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
         return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}))[0]
 
@@ -46,7 +46,7 @@ def plain(rank: int, world_size: int) -> Curve:
 
 
 def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tuple[Curve, list[int]]:
-    engine = engine_on(folder, FILES, {**BEHIND, "ratio": "auto"})
+    engine = engine_on(folder, FILES, {**PIPELINED, "ratio": "auto"})
     remaining, here, curve = list(rooms), [], Curve()
     device.room = lambda _: (remaining.pop(0), 10 << 30)
     placement.STEPS_TO_RETURN = 2
@@ -60,7 +60,7 @@ def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tupl
 
 
 def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path):
-    """The reserve is 1 GiB of 10; half of it is the mark below which units go."""
+    """The reserve is 1 GiB of 10. Units are offloaded when less than half of the reserve is free."""
     reserve = 1 << 30
     some = reserve + 400_000
     rooms = [some, some, some, reserve // 2, reserve // 2 - 1, some, some, 0]
@@ -68,7 +68,7 @@ def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path
     assert_equal(curve, curve_on(1, plain))
     fit = here[1]
     assert 0 < fit < 8
-    # The first step is watched; under half of the reserve units go; what has fitted for two steps comes back.
+    # The first step only measures. Below half of the reserve, units leave. What fits for two steps comes back.
     assert here == [0, fit, fit, fit, 0, 0, fit, 0]
 
 
@@ -79,7 +79,7 @@ def settings_seen(rank: int, world_size: int, folder: str) -> dict:
     engine = engine_on(
         folder,
         {**FILES, "buffer_count": 3, "buffer_size": 700},
-        BEHIND,
+        PIPELINED,
         aio={"block_size": 8192, "queue_depth": 6, "thread_count": 2},
     )
     file = next(unit.tier.file for unit in engine.units if unit.tier.file is not None)
@@ -95,7 +95,7 @@ def test_the_aio_section_and_the_buffers_act(tmp_path):
 
 
 def timed(rank: int, world_size: int, folder: str) -> str:
-    engine = engine_on(folder, FILES, BEHIND, wall_clock_breakdown=True)
+    engine = engine_on(folder, FILES, PIPELINED, wall_clock_breakdown=True)
     with redirect_stderr(io.StringIO()) as printed:
         train_zero(engine, batches("t5", 3))
     return printed.getvalue()
@@ -107,11 +107,11 @@ def test_times_are_counted_by_phase(tmp_path):
     assert all("forward" in line and "backward" in line and "file" in line for line in lines)
 
 
-# -- names that read and write sharded values
+# -- functions that read and write sharded values
 
 
 def read_and_write(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    engine = engine_on(folder, FILES, BEHIND) if folder else in_memory()
+    engine = engine_on(folder, FILES, PIPELINED) if folder else in_memory()
     seen = []
     for batch in batches("t5", 3):
         step(engine, [batch.copy() if world_size == 1 else {k: v.chunk(2)[rank] for k, v in batch.items()}])
@@ -132,7 +132,7 @@ def test_values_are_read_and_written_behind_a_late_update(tmp_path):
 
 
 def written_and_read(rank: int, world_size: int, folder: str, checkpoint: str, writes: bool, files: bool) -> Curve:
-    engine = engine_on(folder, FILES, BEHIND) if files else in_memory()
+    engine = engine_on(folder, FILES, PIPELINED) if files else in_memory()
     half = STEPS // 2
     if writes:
         train_zero(engine, batches("t5", half))
@@ -155,7 +155,7 @@ def test_checkpoints_go_from_any_tier_to_any(tmp_path, from_files, to_files):
 
 
 def failing(rank: int, world_size: int, folder: str, checkpoint: str, call: str) -> str:
-    engine = engine_on(folder, FILES, BEHIND)
+    engine = engine_on(folder, FILES, PIPELINED)
     train_zero(engine, batches("t5", 2))
     engine.save_checkpoint(checkpoint)
 
@@ -201,12 +201,12 @@ def test_a_step_that_was_interrupted_is_no_step_and_a_checkpoint_mends_it(tmp_pa
 
 
 def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
-    """The script's optimizer with a tensor for its learning rate, a scheduler, and calls of `zero_grad` at any time."""
+    """Train with the script's own optimizer and scheduler, a tensor as learning rate, and calls of `zero_grad`."""
     model = build("t5")
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**BEHIND, "nvme_path": folder}}
+    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**PIPELINED, "nvme_path": folder}}
     config = ds_config(**SMALL, **(offload if folder else {}))
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     curve = Curve()

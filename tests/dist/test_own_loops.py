@@ -1,4 +1,4 @@
-"""Own training loops: `loss.backward()`, several forwards, parameters read elsewhere, `safe_*`, leaves."""
+"""Own training loops: `loss.backward()`, several forwards, reads outside of modules, `zero.fragments`, leaves."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zero.deepspeed.leaf import set_z3_leaf_modules
 from zero.deepspeed.utilities import unwrap_model_for_generation
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
-# Inner lengths along two layers, forward and backward, and the sum over rows and micro-batches.
+# The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
 TERMS = 4 * WIDTH + 4 * ROWS
 SMALL = {"stage3_param_persistence_threshold": 0}
 
 
 class Tied(nn.Module):
-    """Reads the embedding's weight outside of the embedding's call, and returns a parameter."""
+    """Reads the embedding's weight outside of the embedding's call. Its module `scale` returns a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Scale(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each call uses one expert; `experts` has no forward of its own."""
+    """Each call uses one expert. The list `experts` has no forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +82,14 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
-    """The engine's gradients are those of `reference`, whose losses were summed over ranks."""
+    """Assert that the engine's gradients are those of `reference`, whose losses were summed over ranks."""
     for name, grad in gradients(engine.module).items():
         expected = dict(reference.named_parameters())[name].grad
         assert_close(grad, expected / world_size, TERMS)
 
 
 def user_backward(rank: int, world_size: int, stage: int) -> int:
-    """`loss.backward()` with accumulation; the reference sees every rank's batches."""
+    """Call `loss.backward()` with accumulation. The reference gets the batches of all ranks."""
     engine, reference = engine_of(build(Tied), stage, gradient_accumulation_steps=2), build(Tied)
     for step in range(3):
         for micro in range(2):
@@ -112,7 +112,7 @@ def test_loss_backward_of_the_script(stage):
 
 
 def several(rank: int, world_size: int) -> None:
-    """Two forwards before one backward; two backwards of one graph; zero_grad between two losses."""
+    """Run two forwards before one backward, and two backwards of one graph with `zero_grad` between them."""
     engine, reference = engine_of(build(Tied)), build(Tied)
     engine.backward(engine(*tokens(0, rank)) + engine(*tokens(1, rank)))
     for part in range(world_size):
@@ -134,7 +134,7 @@ def test_several_forwards_and_backwards():
 
 
 def two_engines(rank: int, world_size: int) -> None:
-    """One loss of two engines: each gets its own gradient, whichever of them runs backward."""
+    """Sum the losses of two engines. One engine runs backward, and each gets its own gradients."""
     engines = [engine_of(build(Tied), gradient_accumulation_steps=2) for _ in range(2)]
     references = [build(Tied) for _ in range(2)]
     engines[0].backward(engines[0](*tokens(0, rank)) + 5 * engines[1](*tokens(1, rank)))
@@ -145,7 +145,7 @@ def two_engines(rank: int, world_size: int) -> None:
 
 
 def unusual(rank: int, world_size: int, stage: int) -> None:
-    """A loss past the root's forward; a step after no_sync alone; a backward that fails, and the next one."""
+    """A loss that does not call the root; a step after `no_sync` alone; a backward that fails, and the next one."""
     batch = torch.ones(ROWS, WIDTH)
     engine, reference = engine_of(build(Experts), stage), build(Experts)
 
@@ -215,7 +215,7 @@ def test_no_sync_where_ranks_keep_whole_gradients():
 
 
 def fragments_of(rank: int, world_size: int, stage: int) -> None:
-    """What is written is read back, fits the local parts, and is what the optimizer uses."""
+    """Values that are written can be read back, match the local parts, and are used by the optimizer."""
     model = build(Experts)
     engine = engine_of(model, stage)
     engine.optimizer.optimizer.param_groups[0]["momentum"] = 0.9
@@ -248,7 +248,7 @@ def test_fragments_are_read_and_written(stage):
 
 
 class Sum(nn.Module):
-    """Three units of one parameter each, which does not divide by two ranks."""
+    """Three units. Each has one parameter of 5 elements, which two ranks cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Sum(nn.Module):
 
 
 def parts_of_a_parameter(rank: int, world_size: int) -> None:
-    """`ds_tensor` is what a parameter is made of, its gradient has as many elements, and their norm is the step's."""
+    """`ds_tensor` is this rank's part of a parameter. Its gradient has that shape. Their norm is that of the step."""
     engine = engine_of(build(Sum), gradient_accumulation_steps=2)
     values = [part.value for part in engine.module.parts]
     for value in values:
@@ -294,7 +294,7 @@ def test_parts_of_a_parameter_that_is_a_unit_by_itself():
 
 
 def generation(rank: int, world_size: int) -> None:
-    """Within the context the model runs without hooks or gathers, and after it as before."""
+    """Inside of the context the model runs without hooks and gathers. After it, it runs as before."""
     engine = engine_of(build(Tied))
     before = engine(*tokens(0, rank))
     engine.backward(before)
@@ -327,7 +327,7 @@ def test_generation_without_hooks():
 
 
 def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
-    """Ranks use experts of their own, one expert is never used, and one rank's batch is shorter."""
+    """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
     model, reference = build(Experts), build(Experts)
     with pytest.raises(ValueError, match="no module of class Expertz"):
         engine_of(build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}})
@@ -390,7 +390,7 @@ def test_unused_parameters_are_refused_on_request():
 
 
 class Wide(nn.Module):
-    """Large activations, kept for backward only as inputs of checkpointed layers; `seen` tells which are alive."""
+    """Keeps large activations only as inputs of checkpointed layers. `seen` shows which of them are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,12 +405,12 @@ class Wide(nn.Module):
 
 
 def activations_on_the_host(rank: int, world_size: int) -> None:
-    """The same gradients, and the checkpoints' inputs are free between forward and backward."""
+    """Gradients are the same, and the device copies of the checkpoints' inputs are freed after forward."""
     batch = torch.randn(2 * MIN_BYTES // WIDTH // 4, WIDTH, generator=torch.Generator().manual_seed(rank))
     found, alive = [], []
     for moved in (False, True):
         engine = engine_of(build(Wide))
-        # As on a GPU; where the device is the CPU the engine has no reason to.
+        # The engine does this on a GPU only.
         engine.activations = HostActivations(engine.device, engine.units) if moved else None
         loss = engine(batch)
         alive.append(sum(reference() is not None for reference in engine.module.seen))

@@ -1,4 +1,4 @@
-"""Gradients on their way and the update: buckets, overlap, buffers, dtype of the exchange, sub-groups, clipping."""
+"""Reductions of gradients and the update: buckets, overlap, buffers, dtypes, sub-groups, clipping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNITS = 6
 
 
 def reductions(rank: int, world_size: int, settings: dict) -> tuple[list[int], int, dict]:
-    """Of two steps: elements of each collective, the most elements on their way at once, and the weights."""
+    """Return of two steps: the elements of each collective, the most elements in flight, and the weights."""
     engine, _ = start(toy(), ds_config(**WHOLE, **settings))
     sizes: list[int] = []
     in_flight = [0]
@@ -46,7 +46,7 @@ def test_the_bucket_bounds_each_collective_and_what_is_on_its_way():
     results = {size: run_on(2, reductions, {"reduce_bucket_size": size})[0] for size in (101, 3 * BLOCK, 10**9)}
     sizes, in_flight, weights = results[101]
     assert max(sizes) <= 101 and len(sizes) >= 2 * 4 * BLOCK // 101
-    assert in_flight < 2 * BLOCK, "a unit larger than the bucket is alone on its way"
+    assert in_flight < 2 * BLOCK, "a unit larger than the bucket is reduced alone"
     sizes, in_flight, _ = results[3 * BLOCK]
     assert len(sizes) == 2 * UNITS and BLOCK < in_flight <= 3 * BLOCK
     _, everything, _ = results[10**9]
@@ -56,7 +56,7 @@ def test_the_bucket_bounds_each_collective_and_what_is_on_its_way():
 
 
 def waits(rank: int, world_size: int, overlap: bool) -> tuple[str, dict]:
-    """The second step's reductions as letters, "s" for a start and "w" for its wait; and the weights."""
+    """Return the reductions of the second step as letters ("s": start, "w": wait), and the weights."""
     engine, _ = start(toy(), ds_config(**WHOLE, overlap_comm=overlap))
     step(engine, toy_batches(1))
     letters, started = [], []
@@ -86,7 +86,7 @@ def test_overlap_waits_for_a_reduction_only_when_backward_is_over():
 
 
 def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], dict]:
-    """After each gradient: whether its own memory is free already; and the weights."""
+    """Return for each gradient whether its own memory is already free after `collect`, and the weights."""
     engine, _ = start(toy(), ds_config(**WHOLE, contiguous_gradients=contiguous))
     seen: list[bool] = []
     collect = GradientReducer.collect
@@ -132,7 +132,7 @@ def test_gradients_travel_in_the_dtype_of_the_parameters_or_the_configured_one()
 
 
 def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], list[int], dict]:
-    """Sizes of what each call of the optimizer updates, of this rank's shards, and the weights after two steps."""
+    """Return the sizes that each call of the optimizer updates, the sizes of this rank's shards, and the weights."""
     engine, optimizer = start(toy(), ds_config(sub_group_size=size, **WHOLE))
     calls: list[list[int]] = []
     optimizer.optimizer.register_step_pre_hook(
@@ -154,7 +154,7 @@ def test_the_optimizer_never_sees_more_than_a_sub_group():
 
 
 def clipped(rank: int, world_size: int, clip: float) -> tuple[float, float]:
-    """Norm of the change that one step of gradient descent at rate 1 makes, and the norm reported."""
+    """Take one step of SGD at learning rate 1. Return the norm of the change, and the gradient norm reported."""
     model = toy()
     before = weights_of(model)
     engine, *_ = zero.initialize(
@@ -178,7 +178,7 @@ def test_clipping_bounds_the_update_and_not_the_reported_norm(world_size):
 
 
 def accumulated(rank: int, world_size: int) -> list[tuple[int, bool, bool]]:
-    """After each micro-batch: steps so far, at the boundary before it, and whether the weights have changed."""
+    """Return after each micro-batch: steps so far, whether it was the last of a step, whether weights changed."""
     engine, _ = start(toy(), ds_config(accumulation=3, stage3_param_persistence_threshold=10**6))
     found = []
     for batch in toy_batches(6):
@@ -207,7 +207,7 @@ class Weighted(nn.Module):
 
 
 def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[list[float], torch.dtype]:
-    """The gradient of two micro-batches, 1/2 and half an ulp of that in bf16, and the dtype in which it is kept."""
+    """Sum the gradients 1/2 and 2^-9: half of a bf16 ulp of 1/2. Return the sum and its dtype."""
     config = ds_config(accumulation=2, bf16={"enabled": True}, stage=stage, **WHOLE)
     engine, _ = start(Weighted(), config | {"data_types": {"grad_accum_dtype": name}})
     for value in (1.0, 2.0**-8):

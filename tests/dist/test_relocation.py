@@ -25,7 +25,7 @@ def engine_of(stage: int, **sections: object) -> zero.ZeroEngine:
 
 
 def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
-    """Addresses of the memory of each kind of state."""
+    """Return the memory addresses of each kind of state."""
     units, found = engine.optimizer.units, {}
     found["lp_params"] = [(unit.full if unit.persistent else unit.shard).data_ptr() for unit in units]
     shards = engine.optimizer.shards.values()
@@ -52,7 +52,7 @@ def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, n
         away = places(engine)
         for kind, addresses in before.items():
             moved = names is None or kind in names
-            # One by one: the memory that one tensor leaves may be another one's new place.
+            # Compare each tensor with itself: one tensor may move to memory that another one has left.
             same = [there == here for here, there in zip(addresses, away[kind], strict=True)]
             assert (not any(same)) if moved else all(same), kind
         with pytest.raises(UsageError, match="reload_states"):

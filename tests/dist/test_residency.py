@@ -1,4 +1,4 @@
-"""What is gathered at any moment: by the storages themselves, not only by the engine's own counter."""
+"""How much is gathered at any moment. The tests measure storages, and compare the engine's own counter with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = [0, 1500, 12000, 10**9]
 
 
 def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict[str, int]]:
-    """For each limit on live parameters, under the settings that tempt the engine most to hold more."""
+    """Return the peaks for each limit on live parameters, with settings that push the engine to exceed it."""
     found = []
     for limit in LIMITS:
         settings = {
@@ -63,7 +63,7 @@ def test_live_elements_stay_within_the_limit_and_one_unit(kind, accumulation):
 
 
 def states(rank: int, world_size: int) -> list[str]:
-    """What is wrong about a unit's memory, looked at in every forward and before every gradient."""
+    """Look at every unit's memory in each forward and before each gradient. Return what is wrong."""
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=2 * BLOCK))
     wrong = []
 
@@ -72,7 +72,7 @@ def states(rank: int, world_size: int) -> list[str]:
             size = unit.full.untyped_storage().nbytes()
             if size != (0 if unit.state is State.SHARDED else unit.layout.padded * 4):
                 wrong.append(f"{unit.describe()} and holds {size} bytes")
-            with torch._C.DisableTorchFunctionSubclass():  # or the look itself would unshard them
+            with torch._C.DisableTorchFunctionSubclass():  # otherwise this read would unshard them
                 shows_nan = any(param.isnan().any() for param in unit.params)
             if (unit.state is State.UNSHARDED) == shows_nan:
                 wrong.append(f"{unit.describe()} and shows the wrong values")
@@ -107,7 +107,7 @@ def evaluation(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def state_bytes(engine: ZeroEngine) -> int:
-    """Memory of shards, masters, gradients and moments, each storage counted once."""
+    """Return the bytes of shards, masters, gradients and moments. Each storage counts once."""
     tensors = [unit.shard for unit in engine.units]
     tensors += [t for shard in engine.optimizer.shards.values() for t in (shard.master, shard.grad) if t is not None]
     tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
@@ -120,13 +120,13 @@ def state_of_a_rank(rank: int, world_size: int, sections: dict) -> tuple[int, in
     train_zero(engine, toy_batches(1))
     numel = sum(param.numel() for param in engine.module.parameters())
     padding = sum(unit.layout.padded - unit.layout.numel for unit in engine.units)
-    # Between steps the buffer of a gradient may be kept or not: it is sharded all the same.
+    # Between steps the buffer of a sharded gradient may be kept or freed.
     return state_bytes(engine), 4 * (numel + padding) * (4 if not sections else 4.5) / world_size
 
 
 @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_state_of_a_rank_is_its_share(sections):
-    """fp32: weight, gradient and two moments; bf16: its 2-byte weight, and a master, a gradient and moments in fp32."""
+    """fp32: weight, gradient, two moments. bf16: the weight in 2 bytes; master, gradient and moments in fp32."""
     for world_size in (1, 2, 4):
         for held, share in run_on(world_size, state_of_a_rank, sections):
             assert held <= share
@@ -138,7 +138,7 @@ def test_the_model_itself_holds_nothing_once_it_is_sharded():
 
 
 def left_over(rank: int, world_size: int) -> int:
-    """Elements of memory behind all parameters while they are sharded."""
+    """Return the elements of memory that the parameters hold while they are sharded."""
     model = toy()
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
     optimizer = adamw([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
@@ -148,7 +148,7 @@ def left_over(rank: int, world_size: int) -> int:
 
 
 class Tiled(nn.Module):
-    """One block: a layer of 16 x 24 in six tiles of 8 x 8, or whole."""
+    """One block with a layer of 16 x 24, whole or in six tiles of 8 x 8."""
 
     def __init__(self, tiled: bool) -> None:
         super().__init__()

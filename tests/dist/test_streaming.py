@@ -1,4 +1,4 @@
-"""zero.stream_weights: every weight, once, on every rank, in bounded memory, with adapters merged."""
+"""zero.stream_weights: each rank gets every weight once, in bounded memory, with adapters merged."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_adapter_that_is_no_sum_is_refused_by_name():
 
 
 def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
-    """PEFT's own merge and unmerge inside of GatheredParameters; training state stays as it was."""
+    """Call PEFT's own merge and unmerge inside of `GatheredParameters`. Training state stays as it was."""
     reference = with_adapters()
     before = copy.deepcopy(reference.state_dict())
     reference.merge_adapter()
@@ -96,7 +96,7 @@ def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
                     assert torch.equal(param, expected[name]), name
             with zero.GatheredParameters(part[0].parameters()):
                 pass
-            assert part[0].base_layer.weight.isfinite().all(), "the inner context took away what the outer one holds"
+            assert part[0].base_layer.weight.isfinite().all(), "the inner context resharded what the outer one holds"
             for layer in part:
                 layer.unmerge()
     for name, value in zero.stream_weights(engine):
@@ -109,7 +109,7 @@ def test_peft_merges_inside_of_gathered_parameters(layer_by_layer):
 
 
 def order_of_gathers(rank: int, world_size: int) -> None:
-    """One all-gather a unit, the next one started before the one at hand is waited for; shapes are true throughout."""
+    """A list of parameters costs one all-gather for each unit. Shapes are true before, within and after."""
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     shapes = [(param.shape, param.numel(), param.dtype) for param in engine.module.parameters()]
     assert shapes == [(param.shape, param.numel(), param.dtype) for param in toy().parameters()]
@@ -125,7 +125,7 @@ def test_a_list_of_parameters_costs_one_gather_a_unit():
 
 
 def single_parameters(rank: int, world_size: int) -> None:
-    """A loop over single parameters gathers each one alone; what is nested, or computed meanwhile, changes nothing."""
+    """A loop over single parameters gathers each one alone, also with nested contexts and with a forward inside."""
     true = weights_of(toy())
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     before = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"]

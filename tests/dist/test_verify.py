@@ -1,4 +1,4 @@
-"""`zero verify`: an engine that computes rightly passes, and each planted fault is found and explained."""
+"""`zero verify`: a correct engine passes. Each planted fault is found and explained."""
 
 from __future__ import annotations
 

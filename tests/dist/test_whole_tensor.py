@@ -1,4 +1,4 @@
-"""Optimizers of whole tensors beside training: checkpoints, what moves between ranks, how work is spread."""
+"""Optimizers of whole tensors: checkpoints, offload, fragments, what moves between ranks, and how work is spread."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, 
     straight = curve_on(written, train_save_train, name, ds_config(stage=stage), str(tmp_path))
     resumed = curve_on(read, load_train, name, ds_config(stage=other, **OTHER_CUTS), str(tmp_path))
     assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
-    if name == "Adafactor, lr":  # Muon multiplies in bf16; Whitened counts its steps outside of its state
+    if name == "Adafactor, lr":  # Muon multiplies in bf16, and Whitened does not store its count of steps
         assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
 
 
 def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
-    """Elements: of all, those that move; sent in a step; floating-point operations of it; bytes of state."""
+    """Return elements in all, elements that move, elements sent in a step, its FLOPs, and bytes of state."""
     config = ds_config(stage3_param_persistence_threshold=40)
     engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
     data = batches("llama", 2)
@@ -103,14 +103,14 @@ def test_work_and_state_are_spread_and_whole_tensors_stay():
         assert sum(each[3] for each in found) == flops and max(each[3] for each in found) <= 1.3 * flops / world_size
         assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
         assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
-        assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master of what moves"
+        assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master are sent"
 
 
 # -- offload
 
 
 def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder: str, sections: dict) -> Curve:
-    """Two steps, a checkpoint and a resumption, two more steps; every tensor may go to a file, however small."""
+    """Train two steps, save, resume in a new engine, train two more. Small tensors may go to files too."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
     config = ds_config(clip=0.5, accumulation=2, **SECTIONS[dtype], **SMALL, **sections)
     data, folder = batches("llama", 4), Path(folder) / str(len(sections))
@@ -162,7 +162,7 @@ def norms_in_files(rank: int, world_size: int, folder: str) -> str:
     engine, _ = start(build("llama"), config, make=partial(Norming, lr=0.1))
     with pytest.raises(UsageError) as caught:
         train_zero(engine, batches("llama", 1))
-    with pytest.raises(UsageError):  # some units are updated, others not
+    with pytest.raises(UsageError):  # the engine stays unusable: some units were updated, others not
         engine.step()
     return str(caught.value)
 
@@ -187,7 +187,7 @@ def test_offload_states_changes_no_bit():
     assert_equal(curve_on(2, relocated, True), curve_on(2, relocated, False))
 
 
-# -- numbers of the param groups
+# -- numbers in the param groups
 
 
 class Counting(torch.optim.SGD):
@@ -195,13 +195,13 @@ class Counting(torch.optim.SGD):
 
     def step(self, closure=None):
         super().step(closure)
-        self.state["total"] = self.state.get("total", 0) + 1  # as SPAM does: of no parameter
+        self.state["total"] = self.state.get("total", 0) + 1  # state of no parameter, as SPAM has it
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
 
 
 def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], set[float]]:
-    """The count and the learning rates after two steps under a schedule that halves them."""
+    """Take two steps with a schedule that halves the learning rate. Return the counts and the learning rates."""
     model = build("llama")
     optimizer = Counting([{"params": [param]} for param in model.parameters()], lr=1.0)
     schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
@@ -275,7 +275,7 @@ def test_the_state_of_one_parameter(stage):
 
 
 class Remembering(torch.optim.Optimizer):
-    """Descends along the sum of all gradients; keeps the first one as it is, and asks each parameter for a factor."""
+    """Descends along the sum of all gradients. It keeps the first gradient without a copy, and reads `param.factor`."""
 
     def __init__(self, params, own_list: bool = False):
         super().__init__(params, {"lr": 1e-2})

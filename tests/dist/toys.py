@@ -1,4 +1,4 @@
-"""A model small enough to reason about, and what records what the engine does with it."""
+"""A toy model, and functions that record what the engine does with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """A stem, blocks and a head: each is one unit, if nothing is persistent.
+    """A stem, blocks and a head. Each of them is one unit, if nothing is persistent.
 
-    `dropped` holds the numbers of blocks that a forward leaves out, `checkpointing` is None, "reentrant" or
-    "non-reentrant", `tied` makes the head's weight that of the stem.
+    `dropped`: the numbers of blocks that a forward leaves out. `checkpointing`: None, "reentrant" or "non-reentrant".
+    `tied`: the head has the weight of the stem.
     """
 
     def __init__(self, blocks: int = 4, checkpointing: str | None = None, tied: bool = False) -> None:
@@ -103,14 +103,14 @@ def after_each(cls: type, name: str, look: Any) -> Iterator[None]:
 
 
 def gathered(engine: ZeroEngine) -> int:
-    """Elements of memory that gathered units hold at this moment, paddings included, by the storages themselves."""
+    """Return how many elements the storages of all full buffers hold now, with padding."""
     return sum(
         unit.full.untyped_storage().nbytes() // unit.full.element_size() for unit in engine.units if not unit.persistent
     )
 
 
 def gathering(engine: ZeroEngine) -> int:
-    """Elements on their way at this moment."""
+    """Return how many elements are being gathered now."""
     return sum(unit.layout.numel for unit in engine.units if unit.state is State.GATHERING)
 
 

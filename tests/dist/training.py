@@ -1,7 +1,7 @@
-"""Training the same model on the same global batches under plain torch and under the engine.
+"""Trains the same model on the same global batches, in plain torch and with the engine.
 
-A *curve* is what a run reports: for each step the losses of all micro-batches on all ranks, in the order in which a
-single process would see them, and the gradient norm before clipping; and the weights at the end.
+A run reports a *curve*. For each step it has the gradient norm before clipping, and the losses of all micro-batches on
+all ranks, in the order of a single process. At the end come the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LR = 1e-3
 WEIGHT_DECAY = 0.1
 
 Batch = dict[str, torch.Tensor]
-# Turns the trainable parameters with their names into what an optimizer takes.
+# From the named trainable parameters to the param groups of an optimizer.
 Grouping = Callable[[list[tuple[str, nn.Parameter]]], list[dict[str, Any]]]
 
 
@@ -49,7 +49,7 @@ def one_group(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
 
 
 def two_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Matrices decay; vectors do not and learn ten times as fast."""
+    """Two param groups: matrices have weight decay, vectors have none and ten times the learning rate."""
     return [
         {"params": [param for _, param in named if param.dim() > 1]},
         {"params": [param for _, param in named if param.dim() <= 1], "weight_decay": 0.0, "lr": 10 * LR},
@@ -60,7 +60,7 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LR, weight_decay=WEIGHT_DECAY)
 
 
-# Makes an optimizer of param groups.
+# From param groups to an optimizer.
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -83,7 +83,7 @@ def train_plain(
     grouping: Grouping = one_group,
     make: Make = adamw,
 ) -> Curve:
-    """The training loop that everybody knows, on whole global batches."""
+    """Train with a plain loop on whole global batches."""
     curve = Curve()
     params = [param for _, param in trainable(model)]
     optimizer = make(grouping(trainable(model)))
@@ -103,7 +103,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 def _gradients(model: nn.Module, part: Batch, accumulation: int, scale: float) -> tuple[float, Gradients]:
-    """Loss and fp32 gradients of one micro-batch; a parameter without one has zeros."""
+    """Return loss and fp32 gradients of one micro-batch. A missing gradient is zeros."""
     loss = loss_of(model(**part))
     ((loss / accumulation if accumulation > 1 else loss).float() * scale).backward()
     found = {}
@@ -136,17 +136,16 @@ def train_in_slices(
     grouping: Grouping = one_group,
     make: Make = adamw,
 ) -> Curve:
-    """Data-parallel mixed precision spelled out in one process: the shapes and the order of sums of `ranks` ranks.
+    """Train as `ranks` ranks in mixed precision do, but in one process: with their shapes and their order of sums.
 
-    The model computes in `dtype`; each of `ranks * accumulation` parts of a batch gives gradients in that dtype, of its
-    loss, divided by `accumulation` and times `scale` (which is not the same in fp16, where small gradients are
-    subnormal). They are summed in fp32 (float64 of a float64 model): in the order of micro-batches and, within one, of
-    ranks, or with `own_first` first each rank's own, as stages 0 and 1 do. Those of `shard_size` consecutive ranks are
-    summed first, and then these sums. Their mean updates the masters, in the same dtype, which are rounded back into
-    the model.
+    A batch has `ranks * accumulation` parts. Each part gives gradients in `dtype`, of its loss / `accumulation` x
+    `scale`. (In fp16 the scale changes gradients: small ones are subnormal.) Gradients are summed in fp32, of a float64
+    model in float64: micro-batch by micro-batch, and within one rank by rank. With `own_first` each rank's own
+    gradients are summed first, as at stages 0 and 1. The gradients of `shard_size` consecutive ranks are summed before
+    these sums are. Their mean updates the masters, which are rounded into the model.
 
-    `norms` are those by which clipping divides, step by step, if not this run's own: a norm's last bit depends on how
-    parameters are cut, and every weight on that bit.
+    `norms`: clipping divides by these, step by step, in place of this run's own. The last bit of a norm depends on how
+    parameters are cut, and all weights depend on that bit.
     """
     curve = Curve()
     for param in model.parameters():
@@ -178,7 +177,7 @@ def train_in_slices(
 
 
 def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> dict[str, Any]:
-    """A configuration for stage 3; keywords that begin with no section's name belong to `zero_optimization`."""
+    """Return a configuration for stage 3. Keywords that name no section are keys of `zero_optimization`."""
     named = ("fp16", "bf16", "optimizer", "scheduler", "communication_data_type", "activation_checkpointing")
     top = {key: value for key, value in sections.items() if key in named}
     stage3 = {key: value for key, value in sections.items() if key not in named}
@@ -199,7 +198,7 @@ def start(
 
 
 def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
-    """One optimizer step over this rank's micro-batches; their losses."""
+    """Take one optimizer step over this rank's micro-batches, and return their losses."""
     losses = []
     for part in parts:
         loss = loss_of(engine(**{name: value.to(engine.comm.device) for name, value in part.items()}))
@@ -210,7 +209,7 @@ def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
 
 
 def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
-    """This rank's part of each batch. Every rank gets its own losses; rank 0 alone gets the weights."""
+    """Train on this rank's part of each batch. Each rank returns its own losses; only rank 0 returns the weights."""
     curve = Curve()
     accumulation = engine.settings.gradient_accumulation_steps
     for batch in batches:
@@ -222,7 +221,7 @@ def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
 
 
 def curve_on(world_size: int, fn: Callable[..., Curve], *args: Any, **device: bool) -> Curve:
-    """Run `fn(rank, world_size, *args)` on all ranks, as `run_on` does, and put their curves together."""
+    """Run `fn(rank, world_size, *args)` on all ranks, as `run_on` does, and merge their curves."""
     return together(run_on(world_size, fn, *args, **device))
 
 
@@ -237,20 +236,20 @@ def together(curves: Sequence[Curve]) -> Curve:
 
 
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative deviation."""
+    """Return the largest relative difference."""
     return max((abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
 def assert_equal(found: Curve, expected: Curve) -> None:
-    """Bit for bit: losses, norms and weights."""
+    """Compare losses, norms and weights bit for bit."""
     assert found.norms == expected.norms
     assert_same_training(found, expected)
 
 
 def assert_same_training(found: Curve, expected: Curve) -> None:
-    """Losses and weights bit for bit; norms, of the same gradients, within rounding.
+    """Compare losses and weights bit for bit, and norms within rounding.
 
-    A parameter that lies on several ranks has its squares summed in as many parts.
+    The norms are of the same gradients. But the squares of a parameter on several ranks are summed in several parts.
     """
     assert found.losses == expected.losses
     assert_same_weights(found.weights, expected.weights)

@@ -48,7 +48,7 @@ def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
 
 
 def sequences(count: int, shortest: int = 4, longest: int = 12, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Examples for a causal model: random token ids of different lengths, each its own labels."""
+    """Return examples for a causal model: random token ids of different lengths. The labels are the same ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
@@ -56,13 +56,13 @@ def sequences(count: int, shortest: int = 4, longest: int = 12, seed: int = 0) -
 
 
 def pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Examples for an encoder-decoder model."""
+    """Return examples for an encoder-decoder model."""
     sources, targets = sequences(count, seed=seed), sequences(count, seed=seed + 1)
     return [{"input_ids": s["input_ids"], "labels": t["labels"]} for s, t in zip(sources, targets, strict=True)]
 
 
 class Pad:
-    """Collates examples: pads on the right to the longest, or to a multiple."""
+    """Collates examples. Pads on the right, to the longest example or to a multiple."""
 
     def __init__(self, multiple: int = 1):
         self.multiple = multiple

@@ -1,4 +1,4 @@
-"""The losses as they are written in the papers, in plain float64 torch; autograd differentiates them."""
+"""The losses as the papers write them, in plain float64 torch. Autograd gives their gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def divergence(
     skew_alpha: float = 0.1,
     top_k: int = 0,
 ) -> torch.Tensor:
-    """T^2 times the loss of each token for float64 logits (N, V)."""
+    """Return T^2 times the loss of each token, for float64 logits (N, V)."""
     p, q = log_softmax(teacher, temperature).exp(), log_softmax(student, temperature).exp()
     if top_k:
         indices = p.topk(top_k, dim=-1).indices

@@ -1,4 +1,4 @@
-"""The fused head against float64 autograd of the plain formulas, and what must not change its result."""
+"""The fused head against float64 autograd of the plain formulas. Also: settings that must not change its result."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.distill import references
 from tests.tolerance import assert_close, rounding
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 8, 12, 61
-# Additions on the way: two heads, two normalisations, the sum over the vocabulary, that over tokens; exp, log and the
-# like are some more roundings.
+# Additions from input to result: two heads, two normalisations, the sums over vocabulary and tokens. exp, log and the
+# like add a few roundings.
 TERMS = WIDTH + TEACHER_WIDTH + 3 * VOCABULARY + TOKENS + 16
 close = partial(torch.testing.assert_close, rtol=rounding(torch.float32, TERMS), atol=rounding(torch.float32, TERMS))
 
@@ -26,7 +26,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def case(dtype=torch.float32, bias=True, teacher_vocabulary=VOCABULARY):
-    """Student (hidden, weight, bias) with gradients, labels, and the teacher (hidden, weight, bias)."""
+    """Return the student's (hidden, weight, bias), which need gradients, the labels, and the teacher's three."""
     student = [normal(1, TOKENS, WIDTH), normal(2, VOCABULARY, WIDTH), normal(3, VOCABULARY) if bias else None]
     teacher = [normal(4, TOKENS, TEACHER_WIDTH) / 2, normal(5, teacher_vocabulary, TEACHER_WIDTH), None]
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(6))
@@ -85,7 +85,7 @@ def test_without_cross_entropy():
 
 
 def test_padded_rows_of_the_vocabulary_are_left_out():
-    """61 rows against 70, of which 55 are tokens: distilled over these 55, renormalised; cross-entropy over all 61."""
+    """The heads have 61 and 70 rows, and 55 are tokens. The divergence is over these 55, cross-entropy over all 61."""
     ids = slice(0, 55)
     recipe = Recipe(0.6, Divergence("forward_kl"), 2.0, shared=SharedTokens(ids, ids), chunk_size=6)
     inputs = case(teacher_vocabulary=70)
@@ -167,7 +167,7 @@ def test_bf16_heads_sum_the_weights_gradient_in_fp32():
     ours, expected = fused(student, labels, teacher, recipe), plain(student, labels, teacher, recipe)
     assert ours[1][1].dtype == torch.bfloat16
     scale = expected[1][1].abs().max()
-    # A weight's gradient is rounded once to bf16 at the end; what goes into it, several times on the way.
+    # A weight's gradient is rounded to bf16 once, at the end. Its inputs are rounded several times.
     assert (ours[1][1].double() - expected[1][1]).abs().max() <= rounding(torch.bfloat16, 4) * scale
 
 

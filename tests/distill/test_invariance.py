@@ -1,5 +1,4 @@
-"""One and the same gradients, but for rounding, however a step's examples are spread over ranks, accumulation, padding
-and stages: shapes differ."""
+"""Gradients are the same within rounding, with any number of ranks and micro-batches, any padding and any stage."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ from safetensors.torch import load_file
 from tests.processes import fork_ranks
 from tests.tolerance import assert_close, rounding
 
-# On top of the limits of the processes themselves, of which a fixture starts two.
+# More than the limits of the two processes that a fixture starts.
 pytestmark = pytest.mark.timeout(600)
 
-# Two steps of SGD; the inner lengths of two layers, the head and the losses, forward and backward, about.
+# Two steps of SGD. About the inner lengths of two layers, the head and the losses, in forward and backward.
 TERMS, STEPS = 600, 2
 CLOSE = rounding(torch.float32, TERMS, STEPS)
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"

@@ -1,4 +1,4 @@
-"""Each loss against its formula in float64: value and gradient; and what must be true of it for any logits."""
+"""Value and gradient of each loss against its formula in float64, and properties that hold for any logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def logits(seed: int, tokens: int, vocabulary: int, scale: float = 2.0) -> torch
 
 
 def terms(*tensors: torch.Tensor) -> int:
-    """Two normalisations and a sum over the vocabulary; exp, log and the like are some more roundings."""
+    """Count additions: two normalisations and a sum over the vocabulary. exp, log and the like add a few roundings."""
     return 3 * max(tensor.shape[-1] for tensor in tensors) + 16
 
 
@@ -32,7 +32,7 @@ def check(loss_type, student, teacher, temperature, *, top_k=0, **parameters):
     z64 = student.double().requires_grad_()
     expected = references.divergence(z64, teacher.double(), loss_type, temperature, top_k=top_k, **parameters)
     (expected * weights.double()).sum().backward()
-    nats = max(1, expected.abs().max().item() / temperature**2)  # what is lost in fp32 is a fraction of the logarithms
+    nats = max(1, expected.abs().max().item() / temperature**2)  # errors in fp32 are relative to the logarithms
     allowed = rounding(torch.float32, terms(student, teacher)) * nats
     assert (value - expected).abs().max() <= allowed * temperature**2
     assert (z.grad - z64.grad).abs().max() <= allowed * temperature

@@ -1,7 +1,7 @@
-"""MiniCodformer: sees no future and no other document, generates from its cache, loads by the Auto classes.
+"""MiniCodformer: it sees no future tokens and no other documents, generates from its cache, and loads by Auto classes.
 
-The model is in float64: where shapes differ (a packed batch, a cache) results agree within that dtype's rounding, and
-what leaks from somewhere else would be many digits larger on any CPU.
+The model is in float64. If shapes differ (a packed batch, a cache), results agree within float64 rounding. A leak from
+another position would be larger by many orders of magnitude.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
 from tests.tolerance import assert_close, rounding
 
 VOCABULARY = 50
-# Of logits below 10, behind matrix products whose inner lengths add up to less than 1000.
+# For logits below 10. The inner lengths of the matrix products add up to less than 1000.
 CLOSE = {"rtol": 0.0, "atol": 10 * rounding(torch.float64, 1000)}
 
 

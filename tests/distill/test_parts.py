@@ -1,4 +1,4 @@
-"""Data, packing, vocabularies, hidden losses, the teacher cache and batches that models write, each by itself."""
+"""The parts of the distillation: data, packing, vocabularies, hidden losses, the teacher cache, generated batches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_packed_document_reads_as_it_does_alone(make):
         inputs = {name: torch.tensor([block[name]]) for name in ("input_ids", "position_ids")}
         packed = model(**inputs, use_cache=False).logits[0]
         alone = torch.cat([model(torch.tensor([x])).logits[0] for x in (a, b)])
-    # What leaks from another document is of the size of the logits. The inner lengths of two layers and the head:
+    # A leak from another document would be as large as the logits. The tolerance: inner lengths of two layers and head.
     assert_close(packed, alone, 2 * (16 + 7 + 16 + 16 + 32) + 16)
 
 
@@ -140,7 +140,7 @@ def test_rows_alone_are_compared_where_no_tokenizer_is_known():
     assert align_rows(5, 3).shared.student == slice(0, 3)
 
 
-# -- inside of the models
+# -- hidden states
 
 
 def test_hidden_losses_are_those_of_the_formulas():
@@ -190,7 +190,7 @@ DESCRIPTION = Description("teacher", "1", "tokenizer", 2.0, 4, models.VOCABULARY
 
 
 def say(inputs):
-    """A teacher whose logits are a function of the label and its place."""
+    """A teacher whose logits depend on the label and its position."""
     batch = Batch.of(inputs, shifted=True)
     table = torch.randn(models.VOCABULARY, models.VOCABULARY, generator=torch.Generator().manual_seed(0))
     logits = table[batch.labels] + (batch.rows % inputs["labels"].shape[1]).unsqueeze(1) / 9 * table[0]
@@ -249,7 +249,7 @@ def test_a_truncated_part_is_named(tmp_path):
         TeacherCache(tmp_path)
 
 
-# -- batches that models write
+# -- generated batches
 
 
 def test_all_ranks_draw_the_same_writer():

@@ -1,4 +1,4 @@
-"""The examples on two ranks: what they print, that a resumed run ends as a straight one, that the model loads."""
+"""The examples on two ranks: what they print, that a resumed run ends like a straight one, that the model loads."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.processes import REPOSITORY, fork_ranks, run, torchrun
 
 
 def lines(script: str, *args: object, start: Callable = fork_ranks) -> list[str]:
-    """What rank 0 printed about its progress, as it was printed."""
+    """Run an example. Return the lines that rank 0 printed about its progress."""
     done = start(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)]
 
 
 def numbers(line: str) -> list[float]:
-    """Those with a point in a line of progress."""
+    """Return the decimal numbers in a line of progress."""
     return [float(number) for number in re.findall(r"\d+\.\d+", line)]
 
 
 def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
-    """With dropout: the random states come back too."""
+    """The model has dropout. So the random states must be restored too."""
     straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=torchrun)
     assert len(straight) == 2 and straight[0] != straight[1].replace("epoch 2", "epoch 1")
     before = T5ForConditionalGeneration.from_pretrained(tmp_path / "model").state_dict()
@@ -65,7 +65,7 @@ def test_trl_sft_learns_and_saves(tmp_path: Path) -> None:
 
 
 def zero_run(*command: object) -> list[str]:
-    """What the command printed about its progress."""
+    """Run a command under `zero run`. Return the lines that it printed about its progress."""
     zero = [sys.executable, "-m", "zero", "run", *map(str, command)]
     done = run(zero, timeout=280, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def zero_run(*command: object) -> list[str]:
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
-    """The script as it is, the configuration as `accelerate config` writes it."""
+    """The script is unchanged. The configuration is what `accelerate config` writes."""
     launch = ("accelerate", "launch", "--config_file", "examples/deepspeed_zero3.yaml", "--main_process_port", 0)
     said = zero_run(*launch, "examples/accelerate_launch.py", "--epochs", 2, "--output", tmp_path)
     assert [line.split(":")[0] for line in said] == ["DEEPSPEED on 2 processes", "epoch 1", "epoch 2"]
@@ -107,7 +107,7 @@ def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
 
 
 def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
-    """Started by plain python: Lightning starts the second rank, which inherits the hook."""
+    """Start by plain python. Lightning starts the second rank, which inherits the hook."""
     pytest.importorskip("lightning", reason="an example for those who have Lightning")
     fit = partial(zero_run, "examples/lightning_fit.py", "--epochs", 2, "--output")
     straight = fit(tmp_path / "ddp", "--strategy", "ddp")

@@ -1,6 +1,6 @@
-"""`--resume_from_checkpoint` of an unpatched Trainer: the same run goes on, on the same or another number of ranks.
+"""`--resume_from_checkpoint` of an unpatched Trainer: the run goes on, on the same or another number of ranks.
 
-The text is Babel's; `ZERO_TEST_TEXT=FILE pytest tests/hf/test_resume.py` takes a file of `translation` records instead.
+The text is Babel's. `ZERO_TEST_TEXT=FILE pytest tests/hf/test_resume.py` takes a file of `translation` records instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "the Trainer's own": {"gradient_clipping": "auto"},
 }
-# Dropout shows whether the random states came back; without it, another number of ranks can give the same losses.
+# Dropout shows whether random states are restored. Without dropout, another number of ranks gives the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
 SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
 
@@ -60,7 +60,7 @@ def _text_file(folder: Path) -> Path:
 
 
 def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The reports of the jobs by their names; of a job that does not come to its end, the last one, the output."""
+    """Return the reports by the names of the jobs. If the last job does not end, its entry is the output."""
     for job in jobs.values():
         job["text"] = str(_text_file(folder))
     path = write_jobs(list(jobs.values()), folder)
@@ -79,7 +79,7 @@ def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder and the reports of two ranks that were never interrupted; beside them, a run that was killed."""
+    """Return folder and reports of uninterrupted runs on two ranks. The folder also has a run that was killed."""
     folder = tmp_path_factory.mktemp("straight")
     jobs = {name: _job(name, folder / name, 2) for name in CONFIGS}
     jobs["killed"] = _job("sections", folder / "killed", 2, kill_at=KILLED)
@@ -88,7 +88,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def preempted(tmp_path_factory):
-    """The folder of a run that was told to end, and what it said; its checkpoints are written while it trains."""
+    """Return the folder and the output of a run that got SIGTERM. Its saves are asynchronous."""
     folder = tmp_path_factory.mktemp("preempted")
     job = _job("sections", folder / "preempted", 2, sigterm_at=KILLED)
     job["arguments"]["deepspeed"] |= {"checkpoint": {"async_save": True}}
@@ -99,7 +99,7 @@ def preempted(tmp_path_factory):
 def resumed(straight, preempted, tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
     sources = {name: straight[0] / name / f"checkpoint-{SAVED}" for name in CONFIGS}
-    # A save that was killed, too, leaves a folder like this one: the ordinary flag passes over it, in the same folder.
+    # A save that was killed leaves such a folder. `resume_from_checkpoint=True` must skip it.
     (straight[0] / "killed" / f"checkpoint-{KILLED}").mkdir()
     sources["killed"] = None
     sources["preempted"] = find_resumable(preempted[0] / "preempted")

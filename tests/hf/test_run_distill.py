@@ -1,4 +1,4 @@
-"""run_distill.py as people start it: teachers, students and data of several kinds, and what it says of bad input."""
+"""run_distill.py from the command line: teachers, students and data of several kinds, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distill.corpus import train_tokenizer
 from distill.minicodformer import MiniCodformerConfig, MiniCodformerForCausalLM
 from tests.processes import REPOSITORY, fork_ranks
 
-# On top of the limits of the processes themselves, of which the fixtures start two.
+# More than the limits of the two processes that the fixtures start.
 pytestmark = pytest.mark.timeout(600)
 
 COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
@@ -29,12 +29,12 @@ COMMON = [
 
 
 def make_models(folder: Path) -> None:
-    """A causal teacher, an encoder-decoder teacher, and a tokenizer of another kind for a student."""
+    """Make a causal teacher, an encoder-decoder teacher, and another tokenizer for a student."""
     tokenizer = train_tokenizer(LINES, 290)
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    # Its head has more rows than the tokenizer has tokens, as those of large models have.
+    # The head has more rows than the tokenizer has tokens, as in many large models.
     teacher = LlamaForCausalLM(LlamaConfig(vocab_size=304, tie_word_embeddings=True, **sizes, **tokens))
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, **tokens,
@@ -220,7 +220,7 @@ def test_a_student_cut_out_of_its_teacher(finished):
     student = LlamaForCausalLM.from_pretrained(folder)
     assert student.config.num_hidden_layers == 2 and student.dtype == torch.bfloat16
     teacher = LlamaForCausalLM.from_pretrained(finished["folder"] / "teacher").state_dict()
-    for ours, theirs in ((0, 0), (1, 3)):  # three small steps away from where it started
+    for ours, theirs in ((0, 0), (1, 3)):  # three small steps change it little
         weight = student.state_dict()[f"model.layers.{ours}.mlp.up_proj.weight"].float()
         assert (weight - teacher[f"model.layers.{theirs}.mlp.up_proj.weight"]).abs().max() < 0.01
     card = (folder / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""run_translation.py as people start it: the demonstration, the documented command line, the loss, and bad input."""
+"""run_translation.py from the command line: the demonstration, the documented arguments, the loss, and bad input."""
 
 import json
 
@@ -25,7 +25,7 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def model_folder(corpus, tmp_path_factory):
-    """A tiny T5 and its tokenizer, saved."""
+    """Save a tiny T5 and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     pieces = train_sentencepiece([text for pair in corpus.train for text in pair], vocab_size=400)
     tokenizer = t5_tokenizer(scored_pieces(pieces))
@@ -41,7 +41,7 @@ def model_folder(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data_files(corpus, tmp_path_factory):
-    """The three splits, each in another of the formats: nested JSON lines, flat JSON lines, TSV."""
+    """Write the three splits in three formats: nested JSON lines, flat JSON lines, TSV."""
     folder = tmp_path_factory.mktemp("data")
     files = {"train": folder / "train.jsonl", "validation": folder / "validation.json", "test": folder / "test.tsv"}
     nested = [{"translation": {"en": pair.source, "de": pair.target}} for pair in corpus.train]
@@ -53,7 +53,7 @@ def data_files(corpus, tmp_path_factory):
 
 
 def script(*arguments, nproc, timeout=LIMIT):
-    """Run the script on ranks that are forked, or in one process without a launcher (`nproc=0`)."""
+    """Run the script on forked ranks, or in one process without a launcher (`nproc=0`)."""
     return fork_ranks(SCRIPT, *map(str, arguments), nproc=nproc, timeout=timeout)
 
 
@@ -74,7 +74,7 @@ def test_demonstration(tmp_path):
     assert json.loads((output / "predict_results.json").read_text())["predict_bleu"] >= 0
     assert "predict_chrf" in json.loads((output / "predict_results.json").read_text())
     assert "eval_loss" in json.loads((output / "eval_results.json").read_text())
-    # 13 does not divide by the ranks: the repeated sentence is neither scored nor written.
+    # 13 sentences on two ranks: one is repeated, and that one is neither scored nor written.
     assert (output / "generated_predictions.txt").read_text().count("\n") == 13
     assert process.stdout.count("prediction  ") == 12
     assert process.stdout.rindex(f"reloaded from {output}") > process.stdout.rindex("prediction  ")
@@ -116,10 +116,10 @@ def test_own_data_without_a_model(data_files, tmp_path):
 
 
 def test_adafactor_on_the_demonstrations_model(tmp_path):
-    """`--optim` acts where the configuration has no optimizer; the demonstration's T5, in bf16, on two ranks."""
+    """`--optim` acts if the configuration has no optimizer. With the demonstration's T5, in bf16, on two ranks."""
     config = json.loads(CONFIG.read_text())
     del config["optimizer"], config["scheduler"]
-    config["zero_force_ds_cpu_optimizer"] = False  # accelerate would make Adam of what is offloaded
+    config["zero_force_ds_cpu_optimizer"] = False  # otherwise accelerate replaces an offloaded optimizer by Adam
     (tmp_path / "adafactor.json").write_text(json.dumps(config))
     output = tmp_path / "out"
     process = script(
@@ -130,18 +130,18 @@ def test_adafactor_on_the_demonstrations_model(tmp_path):
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("optimizer Adafactor updates whole tensors, each on the rank that owns it") == 1
     losses = [entry["loss"] for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]]
-    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1  # the same four sentences in each step
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1  # each step has the same four sentences
 
 
 STEPS = 3
 GLOBAL_BATCH = 4
-# (world size, batch per rank, accumulation): always the same four sentences a step. At a learning rate of 0 the weights
-# stay what they are, so that every step can be compared with plain torch.
+# (world size, batch per rank, accumulation): a step always has the same four sentences. The learning rate is 0, so the
+# weights never change, and every step can be compared with plain torch.
 CUTS = {"1 rank": (1, 4, 1), "1 rank x 4": (1, 1, 4), "2 ranks": (2, 2, 1), "2 ranks x 2": (2, 1, 2)}
 
 
 def plain_losses(model_folder, corpus):
-    """Plain torch: the mean over the target tokens of each global batch, and the norm of its gradient."""
+    """Return in plain torch the mean loss over the target tokens of each global batch, and its gradient norm."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForSeq2SeqLM.from_pretrained(model_folder)
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)

@@ -19,7 +19,7 @@ def test_one_rank_raising_in_a_step_ends_the_job(start, tmp_path):
         "deepspeed": str(SHIPPED_CONFIG),
     }
     jobs = [{"model": "llama", "arguments": arguments, "fail_at": 1}]
-    # The failing rank keeps a thread that never ends and the other one waits in a collective: the limit is the test.
+    # The failing rank has a thread that never ends, and the other rank waits in a collective. So the time limit tests.
     process = torchrun(*start, write_jobs(jobs, tmp_path), nproc=2, timeout=90)
     assert process.returncode != 0
     assert "[rank 1] RuntimeError: the batch was cursed" in process.stderr

@@ -18,7 +18,7 @@ ARGUMENTS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "warmup_steps": 1,
     "predict_with_generate": True,
-    # transformers scales T5's loss by the world size otherwise, see docs/architecture.md
+    # otherwise transformers multiplies T5's loss by the world size, see docs/architecture.md
     "average_tokens_across_devices": False,
 }
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reports(folder):
-    """Two ranks: fp32 with an evaluation (and generation) after each second step; bf16."""
+    """Return the reports of two ranks: fp32, with an evaluation and generation after every second step, and bf16."""
     common = {**ARGUMENTS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     arguments: dict[str, Any] = {**common, "deepspeed": str(SHIPPED_CONFIG)}
     with_evaluation = {**arguments, "eval_strategy": "steps", "eval_steps": 2}
@@ -56,7 +56,7 @@ def test_evaluation_between_steps_changes_nothing(reports, folder):
     reference = {
         "optimizer": "AdamW",
         "parameters": {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-        "factors": [0.0, 0.0, 1.0],  # WarmupLR, whose least number of steps is two
+        "factors": [0.0, 0.0, 1.0],  # WarmupLR warms up for at least two steps
     }
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}
     (plain,) = run_plain([{"model": "t5", "arguments": arguments, "reference": reference}], folder / "plain")
@@ -83,12 +83,12 @@ def test_saved_model_loads_in_a_fresh_process(reloaded):
 
 
 def test_generation_of_uneven_lengths(reports, reloaded):
-    """Rank 0 ends its sequences after 3 tokens, rank 1 after 7; each row agrees with the saved model's."""
-    # Seq2SeqTrainer leaves in the samples that fill up the last batch.
+    """Rank 0 ends its sequences after 3 tokens, rank 1 after 7. Each row equals that of the saved model."""
+    # Seq2SeqTrainer does not remove the samples that fill up the last batch.
     predictions = reports[0]["predictions"][:7]
     assert len(predictions) == len(reloaded["tokens"]) == 7
     for index, (row, expected) in enumerate(zip(predictions, reloaded["tokens"], strict=True)):
-        rank = index // 2 % 2  # batches of two samples go to the ranks in turn
+        rank = index // 2 % 2  # the ranks get batches of two samples in turn
         length = 1 + (3 if rank == 0 else 7)
         assert row[:length] == expected[:length], f"sample {index}"
         assert set(row[length:]) <= {0, -100}, f"sample {index}"

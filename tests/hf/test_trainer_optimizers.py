@@ -24,11 +24,11 @@ ARGUMENTS = {
     "max_grad_norm": 0.5,
 }
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
-# Factors of the learning rate after each step, with warmup_num_steps 3 and total_num_steps 6. As DeepSpeed's, the
-# configured schedules count that step as their step 0: they use in a step what they said after the one before.
+# Factors of the learning rate after each step, with warmup_num_steps 3 and total_num_steps 6. Configured schedules are
+# DeepSpeed's: a step uses the factor that was set after the step before it.
 WARMUP_LOG = [math.log(1) / math.log(3), math.log(2) / math.log(3), 1, 1, 1, 1]
 WARMUP_LINEAR_DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
-# transformers' own linear schedule: the factor used in each step, and at the end
+# transformers' own linear schedule: the factor in each step, and after the last one.
 LINEAR = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]
 
 MUON = {"lr": 1e-2, "adam_lr": 5e-3, "momentum": 0.9, "weight_decay": "auto", "betas": "auto", "eps": "auto"}
@@ -88,7 +88,7 @@ def _config(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """The reports of two ranks with 2 samples each in a step, by the name of the configuration."""
+    """Return the reports of two ranks with 2 samples each in a step, by the name of the configuration."""
     jobs = []
     for name in SECTIONS:
         arguments = {**_arguments(name), "per_device_train_batch_size": 2, "deepspeed": _config(name)}
@@ -101,7 +101,7 @@ def sharded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The reports of one process with 4 samples in a step."""
+    """Return the reports of one process with 4 samples in a step."""
     jobs: list[dict[str, Any]] = []
     for name, reference in REFERENCES.items():
         job = {"model": "llama", "arguments": {**_arguments(name), "per_device_train_batch_size": 4, "use_cpu": True}}
@@ -115,7 +115,7 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
     ours, theirs = sharded[name], plain[name]
     assert (ours["engine"], ours["world_size"]) == ("DeepSpeedEngine", 2)
     assert len(column(ours, "loss")) == STEPS
-    # The order of the sums differs between one process and two; Adam makes more of it than SGD would.
+    # Two processes add in another order than one. Adam amplifies the differences more than SGD.
     assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=1e-4)
     assert column(ours, "grad_norm") == pytest.approx(column(theirs, "grad_norm"), rel=1e-3)
     assert ours["evaluation"]["eval_loss"] == pytest.approx(theirs["evaluation"]["eval_loss"], rel=1e-4)
@@ -136,12 +136,12 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
     ],
 )
 def test_learning_rates_in_the_log(name, factors, sharded):
-    """The engine steps its scheduler within the step, before the Trainer logs; the Trainer steps its own after."""
+    """The engine steps its scheduler inside of the step, before the Trainer logs. The Trainer steps its own later."""
     assert column(sharded[name], "learning_rate") == pytest.approx([1e-2 * factor for factor in factors])
 
 
 def test_trainers_optimizer_under_a_configured_schedule_trains(sharded, plain):
-    # No plain reference: the Trainer's optimizer has two param groups, the reference of this schedule has one.
+    # There is no plain reference: the Trainer's optimizer has two param groups, the plain one has one.
     ours = column(sharded["the Trainer's optimizer, WarmupLR"], "loss")
     assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
     assert ours[-1] < ours[0] - 0.05
@@ -154,7 +154,7 @@ def test_torch_compile_compiles_the_blocks(sharded):
 
 
 def test_muon_trains(sharded, plain):
-    """Its numbers are compared in tests/parity. transformers has no Muon for a plain run."""
+    """tests/parity compares Muon's numbers. transformers has no Muon for a plain run."""
     ours = column(sharded["Muon"], "loss")
     assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
     assert ours[-1] < ours[0] - 0.05
@@ -179,7 +179,7 @@ def test_auto_values_are_filled_in(sharded):
 
 
 def test_plain_python_is_a_world_of_one(tmp_path, plain):
-    """The shipped configuration, in a script that asks for zero itself and has no launcher."""
+    """Train with the shipped configuration, in a script that calls `zero.hf.enable()` and has no launcher."""
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "deepspeed": str(SHIPPED_CONFIG)}
     (report,) = run_own([{"model": "llama", "arguments": arguments}], tmp_path)
     assert (report["engine"], report["world_size"]) == ("DeepSpeedEngine", 1)

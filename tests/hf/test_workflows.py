@@ -1,4 +1,4 @@
-"""What people do with a Trainer besides training once, and with accelerate: two ranks, stage 3, beside plain torch."""
+"""Workflows with a Trainer beyond one training, and with accelerate: two ranks, stage 3, against plain torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_frozen_layers(reports):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_lora(reports, name):
-    """The frozen base is sharded, and what is saved are the adapter's weights and no others."""
+    """The frozen base is sharded. Only the adapter's weights are saved."""
     report = reports[f"lora_{name}"]
     assert report["losses"] == close(report["expected"])
     assert report["held"] == pytest.approx(0.5, abs=0.01)
@@ -99,8 +99,8 @@ def test_lora(reports, name):
 
 
 def test_accelerate_plugins_in_turn_and_dummies(tmp_path):
-    """A student with a configured optimizer and schedule, two micro-batches a step, beside a frozen teacher."""
-    pytest.importorskip("peft")  # what the script shares with the Trainer's
+    """A student with configured optimizer and schedule, two micro-batches a step, and a frozen teacher."""
+    pytest.importorskip("peft")  # code that it shares with the Trainer's script needs PEFT
     report = report_of("accelerate_workflows.py", tmp_path)
     assert report["losses"] == close(report["expected"])
     assert report["rates"] == [0.0] + [1e-2] * 4

@@ -1,4 +1,4 @@
-"""Runs jobs of `scripts/jobs.py` in processes of their own and hands back what they report."""
+"""Runs jobs of `scripts/jobs.py` in their own processes and returns their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Job = dict[str, Any]
 
 
 def write_jobs(jobs: list[Job], folder: Path) -> Path:
-    """Complete the jobs with a report file and an output folder each, and write the list to a file."""
+    """Give each job a report file and an output folder, and write the list to a file."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, job in enumerate(jobs):
         job["report"] = str(folder / f"report{number}.json")
@@ -34,22 +34,22 @@ def _reports(jobs: list[Job], process: subprocess.CompletedProcess[str]) -> list
 
 
 def run_plain(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """In one process, without zero: what the Trainer does by itself."""
+    """Run in one process without zero: what the Trainer does by itself."""
     path = write_jobs(jobs, folder)
     return _reports(jobs, fork_ranks(SCRIPTS / "jobs.py", path, nproc=0, timeout=TIMEOUT, imported="transformers"))
 
 
 def run_unmodified(jobs: list[Job], folder: Path, nproc: int) -> list[dict[str, Any]]:
-    """The plain script under `-m zero run`."""
+    """Run the plain script under `-m zero run`."""
     path = write_jobs(jobs, folder)
     return _reports(jobs, fork_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT))
 
 
 def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """The script that calls `zero.hf.enable()`, under plain python."""
+    """Run the script that calls `zero.hf.enable()`, under plain python."""
     return _reports(jobs, run([sys.executable, SCRIPTS / "own.py", write_jobs(jobs, folder)], timeout=TIMEOUT))
 
 
 def column(report: dict[str, Any], key: str) -> list[float]:
-    """One value for each logged training step."""
+    """Return the value of `key` in each logged training step."""
     return [entry[key] for entry in report["log"] if key in entry]

@@ -1,4 +1,4 @@
-"""Small random models, each with its batches: the same on every rank, whatever was computed before."""
+"""Small random models with their batches. They are the same on every rank, whatever ran before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    """Odd sizes everywhere: hardly a parameter's size is divisible by 2, 3 or 4."""
+    """Build a Llama with odd sizes: few parameters have a size that is divisible by 2, 3 or 4."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=30, intermediate_size=37, num_hidden_layers=3, num_attention_heads=3,
         num_key_value_heads=1, max_position_embeddings=16, bos_token_id=1, eos_token_id=2,

@@ -1,7 +1,8 @@
-"""ZeRO-3 at its plainest, the specification of the engine: all parameters are gathered, nothing overlaps, torch alone.
+"""The simplest ZeRO-3, in torch alone. It is the specification of the engine, which must compute the same bits.
 
-Between steps a rank has its slice of each flattened parameter, and the optimizer updates that. The engine is to compute
-the same bits; what it does besides (units, prefetch, buckets, offload) changes when and where, and never what.
+Between steps a rank has its slice of each flattened parameter, and the optimizer updates the slices. In a step all
+parameters are gathered, and nothing overlaps. The engine adds units, prefetch, buckets and offload. These change when
+and where something is computed, and never the result.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class NaiveZero3:
         self.optimizer = make_optimizer(self.shards)
 
     def _slices(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One slice of equal length for each rank; the last ones are padded."""
+        """Return one slice of equal length for each rank. The end is padded."""
         padded = torch.nn.functional.pad(value.flatten(), (0, -value.numel() % self.world_size))
         return padded.chunk(self.world_size)
 
@@ -45,7 +46,7 @@ class NaiveZero3:
             total += self._slices(each)[self.rank]
 
     def step(self, micro_batches: Sequence[dict[str, torch.Tensor]], clip: float = 0.0) -> tuple[list[float], float]:
-        """This rank's losses, and the norm of the mean gradient over all micro-batches and ranks."""
+        """Return this rank's losses, and the norm of the mean gradient over all micro-batches and ranks."""
         self.unshard()
         sums, losses = [torch.zeros_like(shard) for shard in self.shards], []
         for batch in micro_batches:

@@ -1,7 +1,7 @@
-"""torch.compile of each block: the training of the eager model at every stage, with no new graphs after the first step.
+"""torch.compile of each block: the same training as in eager mode, and no new graphs after the first step.
 
-The backend "aot_eager" runs the operations of the eager model from graphs made ahead of time. So each operation has its
-bits. Where a tensor is used more than once, its gradients may be added in another order.
+The backend "aot_eager" runs the operations of the eager model from graphs. So each operation gives the same bits. If a
+tensor is used more than once, its gradients may be added in another order.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.processes import run_on
 from tests.tolerance import rounding
 
 STEPS = 3
-# Inner lengths along forward and backward of these models, about.
+# About the sum of the inner lengths in forward and backward of these models.
 TERMS = 1000
-# Inductor then needs no pool of processes that compile.
+# With one thread, inductor starts no pool of compiling processes.
 ONE_THREAD = {"compile_threads": 1}
 
 
@@ -33,12 +33,12 @@ def section(backend: str | None, **kwargs: Any) -> dict[str, Any]:
 
 
 def count() -> int:
-    """Graphs that were compiled in this process so far."""
+    """Return the number of graphs compiled in this process so far."""
     return counters["stats"]["unique_graphs"]
 
 
 def train(model: nn.Module, given: list, config: dict[str, Any]) -> tuple[Curve, list[int]]:
-    """A training, and the number of graphs after its first step and after its last one."""
+    """Train. Return the curve, and the number of graphs after the first and after the last step."""
     torch._dynamo.reset()
     before = count()
     engine, _ = start(model, config)
@@ -64,7 +64,7 @@ def of_transformers(name: str, stage: int, checkpointing: bool) -> list:
 
 
 def of_toys(shared: bool = False, listed: bool = True, **options: Any) -> list:
-    """`shared`: all blocks have one `up`, whose unit is gathered by hooks inside of them; `listed`: it has blocks."""
+    """Train toys. `shared`: all blocks share one layer `up`, a unit of its own. `listed`: the engine finds blocks."""
     found = []
     for backend in (None, "aot_eager"):
         model = toy(**options)
@@ -88,13 +88,13 @@ TOYS: dict[str, dict[str, Any]] = {
 
 
 def all_of_them(rank: int, world_size: int, models: list[tuple], toys: list[dict[str, Any]]) -> list:
-    """In one process: what a compilation imports takes longer than the compilation."""
+    """Train all in one process: importing the compiler takes longer than compiling."""
     return [*(of_transformers(*model) for model in models), *(of_toys(**options) for options in toys)]
 
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, list]:
-    """For each model the trainings of both ranks, eager and compiled."""
+    """Return for each model the trainings of both ranks, eager and compiled."""
     of_ranks = run_on(2, all_of_them, [model for model, _ in MODELS.values()], list(TOYS.values()), timeout=400)
     return dict(zip([*MODELS, *TOYS], zip(*of_ranks, strict=True), strict=True))
 
@@ -120,11 +120,11 @@ def assert_close(trainings: list, kinds: int) -> None:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_bit_for_bit_at_stage_3(trained, name):
-    """With checkpoints around blocks, with hooks inside of them, and a model without blocks, compiled as a whole."""
+    """With checkpoints around blocks, with hooks inside of blocks, and with a model that is compiled as a whole."""
     for (eager, _), (compiled, graphs) in trained[name]:
         assert graphs[0] == graphs[1] > 0
         assert (compiled.losses, compiled.norms) == (eager.losses, eager.norms)
-        assert_same_weights(compiled.weights, eager.weights)  # rank 0 alone has them
+        assert_same_weights(compiled.weights, eager.weights)  # only rank 0 has weights
 
 
 def inductor(rank: int, world_size: int) -> None:
@@ -132,7 +132,7 @@ def inductor(rank: int, world_size: int) -> None:
         train(toy(), toy_batches(STEPS), ds_config() | section(backend, fullgraph=True, options=ONE_THREAD))
         for backend in (None, "inductor")
     )
-    assert compiled[1] == [1, 1], "the hooks must stay outside of the one graph of all blocks"
+    assert compiled[1] == [1, 1], "all blocks share one graph, which has no hooks in it"
     assert relative(compiled[0].norms, eager[0].norms) <= rounding(torch.float32, TERMS, STEPS)
 
 

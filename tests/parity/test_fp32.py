@@ -1,9 +1,9 @@
 """fp32: the engine against plain torch in one process, 20 steps of AdamW on the same global batches.
 
-The reference runs the same micro-batches, one after another, and adds their gradients in the same order: same shapes,
-same order of sums, and so the same losses and weights, bit for bit on any CPU. With clipping it divides by the engine's
-norms, which are its own up to rounding (`assert_same_training`). That slices are the whole batch holds within rounding
-only, since products of other shapes round in other ways: a test of the reference alone.
+The reference runs the same micro-batches, one after another, and adds their gradients in the same order. So losses and
+weights are equal bit for bit on any CPU. With clipping the reference divides by the engine's norms, which equal its own
+within rounding (`assert_same_training`). A separate test compares the reference with training on whole batches. These
+are equal within rounding only, because products of other shapes round differently.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from tests.processes import run_on
 from tests.tolerance import rounding
 
 STEPS = 20
-# Small enough that every mechanism is at work on models of 20-40 thousand elements.
+# Limits so small that each one is reached by models of 20 to 40 thousand elements.
 SMALL = {
     "stage3_param_persistence_threshold": 40,
     "stage3_prefetch_bucket_size": 4000,
@@ -68,7 +68,7 @@ def both_ways(rank: int, world_size: int) -> list[Curve]:
 
 
 def test_slices_train_as_the_whole_batch_does():
-    """In float64, but transformers makes the loss in fp32: sums over the vocabulary, then over tokens."""
+    """In float64. But transformers computes the loss in fp32, with sums over the vocabulary and over tokens."""
     whole, sliced = run_on(1, both_ways)[0]
     assert max(whole.norms) > 1.0, "clipping must be at work"
     close = rounding(torch.float32, VOCABULARY + batches("gpt2", 1)[0]["labels"].numel(), STEPS)
@@ -88,7 +88,7 @@ def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(name, 
 
 @pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])
 def test_world_of_one_without_clipping_is_bit_for_bit(name):
-    """Even the norms: nothing is cut."""
+    """The norms too, because no parameter is cut."""
     assert_equal(curve_on(1, sharded, name, 0.0, 1), reference(name))
 
 
@@ -108,5 +108,5 @@ def test_the_configured_optimizer_has_the_same_bits_where_its_state_is_offloaded
 
 
 def test_one_rank_accumulating_four_equals_four_ranks_without():
-    """Bit for bit: both add the same four gradients in the same order, and a quarter of a number in fp32 is exact."""
+    """Bit for bit: both add the same four gradients in the same order, and division by 4 is exact in fp32."""
     assert curve_on(1, sharded, "t5", 0.0, 4).losses == curve_on(4, sharded, "t5", 0.0, 1).losses

@@ -1,9 +1,9 @@
-"""bf16 and fp16 with fp32 masters, against the same spelled out in plain torch.
+"""bf16 and fp16 with fp32 masters, against the same computation in plain torch.
 
-Bit for bit on any CPU, losses and weights: both compute gradients of the same micro-batches in the same shapes, of
-losses with the same factors (fp16 has subnormal gradients, which a factor changes), add them in fp32 in the same order,
-and make one AdamW step in fp32. The norm alone is summed in another order where a parameter lies on several ranks, and
-may be off by rounding in fp32. `test_stages` has the other stages, and clipping on several ranks.
+Losses and weights are equal bit for bit on any CPU. Both compute gradients of the same micro-batches in equal shapes,
+scale the losses alike (in fp16 a scale changes subnormal gradients), add gradients in fp32 in the same order, and take
+one AdamW step in fp32. Only norms may differ by fp32 rounding: the squares of a parameter on several ranks are summed
+in parts. `test_stages` has the other stages, and clipping on several ranks.
 """
 
 import pytest

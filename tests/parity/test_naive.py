@@ -1,4 +1,4 @@
-"""The engine beside the naive one of `naive.py`: the same losses and weights, bit for bit; norms within rounding."""
+"""The engine against `naive.py`: losses and weights are equal bit for bit, norms within rounding."""
 
 import pytest
 import torch

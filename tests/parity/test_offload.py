@@ -1,10 +1,10 @@
-"""Offload changes where numbers are, never the numbers: the same bits from memory and from files, for 20 steps.
+"""Offload changes where numbers are, and never the numbers: 20 steps give the same bits from memory and from files.
 
-On any CPU: all runs have the same shapes. Without a C++ compiler torch's fused Adam updates what is offloaded, with
-last bits of its own, which depend on where a tile begins; the run in memory then takes the same one, on the same tiles.
+This holds on any CPU, because all runs have the same shapes. Without a C++ compiler, torch's fused Adam updates
+offloaded state. Its last bits depend on where a tile begins. Then the run in memory uses it too, on the same tiles.
 
-Every tensor of the engine may go to a file here, however small it is; tiles are cut at odd places. On two ranks the
-gathers are real.
+Here tensors of any size may go to a file, and tiles are cut at odd places. With two ranks, parameters are really
+gathered.
 """
 
 from functools import cache
@@ -57,20 +57,20 @@ def in_memory(world_size: int, dtype: torch.dtype) -> Curve:
 NVME = {"device": "nvme", "max_in_cpu": 0}
 CASES = {
     "cpu": ({"device": "cpu"}, {"device": "cpu"}, {}),
-    "cpu, step behind": ({"device": "cpu"}, {"device": "cpu", "overlap_step": True}, {}),
+    "cpu, late update": ({"device": "cpu"}, {"device": "cpu", "overlap_step": True}, {}),
     "optimizer in files": ({}, {"device": "nvme"}, {}),
     "parameters in files": (NVME, {"device": "cpu"}, {}),
     "all in files": (NVME, {"device": "nvme", "overlap_step": False}, {}),
-    "step behind": (NVME, {"device": "nvme", **BOTH}, {}),
+    "all in files, late update": (NVME, {"device": "nvme", **BOTH}, {}),
     "half of it": (NVME, {"device": "nvme", "ratio": 0.5, **BOTH}, {"sub_group_size": 10**6}),
     "odd tiles": (NVME, {"device": "nvme", **BOTH}, {"sub_group_size": 7777}),
     "some in memory": ({"device": "nvme", "max_in_cpu": 10**6}, {"device": "nvme"}, {}),
 }
 
 
-# Everything on one rank in fp32 and on two in bf16; on two in fp32 what these leave open.
+# All cases on one rank in fp32, and on two ranks in bf16. A few on two ranks in fp32.
 RUNS = [(*run, case) for run in ((1, torch.float32), (2, torch.bfloat16)) for case in CASES]
-RUNS += [(2, torch.float32, case) for case in ("cpu, step behind", "all in files", "odd tiles")]
+RUNS += [(2, torch.float32, case) for case in ("cpu, late update", "all in files", "odd tiles")]
 
 
 @pytest.mark.parametrize("world_size, dtype, case", RUNS)
@@ -81,4 +81,4 @@ def test_same_bits(tmp_path, world_size, dtype, case):
         assert_equal(found, curve_on(world_size, by_offloads_adam, dtype, others))
     else:
         assert_equal(found, in_memory(world_size, dtype))
-    assert not list(tmp_path.iterdir()), "files without names leave nothing"
+    assert not list(tmp_path.iterdir()), "the files were unlinked at creation"

@@ -1,8 +1,8 @@
-"""Parameters that are read outside of their own module's call get the gradient and the loss of plain torch.
+"""Parameters that are read outside of their module's call: losses and gradients are those of plain torch.
 
-Each model keeps its parameters where its forward does not call the module that owns them, so that at stage 3 the read
-itself must unshard them. Plain torch computes every rank's batch with the same shapes and averages the losses. Its
-order of sums differs from the engine's, so both are compared within fp32 rounding.
+The forward of each model reads parameters of a module that it does not call. So at stage 3 the read itself must unshard
+them. Plain torch computes the batches of all ranks in the same shapes, and averages the losses. The engine adds in
+another order, so both are compared within fp32 rounding.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.tolerance import assert_close
 from zero.deepspeed import fragments
 
 WIDTH, ROWS = 8, 4
-# Inner lengths of a few layers, of the loss and of the sum over rows, forward and backward, about.
+# About the inner lengths of a few layers, of the loss and of the sum over rows, in forward and backward.
 TERMS = 100
 
 
 class FusedLoss(torch.autograd.Function):
-    """Mean squared error of a linear head whose gradients are made in forward, as fused cross-entropies make them."""
+    """Mean squared error of a linear head. Gradients are computed in forward, as in fused cross-entropies."""
 
     @staticmethod
     def forward(ctx, hidden, weight, target):
@@ -45,7 +45,7 @@ class FusedLoss(torch.autograd.Function):
 
 
 class SavedWeight(torch.autograd.Function):
-    """A linear layer that multiplies by its weight again in backward."""
+    """A linear layer that saves its weight for backward."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -59,7 +59,7 @@ class SavedWeight(torch.autograd.Function):
 
 
 class FixedWeight(torch.autograd.Function):
-    """A product that gives its weight None for a gradient, as a loss does with a teacher's head."""
+    """A product that returns None as the gradient of its weight, as a loss with a teacher's head does."""
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -175,7 +175,7 @@ class Listed(Base):
 
 
 class TiedTwice(Base):
-    """The body's weight serves as head, read twice besides its call."""
+    """Body and head share a weight. It is used by two calls, and read twice outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class TiedTwice(Base):
 
 
 class Lora(Base):
-    """The merged weight of a frozen layer and two factors, as DoRA and adapters merged for a forward make it."""
+    """Merges a frozen weight with two factors in each forward, as DoRA does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Lora(Base):
 
 
 class Root(Base):
-    """Calls itself again inside of its forward, as trainers do that redirect it."""
+    """Calls itself again inside of its forward, as some trainers make a model do."""
 
     def forward(self, x, y=None):
         if y is None:
@@ -220,12 +220,12 @@ class Hidden(Base):
 
 
 def outside_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The head is read after the engine's forward."""
+    """Read the head after the engine's forward."""
     return FusedLoss.apply(model(x), model.head.weight, y)
 
 
 def two_losses(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Two forwards, each with a read after it, before one backward."""
+    """Run two forwards, each with a read after it, before one backward."""
     first = nn.functional.mse_loss(model(x) @ model.head.weight, y)
     return first + nn.functional.mse_loss(model(x + 1) @ model.head.weight.t(), y)
 
@@ -235,7 +235,7 @@ def penalty(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def part(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The root is not called at all."""
+    """Do not call the root at all."""
     return FusedLoss.apply(torch.tanh(model.body(x)), model.head.weight, y)
 
 
@@ -331,7 +331,7 @@ def test_a_parameter_that_was_read_and_got_no_gradient_is_named_once():
 
 
 def shows(rank: int, world_size: int) -> None:
-    """A sharded parameter is itself: the same object and leaf, with its shape; between passes it shows NaN."""
+    """A sharded parameter stays the same object and leaf, with its true shape. Between passes it shows NaN."""
     model = build(Hidden)
     weight = model.head.weight
     config = ds_config(stage3_param_persistence_threshold=0)
@@ -343,7 +343,7 @@ def shows(rank: int, world_size: int) -> None:
     with torch.no_grad():
         engine(*batch(0, rank)[:1])
         assert "nan" in repr(weight) and weight.requires_grad
-    assert engine.comm.calls["all_gather"] == calls + 1, "the body alone was unsharded"
+    assert engine.comm.calls["all_gather"] == calls + 1, "only the body was unsharded"
     with zero.GatheredParameters(weight):
         assert type(weight) is nn.Parameter and weight.isfinite().all()
     assert weight.isnan().all()

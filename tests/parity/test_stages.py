@@ -1,8 +1,9 @@
 """Every stage in every dtype on two ranks: losses and weights of plain torch in one process, bit for bit on any CPU.
 
-The reference has the same shapes and the same order of sums: stages 0 and 1 sum a rank's micro-batches before ranks
-exchange them, stages 2 and 3 exchange each one. Clipping divides by the norm, which is summed in pieces where a
-parameter lies on two ranks: it may be off by rounding in fp32, and the reference then takes the engine's.
+The reference has the same shapes and the same order of sums. At stages 0 and 1 a rank sums its micro-batches, and ranks
+exchange the sums. At stages 2 and 3 they exchange each micro-batch's gradients. Clipping divides by the norm. It may
+differ by fp32 rounding, because the squares of a parameter on two ranks are summed in parts. So with clipping the
+reference takes the engine's norms.
 """
 
 from functools import cache
@@ -72,5 +73,5 @@ def test_with_accumulation_and_clipping_bit_for_bit(stage, name, dtype):
 @DTYPES
 @STAGES
 def test_without_accumulation_and_clipping_bit_for_bit(stage, dtype):
-    """All stages alike."""
+    """All stages give the same."""
     assert_same_training(curve_on(RANKS, staged, "t5", stage, dtype, 1, 0.0), reference("t5", dtype, 1, 0.0, (), False))

@@ -1,7 +1,7 @@
 """Checkpointing, frozen and tied parameters, param groups, mixed dtypes: all against plain torch, without clipping.
 
-Bit for bit on any CPU: on one rank the reference is the loop that everybody knows, and on several ranks it has their
-micro-batches in turn, so that shapes and order of sums are the same.
+They are equal bit for bit on any CPU. For one rank the reference is a plain training loop. For several ranks it runs
+their micro-batches in turn, so that shapes and the order of sums are the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SeveralDtypes(nn.Module):
 
 
 def variant(kind: str) -> nn.Module:
-    """A model by the name of what is special about it."""
+    """Build a model. `kind` names what is special about it."""
     if kind == "several dtypes":
         torch.manual_seed(7)
         return SeveralDtypes()
@@ -58,7 +58,7 @@ def variant(kind: str) -> nn.Module:
     elif kind == "frozen encoder":
         model.encoder.block.requires_grad_(False)
     elif kind == "frozen embedding":
-        # Tied with the head, which so has a frozen weight that gradients flow through.
+        # The head is tied with it. So gradients flow through a frozen weight.
         model.get_input_embeddings().requires_grad_(False)
     elif kind == "frozen biases and norms":
         for param in model.parameters():
@@ -108,10 +108,10 @@ def test_one_rank_and_three_are_bit_for_bit(kind):
 
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_checkpointing_changes_nothing(kind):
-    """Under settings that gather anew for each use, settings that keep all that was gathered, and some between.
+    """Bit for bit as the checkpointed model in plain torch, with three settings.
 
-    Bit for bit what the checkpointed model gives in plain torch. (That itself adds up the gradients of the encoder's
-    output in another order than without checkpointing.)
+    They gather for each use, keep all that was gathered, or keep some. (In plain torch too, checkpointing changes the
+    order in which gradients of the encoder's output are added.)
     """
     anew = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     expected = curve_on(1, slices, kind, 2, True)
@@ -143,5 +143,5 @@ def test_frozen_weights_stay_and_are_not_given_to_the_optimizer():
 
 
 def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():
-    """Its gradient counts as zero."""
+    """Its gradients count as zero."""
     assert_same_training(curve_on(2, sharded, "unused block"), curve_on(1, slices, "unused block", 2))

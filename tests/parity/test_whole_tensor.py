@@ -1,8 +1,8 @@
 """Optimizers that are not element-wise, against the same optimizer in one process: bit for bit, on any number of ranks.
 
-The reference adds the gradients of the same micro-batches in the same order, and then calls the optimizer's `step()`
-on whole tensors. So nothing but the engine's exchange of whole tensors lies between the two. With clipping on several
-ranks, or with several param groups, the reference divides by the engine's norms, which are its own up to rounding.
+The reference adds the gradients of the same micro-batches in the same order. Then it calls the optimizer's `step()` on
+whole tensors. So the tests cover the engine's exchange of whole tensors. With clipping and several ranks or groups, the
+reference divides by the engine's norms, which equal its own within rounding.
 """
 
 from contextlib import nullcontext
@@ -33,9 +33,9 @@ STEPS = 6
 
 
 class Whitened(torch.optim.Optimizer):
-    """As Shampoo: lists of matrices of other shapes in its state, a new tensor in the place of a parameter's values.
+    """Does what Shampoo does: lists of matrices of other shapes in its state, and new tensors as `param.data`.
 
-    It counts its steps in an attribute: `step()` must be called once for all parameters. It has some state at once.
+    It counts steps in an attribute, so `step()` must be called once for all parameters. It makes state in `__init__`.
     """
 
     def __init__(self, params, lr=1e-1):
@@ -65,7 +65,7 @@ class Whitened(torch.optim.Optimizer):
 
 
 def muon(groups):
-    """Hidden matrices by Muon, as `"type": "Muon"` does; the test models' names are not at hand here."""
+    """Give hidden matrices to Muon, as `"type": "Muon"` does, but by their shapes alone: names are not known here."""
     hidden = [{"params": [p], "use_muon": is_hidden_matrix(p, "")} for group in groups for p in group["params"]]
     return MuonWithAdamW(hidden)
 
@@ -134,7 +134,7 @@ MUON = {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.9, "betas": [0.9, 0.99], "ep
 
 
 def halves(named):
-    """The matrices of the blocks, and the rest."""
+    """Split into the matrices of the blocks and the rest."""
     hidden = [param for name, param in named if "_proj" in name]
     return [
         {"params": hidden, "use_muon": True, "lr": 0.01, "momentum": 0.9},

@@ -1,4 +1,4 @@
-"""A checkpoint of one tensor, written and read by what writes and reads real ones."""
+"""A checkpoint of one tensor, written and read by the functions that write and read real ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, read_man
 def save(
     save_dir: Path, tag: str, value: int = 1, latest: bool = True, world_size: int = 1, version: int = FORMAT_VERSION
 ) -> Path:
-    """What `save_checkpoint` does on disk."""
+    """Do what `save_checkpoint` does on disk."""
     folder = folders.begin(save_dir, tag, 100)
     written = write({"weights/w": whole(torch.full((4,), float(value)))}, folder, DATA_FILE.format(0))
     names = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "gradient_accumulation_steps", "stage")
@@ -31,7 +31,7 @@ def save(
 
 
 def load(load_dir: Path, tag: str | None = None) -> int:
-    """The value that was saved."""
+    """Return the value that was saved."""
     folder = folders.locate(load_dir, tag)
     found = torch.zeros(4)
     SliceReader(folder, read_manifest(folder)).read({"weights/w": whole(found)})

@@ -1,4 +1,4 @@
-"""Short ways to write configurations, and to read the errors that they give."""
+"""Helpers that make configurations and read their errors."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from zero.config import load_config
 
 
 def errors(source, **options):
-    """The lines of the error that ``source`` gives, without the name of the place."""
+    """Return the lines of the error for `source`, without the name of the source."""
     with pytest.raises(ValueError) as caught:
         load_config(source, **options)
     return [line.split(": ", 1)[1] for line in str(caught.value).splitlines()]

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: a crash at any system call leaves one that loads, and damage is found and named."""
+"""Folders of checkpoints: after a crash at any system call one still loads, and damage is found and named."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def hidden(folder: Path) -> list[str]:
 
 
 class Crash(BaseException):
-    """The process ends here: no handler of the program sees it."""
+    """Stands for the end of the process. It is no `Exception`, so the program does not handle it."""
 
 
 class CrashAt:
-    """Lets `survived` more system calls that change the disk happen; the next one ends the process instead."""
+    """Lets the next `survived` system calls that change the disk happen. The one after them is a crash."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, survived: int):
         self.left = survived
@@ -73,11 +73,11 @@ def test_a_crash_at_any_system_call_leaves_a_checkpoint_that_loads(tag, tmp_path
             except Crash:
                 finished = False
             crash.left = 1000
-        folders._writing.clear()  # the next process knows nothing of this one's saves
+        folders._writing.clear()  # a new process has no memory of these saves
         content = load(folder)
         assert content in ((2,) if finished else (1, 2))
         seen.add(content)
-        # The next save cleans up, and loses nothing on the way.
+        # The next save cleans up and loses nothing.
         save(folder, "global_step3", 3)
         assert load(folder) == 3 and hidden(folder) == []
         assert load(folder, "global_step1") in ((1,) if tag == "global_step2" else (1, 2))
@@ -126,7 +126,7 @@ def test_tags_that_are_no_folder_names(tag):
 
 
 def become_link(path: Path) -> None:
-    """To a file with the same content, outside."""
+    """Replace a file by a link to an equal file outside of the folder."""
     path.rename(path.parents[2] / "outside")
     path.symlink_to(path.parents[2] / "outside")
 
@@ -196,7 +196,7 @@ def test_another_format_is_not_damage(version, tmp_path, monkeypatch):
 
 
 def forge(folder: Path, change) -> None:
-    """As somebody would who knows the format: with a checksum that is right."""
+    """Change the manifest as an attacker would who knows the format: with a correct checksum."""
     content = json.loads((folder / MANIFEST).read_text())
     del content["checksum"]
     change(content)
@@ -232,7 +232,7 @@ class Planted:
 
 
 def test_no_file_of_a_checkpoint_is_executed(tmp_path, capsys):
-    """Every file becomes a pickle that runs when it is read; every program that reads checkpoints says no."""
+    """Replace every file by a pickle that would run when it is read. Every reader of checkpoints refuses it."""
     Planted.place = str(tmp_path / "executed")
     folder = save(tmp_path / "checkpoints", "global_step1")
     for path in [*folder.iterdir(), folder / ".metadata"]:
@@ -277,7 +277,7 @@ def test_what_lies_in_the_way_of_a_save(name, kind, tmp_path):
 
 
 def other_job(folder: Path) -> int:
-    """The process id of a job that has `folder`."""
+    """Start a job that holds the lock of `folder`. Return its process id."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -305,7 +305,7 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
 
 
 def test_a_fork_does_not_keep_the_lock(tmp_path):
-    """As a worker does that loads data and outlives a job that was killed."""
+    """A forked worker that loads data may outlive a job that was killed."""
     if os.fork() == 0:
         disk.lock(tmp_path)
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""Values that go to JSON come back as they were, types included."""
+"""Values stored in JSON come back unchanged, including their types."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_arrays_and_numpy_numbers():
     array = numpy.arange(6, dtype=numpy.uint16).reshape(2, 3)
     found = round_trip(array)
     assert found.dtype == array.dtype and numpy.array_equal(found, array)
-    found[0, 0] = 9  # writable, as the original was
+    found[0, 0] = 9  # it is writable, like the original
     assert round_trip(numpy.float32(0.1)) == float(numpy.float32(0.1))
     assert round_trip(numpy.float64(0.1)) == 0.1
 

@@ -1,4 +1,4 @@
-"""zero.config: what is accepted, the batch arithmetic, and the keys without effect."""
+"""zero.config: accepted input, batch arithmetic, and keys without effect."""
 
 import base64
 import copy
@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
 
 
 def without_effect(raw):
-    """The keys that the user gave and that do nothing, by the table which is printed at the start."""
+    """Return the given keys that have no effect, according to the table that is printed at the start."""
     rows = [line.split() for line in report(load_config(raw, allow_auto=True)).splitlines() if " none: " in line]
     return sorted(row[0] for row in rows if "configuration" in row)
 
@@ -89,7 +89,7 @@ def test_the_shipped_file_is_valid_and_every_key_of_it_has_an_effect():
     zero = config.zero_optimization
     assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (3, "cpu", "cpu")
     assert zero.sub_group_size == zero.stage3_max_live_parameters == zero.stage3_max_reuse_distance == 10**9
-    # fp16.enabled is "auto", and the other keys of fp16 act with it only.
+    # fp16.enabled is "auto". The other keys of fp16 act only with it.
     assert [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")] == [] == config.deprecated()
     assert len(config.auto) == 16
 
@@ -262,7 +262,7 @@ def test_keys_without_effect_are_listed_by_name():
 
 
 def test_every_key_without_a_mark_is_read_by_the_engine():
-    # The first ones act inside zero.config, the fourth in accelerate, which reads the dict, and the others in torch.
+    # These act elsewhere: in zero.config itself, in accelerate, which reads the dict, and in torch.
     read_elsewhere = {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",

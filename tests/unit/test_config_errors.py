@@ -1,4 +1,4 @@
-"""zero.config: what each error message says."""
+"""zero.config: the text of each error message."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_keys_removed_from_deepspeed_say_so(key):
     assert errors(config)[0].startswith(f"{key}: was removed from DeepSpeed")
 
 
-# What is wrong -> the one line about it.
+# A wrong configuration, and the one line of its error.
 ERRORS = [
     # unknown keys
     ({"zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean zero_optimization?"),
@@ -39,7 +39,7 @@ ERRORS = [
         "zero_optimization.gradient_clipping: unknown key here; it is a valid key as gradient_clipping",
     ),
     (
-        # A key that DeepSpeed never had, among others of the same configuration that it has.
+        # DeepSpeed never had this key.
         zero3(memory_efficient_linear=True, round_robin_gradients=True, use_static_tiling=True),
         "zero_optimization.use_static_tiling: unknown key; did you mean use_dynamic_tiling?",
     ),

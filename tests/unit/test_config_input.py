@@ -1,4 +1,4 @@
-"""zero.config: what people, programs and enemies really write is accepted with its meaning, or refused by name."""
+"""zero.config: unusual, generated and hostile input is either accepted with its meaning or refused by name."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from zero.config.report import announce, report
 
 
 def rows(config, **options):
-    """The table's rows by key: [given, effective, from, effect]."""
+    """Return the table's rows by key: [given, effective, from, effect]."""
     lines = [re.split(r"\s{2,}", line) for line in report(config, **options).splitlines()[1:]]
     return {line[0]: line[1:] for line in lines}
 
@@ -42,7 +42,7 @@ def test_a_dotted_key_that_contradicts_the_nested_one_is_an_error_in_a_file(tmp_
         "fp16.enabled: contradicts fp16, which is given too and is not an object; delete one of them"
     )
     load_config(json.dumps({**zero3(stage3_prefetch_bucket_size="auto"), PREFETCH: 7}))
-    # TRL writes it into a copy of a dict that has been filled in: the later one holds, cut to a whole number.
+    # TRL adds this key to a dict whose values are filled in. The later value holds, cut to a whole number.
     assert load_config({**both, PREFETCH: 0.9 * 64 * 64}).zero_optimization.stage3_prefetch_bucket_size == 3686
 
 
@@ -185,7 +185,7 @@ def test_settings_of_an_optimizer_that_is_refused_are_not_listed_too():
 
 
 def filled(monkeypatch, tmp_path):
-    """A configuration as the Trainer and accelerate hand it over, and the file it was made of on the command line."""
+    """Return a configuration as the Trainer and accelerate pass it on. Its file is on the command line."""
     path = tmp_path / "ds.json"
     raw = {"steps_per_print": 10, "bf16": {"enabled": "auto"}, **zero3(), "gradient_clipping": "auto"}
     path.write_text(json.dumps(raw))

@@ -1,4 +1,4 @@
-"""Adam on host memory: the bits of torch's default path, whatever the cut, with a compiler and without one."""
+"""Adam on host memory: the bits of torch's default Adam, however tensors are cut, with and without a compiler."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """One build for all tests, asked for by three threads at once, which stand for ranks; what each got."""
+    """Build once for all tests. Three threads, which stand for ranks, ask for it at once. Return what each got."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
         cpu_adam._kernel.cache_clear()
@@ -46,13 +46,13 @@ def path(request, monkeypatch):
 
 
 def state(numel, seed=0):
-    """A master and its two moments before the first step."""
+    """Return a master and its two moments before the first step."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(numel, generator=generator), torch.zeros(numel), torch.zeros(numel)]
 
 
 def gradient(numel, dtype, step):
-    """Gradients of all magnitudes, zeros and subnormals among them; some infinite or NaN from step 40 on."""
+    """Return gradients of all magnitudes, with zeros and subnormals. From step 40 on some are infinite or NaN."""
     generator = torch.Generator().manual_seed(step)
     grad = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(4).exp()
     grad[step % 3 :: 5] = 0.0
@@ -64,7 +64,7 @@ def gradient(numel, dtype, step):
 
 
 def bits(tensor):
-    """The bits, all NaN alike."""
+    """Return the bits. All NaN count as equal."""
     integers = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
     return integers.masked_fill(tensor.isnan(), 0x7FC0)
 
@@ -75,7 +75,7 @@ def assert_same_bits(ours, theirs):
 
 
 class Reference:
-    """torch's own optimizer, by default the single-tensor one, on a copy of `tensors`."""
+    """torch's own optimizer on a copy of `tensors`. By default it is the single-tensor one."""
 
     def __init__(self, tensors, decay, decoupled, beta1=SETTINGS["beta1"], **choice):
         self.param, *self.moments = [tensor.clone() for tensor in tensors]
@@ -244,7 +244,7 @@ def test_other_tensors_are_refused(name, change, message):
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """As in a process that has not built yet; the kernel that the other tests share comes back afterwards."""
+    """Act as a process that has not built the kernel. Afterwards the shared kernel is there again."""
     monkeypatch.setattr(cpu_adam, "_kernel", cpu_adam._kernel.__wrapped__)
 
 
@@ -288,7 +288,7 @@ PLANTED = 'extern "C" int planted; int planted = 1; __attribute__((constructor))
 
 
 def plant(tmp_path: Path, library: Path) -> None:
-    """In the place of the kernel, a library that ends the process that loads it."""
+    """Replace the kernel by a library that ends any process that loads it."""
     source = tmp_path / "planted.cpp"
     source.write_text(PLANTED)
     subprocess.run(["c++", "-shared", "-fPIC", "-o", library, source], check=True)
@@ -368,7 +368,7 @@ def test_threads(cores, ranks, omp, expected, monkeypatch):
 
 
 class Derived(torch.optim.AdamW):
-    """One that may do more."""
+    """A subclass may do more than its base class."""
 
 
 def made(kind=torch.optim.AdamW, **settings):

@@ -1,4 +1,4 @@
-"""zero explain: every key that a file gives is explained once, and advice fits the configuration."""
+"""zero explain: every key of a file is explained once, and the advice fits the configuration."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
 
 
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True, "pipeline_read": True}
-# What a configuration is -> words of the advice that it gets, and only it.
+# A configuration, and words of the advice that only this configuration gets.
 ADVICE = [
     ({"zero_optimization": {"stage": 1}}, "stage 2 also shards gradients"),
     ({"zero_optimization": {"stage": 2}}, "stage 3 also shards parameters"),
@@ -70,7 +70,7 @@ ADVICE = [
     (zero3(), "stage3_gather_16bit_weights_on_model_save true"),
     ({"gradient_clipping": 0.0}, "gradient_clipping 1.0"),
 ]
-# Nothing can be said against this one.
+# There is no advice for this one.
 GOOD = zero3(
     offload_optimizer={"device": "cpu", "pin_memory": True},
     offload_param={"device": "cpu", "pin_memory": True},

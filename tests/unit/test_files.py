@@ -1,4 +1,4 @@
-"""zero.offload.files: tensors in a file are the same by their mapping and by direct I/O, and go when they should."""
+"""zero.offload.files: mapping and direct I/O show the same values, and space is freed when tensors are freed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = AioConfig(block_size=PAGE, queue_depth=4, thread_count=2)
 
 @pytest.fixture(params=["direct", "bounced", "refused at open", "refused at transfer"])
 def way(request, monkeypatch):
-    """Each way that bytes may take; returns a function that makes a host tensor for it."""
+    """Set up one way of I/O. Return a function that makes a host tensor for it."""
     if request.param == "refused at open":
         monkeypatch.setattr(os, "open", without_direct(os.open))
     if request.param == "refused at transfer":
@@ -167,10 +167,10 @@ def test_tensors_start_as_zeros_and_their_places_are_used_again(tmp_path):
     del first, tensor
     gc.collect()
     again = file.empty(1000, torch.float32)
-    assert again.data_ptr() == addresses[1], "the first is alive, as a view of it is"
+    assert again.data_ptr() == addresses[1], "a view keeps the first one alive"
     assert (again == 7).all()
     del view, again
-    # Both neighbours together are one region, and a new tensor of zeros is cleaned.
+    # Free neighbours are merged into one region, and a new tensor of zeros is cleared.
     joined = file.zeros((4 << 20) // 4, torch.float32)
     assert joined.data_ptr() == addresses[0] and not joined.any()
     assert (last == 7).all()
@@ -215,7 +215,7 @@ def test_folders_are_made_or_refused(tmp_path, caplog):
     ScratchFile(folder)
     assert list(folder.iterdir()) == []
     ScratchFile(folder)
-    assert [record.args[1] for record in caplog.records] == [folder], "told once, when it is made"
+    assert [record.args[1] for record in caplog.records] == [folder], "one message, when the folder is created"
     (tmp_path / "file").touch()
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UsageError, match=r"offload_\*.nvme_path: no file can be made in .*/file"):
@@ -292,13 +292,13 @@ def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
             transfer.wait()
     assert caught.value.errno == errno.EIO
     file.write(tensor, host).wait()
-    assert torch.equal(tensor, host), "the threads go on"
+    assert torch.equal(tensor, host), "the threads still work"
 
 
 def forked(act) -> int:
-    """The exit code of a process that begins here with `act()`; it ends as `act` does, with 1 after an exception."""
+    """Fork a process that calls `act()`, and return its exit code: 1 after an exception."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # a warning about forking with threads
         child = os.fork()
     if child == 0:
         try:
@@ -339,7 +339,7 @@ def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
 
 
 def test_the_end_of_the_process(tmp_path):
-    """Transfers under way do not hold it up, atexit handlers may make some, and so may a thread that is still there."""
+    """The process ends in spite of running transfers. Exit handlers and remaining threads may start more."""
     program = """
         import atexit, sys, threading, torch
         from zero.offload.files import ScratchFile
@@ -363,7 +363,7 @@ def test_the_end_of_the_process(tmp_path):
 
 
 def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path):
-    gc.collect()  # what earlier tests left
+    gc.collect()  # free what earlier tests left
     before = set(threading.enumerate())
     descriptors = len(os.listdir("/proc/self/fd"))
     file = ScratchFile(tmp_path)
@@ -401,7 +401,7 @@ def test_host_memory_has_the_phase_that_is_asked_for_and_is_used_again():
 
 
 class Runtime:
-    """In place of the device's: answers with a code, and keeps what is registered."""
+    """Stands for the device's runtime. It returns a fixed code, and records what is registered."""
 
     def __init__(self, code: int):
         self.code, self.registered = code, set()

@@ -1,4 +1,4 @@
-"""What scripts find about configurations under DeepSpeed's names."""
+"""Configuration classes under DeepSpeed's names."""
 
 import json
 

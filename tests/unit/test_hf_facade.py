@@ -1,4 +1,4 @@
-"""What scripts find under DeepSpeed's names beside the engine: estimates, groups, timers, defaults."""
+"""DeepSpeed's names beside the engine: estimates, groups, timers, defaults."""
 
 import logging
 import sys
@@ -27,7 +27,7 @@ WIDTH = 64
 
 
 def state_bytes(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
-    """(elements of the model, of its largest unit, bytes of the states that this rank holds after a step)."""
+    """Return the elements of the model and of its largest unit, and the bytes of this rank's states after a step."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False))
     sizes = estimates._sizes(model)
     config = ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=0)
@@ -56,7 +56,7 @@ def test_estimates_in_a_table(capsys):
     estimates.estimate_zero3_model_states_mem_needs_all_live(nn.Linear(10**3, 10**3, bias=False), 2)
     rows = capsys.readouterr().out.splitlines()
     assert "1.0M parameters, 1.0M in the largest unit" in rows[1] and len(rows) == 9
-    # 18 bytes of a parameter on the host, half again as a reserve; two copies of the unit in 16 bits.
+    # Host: 18 bytes a parameter and half of that as a reserve. Device: two copies of the unit in 16 bits.
     assert rows[3].split() == "0.03GB | 0.00GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1".split()
     estimates.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(10**3, 10**3, bias=False), 2)
     assert "offload_optimizer=none" in capsys.readouterr().out
@@ -119,7 +119,7 @@ def test_loss_scale_at_stage_0_halves_at_once_unless_a_hysteresis_is_given():
 
 
 def set_by_hand(rank: int, world_size: int, stage: int) -> None:
-    """A gradient that the script puts on its parameters, rank 0's three times as large; the loss scaler's names."""
+    """Set `param.grad` in the script, on rank 0 three times as large. Also: the names of the loss scaler."""
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad():
         model.weight.zero_()

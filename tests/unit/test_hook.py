@@ -1,4 +1,4 @@
-"""The import hook and the launcher, each in a process of its own: both change what a process imports."""
+"""The import hook and the launcher. Each test has its own process, because both change what a process imports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero.errors import refuse
 def python(
     code: str, tmp_path: Path, env: dict[str, str] | None = None, site: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """In a process that has imported torch and zero, but nothing that looks for DeepSpeed; `site` is in its path."""
+    """Run code in a process that has imported torch and zero, but nothing that looks for DeepSpeed."""
     script = tmp_path / "script.py"
     first = f"import sys; sys.path.insert(0, {str(site)!r})\n" if site else ""
     script.write_text(first + textwrap.dedent(code), encoding="utf-8")
@@ -32,7 +32,7 @@ def zero(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Complete
 
 @pytest.fixture
 def real_deepspeed(tmp_path):
-    """A folder with a package that looks like an installed DeepSpeed of another version."""
+    """Return a folder with a package that looks like an installed DeepSpeed of another version."""
     site = tmp_path / "site"
     (site / "deepspeed").mkdir(parents=True)
     (site / "deepspeed" / "__init__.py").write_text("real = True\n", encoding="utf-8")
@@ -171,7 +171,7 @@ def test_real_deepspeed_already_imported(real_deepspeed, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a CUDA device")
 def test_accelerate_sees_the_group_on_a_cpu(tmp_path):
-    """A world of one by plain python, and a state that knows its backend, also when it is made a second time."""
+    """With plain python the world size is 1, and accelerate's state knows its backend, also when made twice."""
     done = python(
         """
         import zero.hf; zero.hf.enable()
@@ -185,7 +185,7 @@ def test_accelerate_sees_the_group_on_a_cpu(tmp_path):
         assert dist.get_world_size() == 1
         """,
         tmp_path,
-        # This variable makes accelerate ignore DeepSpeed; enable() takes it out of the way.
+        # This variable makes accelerate ignore DeepSpeed. enable() removes it.
         env={"ACCELERATE_USE_CPU": "true"},
     )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""First-party imports point downwards only, and `torch.distributed` has one door."""
+"""Imports inside of the repository point downwards only, and one module calls `torch.distributed`."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import zero
 
 PACKAGE = Path(zero.__file__).parent
 
-# From the bottom to the top. A module may import those before it, a package's name standing for all in it.
+# From the bottom to the top. A module may import those before it. A package's name stands for all of its modules.
 LAYERS = [
     "zero.errors",
     "zero.mesh",
@@ -52,6 +52,7 @@ LAYERS = [
     "zero.verify",
     "zero",
     "zero.hf",
+    "zero.launch",
     "zero.activation_trace",
     "zero.estimate",
     "zero.__main__",
@@ -133,7 +134,7 @@ def dotted(path: Path) -> str:
 
 
 def rank(module: str) -> tuple[int, int]:
-    """Position in `LAYERS`, then in the layer."""
+    """Return the position in `LAYERS`, then the position in that layer."""
     layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
@@ -142,7 +143,7 @@ def rank(module: str) -> tuple[int, int]:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that the file imports, for a type checker too, at any depth; `from zero import comm` is zero.comm"""
+    """Return every module that a file imports, also inside of functions and for type checkers only."""
     files = {dotted(each) for each in MODULES}
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

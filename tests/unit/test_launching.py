@@ -1,4 +1,4 @@
-"""`zero run` with a launcher, the folder for PYTHONPATH, and the wheel: what processes inherit that import nothing."""
+"""`zero run` with a launcher, the folder for PYTHONPATH, and the wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.processes import REPOSITORY, fork_ranks, run
 from zero.__main__ import main
 from zero.hf import STARTUP
 
-# Neither the checkout nor zero is on the path of what is started.
+# The started processes have neither the checkout nor zero on their path.
 OUTSIDE = {"PYTHONPATH": STARTUP}
 
 
@@ -41,7 +41,7 @@ def test_process_that_does_not_ask_imports_nothing(tmp_path):
     "first", ["importlib.util.find_spec('deepspeed').origin", "importlib.metadata.version('deepspeed')"]
 )
 def test_first_question_is_answered(first, tmp_path):
-    """Whichever way it is put, with a folder `zero` in the way, and once."""
+    """The hook answers any kind of look-up, once, although the working directory has another folder `zero`."""
     (tmp_path / "zero").mkdir()
     done = python(
         f"""
@@ -72,7 +72,7 @@ def test_hidden_sitecustomize_runs_too(tmp_path):
 
 
 def test_torchrun_under_zero_run(tmp_path):
-    """Ranks find zero though it lies in a checkout that is only the launcher's working directory."""
+    """Ranks find zero, although the checkout is only the launcher's working directory."""
     script = tmp_path / "rank.py"
     script.write_text(
         "import deepspeed, os\n"
@@ -96,7 +96,7 @@ def test_modules_commands_and_the_exit_code(tmp_path, capsys):
 
 
 def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
-    """It takes a process with LOCAL_RANK set for one of several, and would wait for the others."""
+    """The variables must be gone then: with LOCAL_RANK, Lightning believes that a launcher has started all ranks."""
     (tmp_path / "lightning.py").touch()
     script = tmp_path / "script.py"
     for before, after in ("import lightning", "pass"), ("pass", "import lightning"):
@@ -111,7 +111,7 @@ def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
 
 
 def test_wheel_claims_one_name(tmp_path):
-    """The applications beside the package stay in the checkout; the hook and the C++ source are in the wheel."""
+    """The wheel has the hook and the C++ source, and not the applications beside the package."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__", ".git", "output", "build", "*.egg-info")

@@ -32,7 +32,7 @@ def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
             assert piece.start >= last, "pieces are in the order of the shard"
             last = piece.start + piece.numel
             assert last <= made.shard_numel
-            # Both ways to name the same elements: by the shard, and by the parameter.
+            # A piece names the same elements twice: in the shard, and in the parameter.
             at = low + piece.start
             assert at == made.slots[piece.slot].offset + piece.inside
             seen[at : at + piece.numel] += 1
@@ -49,7 +49,7 @@ def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
 def test_slots_and_shards_start_on_aligned_addresses(shapes, world_size):
     made = layout(shapes, world_size)
     assert all(slot.offset % ALIGNMENT == 0 for slot in made.slots)
-    # A parameter by itself is cut evenly instead.
+    # A unit of a single parameter is cut evenly.
     assert made.shard_numel == -(-made.numel // world_size) if len(shapes) == 1 else made.shard_numel % ALIGNMENT == 0
 
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A stem, two blocks, a head that is tied with the stem, and a loose one."""
+    """A stem, two blocks, a head that is tied with the stem, and a loose parameter."""
 
     def __init__(self, declare=None):
         super().__init__()

@@ -7,7 +7,7 @@ from zero.optim.loss_scaler import LossScaler
 
 
 def scales(scaler, events):
-    """The scale after each optimizer step; "x" in ``events`` is an overflow, "." a good step."""
+    """Return the scale after each optimizer step. In `events`, "x" is an overflow and "." a good step."""
     seen = []
     for event in events:
         scaler.update(event == "x")
@@ -29,7 +29,7 @@ def test_consecutive_hysteresis_is_refilled_by_a_good_step():
 
 
 def test_the_scale_doubles_after_each_window_of_good_steps():
-    # The first good step of a run, and the first after an overflow, do not count: the window starts after them.
+    # The window starts after the first good step of a run, and after the first good step after an overflow.
     assert scales(LossScaler(0, 4, 3, hysteresis=1), ".......") == [16, 16, 16, 32, 32, 32, 64]
     assert scales(LossScaler(0, 4, 3, hysteresis=1), "x.....") == [8, 8, 8, 8, 16, 16]
 
@@ -85,4 +85,4 @@ def test_the_configuration_decides():
     assert scales(scaler({**dynamic, "hysteresis": 2, "consecutive_hysteresis": True}), "x.x") == [8, 8, 8]
     assert scales(scaler({**dynamic, "loss_scale": 64}), "xx") == [64, 64]
     assert scales(scaler({}), "xx") == [2**16, 2**15]
-    assert scales(scaler({}, stage=0), "xx") == [2**15, 2**14], "DeepSpeed halves at each overflow there"
+    assert scales(scaler({}, stage=0), "xx") == [2**15, 2**14], "at stage 0 DeepSpeed halves at each overflow"

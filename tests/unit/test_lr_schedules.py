@@ -1,4 +1,4 @@
-"""zero.deepspeed.lr_schedules against DeepSpeed's closed formulas, written out here a second time."""
+"""zero.deepspeed.lr_schedules against DeepSpeed's closed formulas, which are written again here."""
 
 import inspect
 import math
@@ -27,7 +27,7 @@ def optimizer(*rates, kind=torch.optim.SGD):
 
 
 def rates_over(scheduler, steps):
-    """The rate that each of the next ``steps`` optimizer steps sees in group 0."""
+    """Return the learning rate of group 0 in each of the next `steps` optimizer steps."""
     seen = []
     for _ in range(steps):
         seen.append(scheduler.optimizer.param_groups[0]["lr"])
@@ -36,7 +36,7 @@ def rates_over(scheduler, steps):
 
 
 def warmup(i, low, high, length, kind):
-    """Rate of the i-th optimizer step (from 0), as long as it is in the warm-up."""
+    """Return the learning rate of optimizer step `i` (from 0) of the warm-up."""
     if i == 0:
         return low
     share = math.log(i) / math.log(length) if kind == "log" else (i - 1) / length
@@ -135,7 +135,7 @@ def test_one_cycle_in_stairs():
 
 
 def momenta_over(scheduler, steps):
-    """``betas`` of each group in each of the next ``steps`` optimizer steps."""
+    """Return the `betas` of each group in each of the next `steps` optimizer steps."""
     seen = []
     for _ in range(steps):
         seen.append([group["betas"] for group in scheduler.optimizer.param_groups])

@@ -1,4 +1,4 @@
-"""The optimizers: which class a configuration gives, its numbers, and that pieces of a tensor update as the whole."""
+"""Optimizers: the class for each configuration, its settings, and that pieces are updated like whole tensors."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from zero.optim import arithmetic
 from zero.optim.elementwise import is_elementwise, require_possible
 from zero.optim.muon import MuonWithAdamW
 
-# Further settings with which each kind is tried; a kind without settings of its own has its defaults.
+# Each kind is tested with these settings too. A kind without an entry is tested with its defaults.
 SETTINGS = {
     "Adam": {"adam_w_mode": False, "weight_decay": 0.1},
     "AdamW": {"weight_decay": 0.1, "amsgrad": True},
@@ -80,7 +80,7 @@ def test_adam_is_fused_on_a_gpu_unless_told_otherwise(monkeypatch, params, fused
 
 
 class Located(torch.optim.SGD):
-    """Notes on which device it finds its count of steps."""
+    """Records the device of its step count."""
 
     def step(self):
         (state,) = self.state.values()
@@ -122,7 +122,7 @@ def test_groups_keep_their_own_rates_and_decay():
 
 
 def cut(optimizer, master):
-    """Give `optimizer` three pieces of `master`, as the engine does, at places that mean nothing to the parameter."""
+    """Give `optimizer` three pieces of `master`, as the engine does. The cuts are at arbitrary places."""
     pieces = [master[:5], master[5:20], master[20:]]
     optimizer.param_groups[0]["params"] = pieces
     return pieces
@@ -165,19 +165,19 @@ def test_every_setting_of_torchs_optimizers_is_a_known_key():
 
 
 class Prodigy(torch.optim.SGD):
-    """An optimizer of a third party that says by its name what it is."""
+    """A third-party optimizer. The engine knows it by its name."""
 
 
 class MyProdigy(Prodigy):
-    """One derived from it."""
+    """A subclass of such an optimizer."""
 
 
 class SlowAdamW(torch.optim.AdamW):
-    """An element-wise class with other settings; its step is torch's."""
+    """A subclass that keeps torch's `step`. So it is element-wise."""
 
 
 class MyAdamW(torch.optim.AdamW):
-    """Anything may happen in its step."""
+    """A subclass with its own `step`. So it may not be element-wise."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -334,7 +334,7 @@ def test_lion_runs_a_closure_and_leaves_parameters_without_gradient():
 
 
 def test_groups_of_a_torch_optimizer_keep_what_they_say():
-    """As accelerate calls it: with the groups of the user's optimizer and two of its defaults."""
+    """accelerate calls it with the groups of the user's optimizer and two of its defaults."""
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     user = torch.optim.AdamW(
         [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], betas=(0.5, 0.6)
@@ -357,7 +357,7 @@ def test_groups_of_a_torch_optimizer_keep_what_they_say():
     ],
 )
 def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
-    """As accelerate calls it for an optimizer that is offloaded, whatever it is."""
+    """accelerate calls it for any offloaded optimizer."""
     user = make([nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(UsageError, match=f"{key}.*set zero_force_ds_cpu_optimizer to false"):
         DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)

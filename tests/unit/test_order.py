@@ -1,4 +1,4 @@
-"""The record of collectives that ranks compare, and the text that names the first difference."""
+"""The record of collectives that ranks compare, and the error text about the first difference."""
 
 from types import SimpleNamespace
 

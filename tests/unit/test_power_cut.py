@@ -1,8 +1,8 @@
-"""A save is durable before it is visible: whenever the power goes, what is on the disk then loads.
+"""A save is durable before it is visible. So after a power cut at any moment, a checkpoint on the disk loads.
 
-The system calls of a save are recorded, and replayed up to each of them on a model of a disk. Of what was not
-synchronised the model keeps nothing, everything, or for each file and folder a random part: of a file some bytes, of a
-folder its first changes.
+The system calls of a save are recorded. They are replayed on a model of a disk, up to each of them. The model loses
+changes that were not synchronised: all of them, none, or a random part. That part is some bytes of a file, or the last
+changes of a folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keep = Callable[[int, int], int]
 
 @dataclass
 class File:
-    """`writes` since the last synchronisation, and the content then."""
+    """The content at the last synchronisation, and the `writes` since then."""
 
     durable: bytes = b""
     writes: list[tuple[int, bytes]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class File:
 
 @dataclass
 class Folder:
-    """`changes` of its entries since the last synchronisation: each renames, removes (to None) or adds (from None)."""
+    """The entries, and their `changes` since the last synchronisation: rename, remove (to None), add (from None)."""
 
     durable: dict[str, File | Folder] = field(default_factory=dict)
     changes: list[dict[str, File | Folder | None]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Folder:
         self.durable, self.changes = self.after(len(self.changes)), []
 
     def restore(self, place: Path, keep: Keep) -> None:
-        """What is there when the power is back; `keep(from, to)` says how many changes survived."""
+        """Write what is there when the power is back. `keep(from, to)` says how many changes survived."""
         place.mkdir()
         for name, entry in self.after(keep(0, len(self.changes))).items():
             if isinstance(entry, Folder):
@@ -68,7 +68,7 @@ class Folder:
 
 
 class Disk:
-    """A model of the disk under `root`, to which recorded system calls are applied."""
+    """A model of the disk under `root`. Recorded system calls are applied to it."""
 
     def __init__(self, root: Path):
         self.root, self.top = root, self._durable(root)
@@ -110,7 +110,7 @@ class Disk:
 
 
 class Recorder:
-    """Notes the calls that change what is under `root`."""
+    """Records the calls that change files under `root`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path):
         self.calls: list[tuple] = []
@@ -157,8 +157,7 @@ KEEPS |= {f"chance {seed}": chances(seed) for seed in range(4)}
 
 
 def replay(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[str], bool]) -> None:
-    """Save `tag` after global_step1, and load what a power cut after each call leaves of it; `forgotten`: which paths
-    are not synchronised."""
+    """Save `tag` after global_step1. Load what a power cut leaves after each call. `forgotten`: paths never synced."""
     root = tmp_path / "disk"
     (root / "checkpoints").mkdir(parents=True)
     save(root / "checkpoints", "global_step1", 1)
@@ -167,7 +166,7 @@ def replay(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten:
         recorder = Recorder(patch, root)
         save(root / "checkpoints", tag, 2)
     calls = [call for call in recorder.calls if call[0] != "sync" or not forgotten(call[1])]
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the real disk has nothing to do with it
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the real disk need not be synced
     seen = set()
     for count in range(len(calls) + 1):
         for name, keep in KEEPS.items():

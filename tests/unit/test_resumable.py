@@ -1,4 +1,4 @@
-"""The Trainer's folders: which one a resume takes, and what is set aside or put in order before it."""
+"""The Trainer's folders: which one a resume takes, and what is set aside before it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = "rank00000.safetensors"
 
 
 def trainers(output_dir: Path, number: int, ranks: int = 1) -> Path:
-    """What a Trainer leaves behind."""
+    """Write the files that a Trainer's save leaves."""
     folder = output_dir / f"checkpoint-{number}"
     save(folder, f"global_step{number}", number, world_size=ranks)
     torch.save({"last_epoch": 1}, folder / "scheduler.pt")
@@ -54,14 +54,14 @@ def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     (damaged / "rng_state_1.pth").unlink()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert find_resumable(tmp_path) == good
-    monkeypatch.setenv("WORLD_SIZE", "3")  # another number of ranks has no states to go on with
+    monkeypatch.setenv("WORLD_SIZE", "3")  # random states are needed only for the same number of ranks
     assert find_resumable(tmp_path) == damaged
     assert find_resumable(tmp_path / "nowhere") is None
 
 
 def test_once_sealed_any_change_is_noticed(tmp_path):
     resumable.seal_later(tmp_path / "checkpoint-10", 1)
-    resumable.seal()  # too early
+    resumable.seal()  # too early: there is nothing to seal yet
     good, folder = trainers(tmp_path, 5), trainers(tmp_path, 10)
     assert not (folder / resumable.SEAL).exists()
     resumable.seal()
@@ -76,7 +76,7 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
     half.mkdir()
     (cut / "scheduler.pt").unlink()
     old = trainers(tmp_path, 2)
-    (old / "trainer_state.json").unlink()  # nobody would take it
+    (old / "trainer_state.json").unlink()  # so no resume would take it
     model_only = trainers(tmp_path, 3)
     resumable.set_incomplete_aside(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
@@ -95,7 +95,7 @@ def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
     (folder / "trainer_state.json").write_text('{"global_step": 10}')
     resumable.set_incomplete_aside(tmp_path)
     assert folder.is_dir()
-    folders.abandon(folders.begin(folder, "global_step10", 0))  # a save in the background failed
+    folders.abandon(folders.begin(folder, "global_step10", 0))  # an asynchronous save has failed
     resumable.set_incomplete_aside(tmp_path)
     assert not folder.exists()
 
@@ -106,12 +106,12 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
     (damaged / "trainer_state.json").write_text("[]")
     with pytest.raises(DamagedCheckpointError, match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$"):
         resumable.check_named(damaged)
-    copied = damaged.rename(tmp_path / "best")  # nobody knows its step
+    copied = damaged.rename(tmp_path / "best")  # the name does not tell its step
     resumable.check_named(copied)
 
 
 def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(tmp_path, monkeypatch, capsys):
-    """A run was killed while the Trainer deleted `checkpoint-5`, which so became the last changed, and at save 20."""
+    """A run was killed in save 20, and while the Trainer deleted `checkpoint-5`, which so has the newest time."""
     monkeypatch.setattr(resumable, "_saved_here", set())
     old, good, newer, later = (trainers(tmp_path, step) for step in (5, 10, 20, 25))
     now = time.time()

@@ -1,4 +1,4 @@
-"""zero.schedule: what a recorded order predicts, keeps and releases. Units are numbers, sizes are elements."""
+"""zero.schedule: what it prefetches, keeps and reshards. Units are numbers, sizes are elements."""
 
 import math
 
@@ -14,7 +14,7 @@ def schedule(prefetch=0, live=10**9, reuse=10**9, sizes=SIZES):
 
 
 def play(schedule, order, kind="train", wraps=False):
-    """Go through a pass; what the schedule expected to come next, at each visit."""
+    """Play a pass. Return what the schedule expected next at each visit."""
     schedule.begin(kind, wraps)
     expected = []
     for unit in order:
@@ -27,7 +27,7 @@ def play(schedule, order, kind="train", wraps=False):
 def test_distances_are_the_elements_used_in_between():
     plan = Plan(STEP, SIZES)
     assert plan.next_distance == [20 + 30 + 40 + 40 + 30 + 20, 30 + 40 + 40 + 30, 40 + 40, 0] + [math.inf] * 4
-    # From the last use to the first one of an equal pass: what is used before it.
+    # From the last use to the first use in an equal next pass: the elements used between them.
     assert plan.wrap_distance[4:] == [30 + 20 + 10 + 10 + 20 + 30, 20 + 10 + 10 + 20, 10 + 10, 0]
 
 

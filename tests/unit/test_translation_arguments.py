@@ -1,4 +1,4 @@
-"""Bad input ends in one line that names it and the remedy, before anything is loaded."""
+"""Bad input ends with one line that names it and the remedy, before anything is loaded."""
 
 import json
 
@@ -15,7 +15,7 @@ PAIR = '{"translation": {"en": "Germany", "de": "Deutschland"}}\n'
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a good training file and a good configuration."""
+    """Return a working directory with a good training file and a good configuration."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text(PAIR)
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))

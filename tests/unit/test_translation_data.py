@@ -78,7 +78,7 @@ def test_a_record_without_text(folder):
 
 @pytest.fixture
 def tokens(folder, tokenizer):
-    """A function: command line, split -> (tokens of PAIRS, their collator)."""
+    """Return a function from (command line, split) to (tokens of PAIRS, their collator)."""
     (folder / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}))
     text = datasets.Dataset.from_dict({"source": [en for en, _ in PAIRS], "target": [de for _, de in PAIRS]})
 

@@ -1,4 +1,4 @@
-"""The loss is the mean over all target tokens of a step, however the step is cut up."""
+"""The loss is the mean over all target tokens of a step, however the step is divided into micro-batches."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from translation.trainer import GlobalTokenMean
 
 @pytest.fixture
 def batch():
-    """Logits (6, 5, 11) and labels of very different lengths, so that a mean of means is another number."""
+    """Return logits (6, 5, 11) and labels of very different lengths. So a mean of means would be another number."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 5, 11, generator=generator)
     labels = torch.randint(11, (6, 5), generator=generator)

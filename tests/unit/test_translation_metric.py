@@ -1,4 +1,4 @@
-"""The local metric: BLEU and chrF by their definitions, loaded without a network."""
+"""The local metric: BLEU and chrF as they are defined. It loads without a network."""
 
 import numpy as np
 import pytest
@@ -37,6 +37,6 @@ def test_bleu_of_one_wrong_word(tokenizer):
     compute = make_compute_metrics(tokenizer)
     prediction, reference = ["one two three four park"], ["one two three four five"]
     scores = compute(EvalPrediction(predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)))
-    # Precisions of 1- to 4-grams, by counting: 4 of 5, 3 of 4, 2 of 3, 1 of 2. Their geometric mean, lengths equal.
+    # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their geometric mean.
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
     assert 0 < scores["chrf"] < 100

@@ -1,4 +1,4 @@
-"""zero.optim.updates: the order of updates behind a step, and what becomes of an error there."""
+"""zero.optim.updates: the order of background updates, and what happens to their errors."""
 
 import threading
 from collections import defaultdict
@@ -15,7 +15,7 @@ TIMEOUT = 20
 
 
 class Shard:
-    """As much of an optimizer's shard as an update sees."""
+    """The part of an optimizer's shard that an update uses."""
 
     def __init__(self, name):
         self.name, self.grad, self.tier = name, torch.ones(4), Tier(torch.device("cpu"))
@@ -86,7 +86,7 @@ def test_a_unit_is_done_with_its_last_tile(updates):
     assert len(seen) == 6
 
 
-def test_an_error_behind_the_step_is_raised_wherever_somebody_waits(updates):
+def test_an_error_in_the_background_is_raised_by_each_wait(updates):
     shards = [Shard(name) for name in "ab"]
 
     def update(values):
@@ -98,7 +98,7 @@ def test_an_error_behind_the_step_is_raised_wherever_somebody_waits(updates):
             updates.wait(shard)
 
 
-def test_an_error_in_the_step_is_raised_until_the_values_are_given_up(updates):
+def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
     shards = [Shard("a")]
 
     def update(values):

@@ -7,11 +7,11 @@ not know where a record goes.
 from __future__ import annotations
 
 import math
+import resource
 import sys
 import time
 from collections import Counter
 
-import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,7 +81,7 @@ class Monitor:
         total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, len(self._losses), seconds, sum(comm.clock.waits.values())]
-        own += [psutil.Process().memory_info().rss, device]
+        own += [_peak_host_memory(), device]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
@@ -107,7 +107,7 @@ class Monitor:
             "elements": {name: count for name, count in sent.items() if count},
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
-                "host_bytes": int(column["host_memory"].max()),
+                "host_bytes_peak": int(column["host_memory"].max()),
                 "device_bytes_peak": int(column["device_memory"].max()),
             },
             "ranks": {
@@ -115,6 +115,11 @@ class Monitor:
                 "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
             },
         }
+
+
+def _peak_host_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,8 +1,8 @@
-"""Runs several command lines of run_distill.py in one process (starting one takes longer than they do).
+"""Runs several command lines of run_distill.py in one process, because starting a process takes longer than a run.
 
     commands.py jobs.json
 
-A job is a list of arguments. Writes `[[exit code, message], ...]` to `jobs.json.out`, rank 0's.
+A job is a list of arguments. Rank 0 writes `[[exit code, message], ...]` to `jobs.json.out`.
 """
 # ruff: noqa: E402, I001
 

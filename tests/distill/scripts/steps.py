@@ -1,9 +1,9 @@
-"""Distils for some steps of plain SGD, once for each job in a JSON file, and writes what came out.
+"""Distils for some steps of SGD, once for each job in a JSON file, and writes a report.
 
     torchrun --nproc_per_node 2 steps.py jobs.json
 
 A job: {"name", "kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report": file}. The report
-holds the log, the held-out metrics, and the trained student's weights, from which the gradients can be seen.
+holds the log, the held-out metrics, and the trained student's weights. With SGD the weights show the gradients.
 """
 # ruff: noqa: E402, I001
 

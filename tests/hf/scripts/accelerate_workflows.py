@@ -1,6 +1,6 @@
-"""What people do with accelerate's DeepSpeed plugin in loops of their own. No word of zero.
+"""Workflows with accelerate's DeepSpeed plugin in own loops. This script does not mention zero.
 
-`python accelerate_workflows.py FOLDER`: rank 0 writes what was seen to FOLDER/report.json; see `workflows.py`.
+`python accelerate_workflows.py FOLDER`: rank 0 writes the results to FOLDER/report.json. See `workflows.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plain(student: torch.nn.Module, teacher: torch.nn.Module) -> list[float]:
 
 
 def distilled(folder: Path) -> dict[str, Any]:
-    """A student under one plugin, whose steps accumulate two micro-batches, and a frozen teacher under another."""
+    """Train a student under one plugin, with two micro-batches a step, and a frozen teacher under another plugin."""
     path = folder / f"teacher{os.environ['RANK']}"
     teacher = make_model("t5")
     with torch.no_grad():

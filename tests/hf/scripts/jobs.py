@@ -1,14 +1,14 @@
-"""Tiny models, data and Trainer runs for the tests of this folder. An ordinary transformers script: no word of zero.
+"""Tiny models, data and Trainer runs for the tests of this folder. An ordinary script, which does not mention zero.
 
-`python jobs.py JOBS.json` runs each job in turn and writes what it saw to the job's `report` file from rank 0. A job:
+`python jobs.py JOBS.json` runs each job in turn. Rank 0 writes the results to the job's `report` file. A job:
 
     model       "llama" or "t5"
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]}, the optimizer and the
                 learning-rate factor of each step, for a run without DeepSpeed
     report      path of the JSON file to write
-    predict     optional: generate for the evaluation set, ending earlier on rank 0 than on the others
-    fail_at     optional: rank 1 raises in that step, while a thread of it never ends
+    predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than the others
+    fail_at     optional: rank 1 raises in that step, and has a thread that never ends
     save        optional: call `save_model` at the end
 """
 
@@ -36,12 +36,12 @@ from transformers import (
     set_seed,
 )
 
-SAMPLES = 16  # a multiple of every global batch used here, so that no batch is filled up with repeated samples
+SAMPLES = 16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
 EVALUATION_SAMPLES = {"llama": 8, "t5": 7}  # 7 leaves the ranks with unequal numbers of samples
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Random tokens; the labels of all samples have one length, so a mean over ranks is a mean over tokens."""
+    """Random tokens. The labels of all samples have one length, so a mean over ranks is a mean over tokens."""
 
     def __init__(self, size: int, seq2seq: bool):
         self.size, self.seq2seq = size, seq2seq
@@ -108,7 +108,7 @@ def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
 
 
 def run(job: dict) -> None:
-    # The arguments come first: they tell transformers to build the model sharded.
+    # Arguments before the model: they tell transformers to build it sharded.
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
     model = make_model(job["model"])
     seq2seq = job["model"] == "t5"

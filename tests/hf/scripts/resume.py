@@ -1,13 +1,13 @@
-"""Trainer runs that save and resume, for `test_resume.py`. An ordinary script, but for `sigterm_at`: no word of zero.
+"""Trainer runs that save and resume, for `test_resume.py`. Only `sigterm_at` needs anything of zero.
 
-`python resume.py JOBS.json` runs each job in turn and writes its log to the job's `report` file from rank 0. A job:
+`python resume.py JOBS.json` runs each job in turn. Rank 0 writes the log to the job's `report` file. A job:
 
     text        path of the JSON lines to train on: {"translation": {"en": ..., "de": ...}}
     dropout     of the model, a small T5 that reads and writes bytes
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
     resume      optional: the Trainer's folder to resume from, or true for the last one in the output folder
     kill_at     optional: rank 1 is killed at the end of that step
-    sigterm_at  optional: the launcher gets SIGTERM while that step begins; a `SaveOnSigterm` of zero's is there
+    sigterm_at  optional: the launcher gets SIGTERM while that step begins; the Trainer has a `SaveOnSigterm`
     report      path of the JSON file to write
 """
 
@@ -36,7 +36,7 @@ SOURCE_BYTES, TARGET_BYTES = 48, 16
 
 
 def read_samples(path: str) -> list[dict[str, list[int]]]:
-    """Bytes as tokens. All targets have one length, so that a mean over ranks is a mean over tokens."""
+    """Read samples with bytes as tokens. All targets have one length, so a mean over ranks is a mean over tokens."""
     samples = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -60,7 +60,7 @@ class KillRankOne(TrainerCallback):
 
 
 class TerminateLauncher(TrainerCallback):
-    """As a scheduler does; this step goes on when the launcher has passed the signal on to this rank."""
+    """Sends SIGTERM to the launcher, as a scheduler does. The step waits until this rank has got the signal too."""
 
     def __init__(self, step: int, trainer: Seq2SeqTrainer):
         from zero.hf.preemption import SaveOnSigterm
@@ -77,7 +77,7 @@ class TerminateLauncher(TrainerCallback):
 
 
 def run(job: dict) -> None:
-    # The arguments come first: they tell transformers to build the model sharded.
+    # Arguments before the model: they tell transformers to build it sharded.
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
     set_seed(0 if "resume" not in job else 1)
     config = T5Config(
@@ -95,7 +95,7 @@ def run(job: dict) -> None:
     )
     if "sigterm_at" in job:
         TerminateLauncher(job["sigterm_at"], trainer)
-    # T5 does not normalise its loss by the number of target tokens, as the Trainer believes of every **kwargs model.
+    # The Trainer believes that a model with **kwargs divides its loss by the number of target tokens. T5 does not.
     trainer.model_accepts_loss_kwargs = False
     trainer.train(resume_from_checkpoint=job.get("resume"))
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)

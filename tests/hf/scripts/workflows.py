@@ -1,10 +1,10 @@
-"""What people do with a Trainer besides training it once. An ordinary transformers script: no word of zero.
+"""Workflows with a Trainer beyond one training. An ordinary transformers script, which does not mention zero.
 
-`python workflows.py FOLDER` runs them one after another, and rank 0 writes what they saw to FOLDER/report.json.
+`python workflows.py FOLDER` runs them one after another. Rank 0 writes the results to FOLDER/report.json.
 
-Each workflow is a function of a folder of its own, a path that is the same on all ranks. It does first what needs no
-sharding, such as the reference: plain torch on the whole batch. It returns a function that does the rest, called when
-all references are there, since training arguments make transformers build every model sharded from then on.
+Each workflow is a function of its own folder, which has the same path on all ranks. It first does what needs no
+sharding, such as the reference in plain torch on the whole batch. It returns a function that does the rest. That is
+called when all references are done: once training arguments exist, transformers builds every model sharded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def whole_batch(name: str) -> Batch:
 
 
 def plain_losses(model: torch.nn.Module, batch: Batch, steps: int = STEPS) -> list[float]:
-    """The losses of plain AdamW steps on one batch, and the loss after them."""
+    """Return the losses of plain AdamW steps on one batch, and the loss after them."""
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=0.0)
@@ -75,7 +75,7 @@ def plain_losses(model: torch.nn.Module, batch: Batch, steps: int = STEPS) -> li
 
 
 def arguments(folder: Path, **others: Any) -> Seq2SeqTrainingArguments:
-    """Every step takes all samples, so that their order makes no difference."""
+    """Make training arguments. Every step takes all samples, so their order makes no difference."""
     settings = {
         "output_dir": str(folder), "deepspeed": ZERO3, "max_steps": STEPS, "logging_steps": 1, "learning_rate": LR,
         "lr_scheduler_type": "constant", "per_device_train_batch_size": SAMPLES // RANKS, "save_strategy": "no",
@@ -96,7 +96,7 @@ def log(trainer: Any, key: str = "loss") -> list[float]:
 
 
 def trained(trainer: Any) -> list[float]:
-    """The losses of the steps, and the loss after them."""
+    """Return the losses of the steps, and the loss after them."""
     trainer.train()
     return [*log(trainer), trainer.evaluate()["eval_loss"]]
 
@@ -109,14 +109,14 @@ def full(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def differing(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the parameters of `model` whose values are not exactly the expected ones."""
+    """Return the names of the parameters whose values are not exactly the expected ones."""
     values = {name: full(param) for name, param in model.named_parameters(remove_duplicate=False)}
     missing = sorted(expected.keys() ^ values.keys())
     return missing + [name for name in values if name in expected and not torch.equal(values[name], expected[name])]
 
 
 def held(params: Any) -> float:
-    """The part of the parameters' elements that lies in this rank's memory."""
+    """Return the fraction of the parameters' elements that is in this rank's memory."""
     params = list(params)
     return sum(param.ds_tensor.numel() for param in params) / sum(param.numel() for param in params)
 
@@ -126,7 +126,7 @@ def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def private(folder: Path) -> Path:
-    """A folder of this rank's own, so that no rank waits for another's files."""
+    """Return a folder of this rank alone, so that no rank waits for another's files."""
     return folder / f"rank{os.environ['RANK']}"
 
 
@@ -155,7 +155,7 @@ def evaluation_only(folder: Path) -> Sharded:
 
 def best_model(folder: Path) -> Sharded:
     def sharded() -> Any:
-        # The greatest loss is the first one.
+        # With `greater_is_better`, the first checkpoint is the best: its loss is the greatest.
         args = arguments(
             folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=2,
             load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
@@ -201,10 +201,10 @@ def two_runs(folder: Path) -> Sharded:
 def hyperparameter_trials(folder: Path) -> Sharded:
     def sharded() -> Any:
         trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
-        trainer.hp_search_backend = "wandb"  # its trials are plain dicts
+        trainer.hp_search_backend = "wandb"  # trials of this backend are plain dicts
         losses = []
         for learning_rate in (LR / 10, LR):
-            # What `train(trial=...)` does first; the rest of it needs one of the search packages.
+            # `train(trial=...)` does this first. The rest of it needs one of the search packages.
             trainer._hp_search_setup({"learning_rate": learning_rate})
             losses.append(trained(trainer))
         return losses
@@ -213,7 +213,7 @@ def hyperparameter_trials(folder: Path) -> Sharded:
 
 
 class CompareAtStart(TrainerCallback):
-    """Notes which parameters of the prepared model are not the expected ones."""
+    """Records which parameters of the prepared model are not the expected ones."""
 
     def __init__(self, expected: dict[str, torch.Tensor]):
         self.expected, self.differing = expected, ["not called"]
@@ -223,7 +223,7 @@ class CompareAtStart(TrainerCallback):
 
 
 def resized(name: str, folder: Path) -> Sharded:
-    """T5 with a tied head, Llama with one of its own; grown by 7 rows, then cut by 2."""
+    """Grow the vocabulary by 7 rows, then cut it by 2. T5's head is tied, Llama's is not."""
     config = make_model(name).config
     config.tie_word_embeddings = name == "t5"
     path = private(folder)
@@ -260,7 +260,7 @@ def sharded_checkpoint(folder: Path) -> Sharded:
     values = values_of(plain)
 
     def sharded() -> Any:
-        args = arguments(folder)  # must live while the model is loaded
+        args = arguments(folder)  # must stay alive while the model is loaded
         model = T5ForConditionalGeneration.from_pretrained(path)
         report = {"differing": differing(model, values), "held": held(model.parameters())}
         return report | {"files": len(list(path.glob("*.safetensors"))), "zero3": args.hf_deepspeed_config.is_zero3()}
@@ -327,7 +327,7 @@ def lora(name: str, folder: Path) -> Sharded:
 
 
 def reloaded_adapter(name: str, folder: Path) -> Any:
-    """The loss of the base model with the adapter that was saved, without any sharding, and what the adapter has."""
+    """Load the saved adapter onto the base model without sharding. Return the loss, and what the adapter has."""
     model = PeftModel.from_pretrained(CLASSES[name].from_pretrained(private(folder)), folder)
     with torch.no_grad():
         loss = model(**whole_batch(name)).loss.item()
@@ -350,7 +350,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     prepared = {name: prepare(folder / name) for name, prepare in WORKFLOWS.items()}
     report = {name: sharded() for name, sharded in prepared.items()}
-    unset_hf_deepspeed_config()  # models are built whole again
+    unset_hf_deepspeed_config()  # from now on models are built whole
     for name in CLASSES:
         report[f"lora_{name}"]["saved"] = reloaded_adapter(name, folder / f"lora_{name}")
     if os.environ["RANK"] == "0":

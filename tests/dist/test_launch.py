@@ -1,0 +1,158 @@
+"""`zero launch` on two hosts. Both are this machine, under two addresses.
+
+The hosts are reached over ssh. If there is no sshd, a shell replaces ssh.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import REPOSITORY, run
+from zero.errors import UsageError
+from zero.launch import choose, parse_hostfile
+
+SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
+HOSTS = ("127.0.0.1", "127.0.0.2")
+# Each rank prints its numbers. With "fail", rank 1 fails while the others wait for it.
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if sys.argv[1] == "fail" and rank == 1:
+    sys.exit(7)
+total = torch.ones(())
+dist.all_reduce(total)
+slots = os.environ["CUDA_VISIBLE_DEVICES"]
+print(f"rank {rank} of {int(total)} local {os.environ['LOCAL_RANK']} slots {slots} told {os.environ['NCCL_TOLD']}")
+"""
+SHELL = '#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n'
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
+    """Start an sshd of this user with its own keys. Return it, and the text of a command `ssh` that reaches it."""
+    port = free_port()
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\n"
+        f"PidFile none\nListenAddress {HOSTS[0]}\nListenAddress {HOSTS[1]}\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host *\n IdentityFile {folder}/user\n Port {port}\n StrictHostKeyChecking no\n"
+        f" UserKnownHostsFile {folder}/known\n LogLevel ERROR\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and server.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex((HOSTS[0], port)) == 0:
+                break
+        time.sleep(0.05)
+    return server, f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n'
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Return an environment in which the command `ssh` reaches both hosts."""
+    server, text = None, SHELL
+    if SSHD is not None and shutil.which("ssh-keygen") is not None:
+        server, text = start_sshd(tmp_path)
+        if server.poll() is not None:  # on some machines a user may not start sshd
+            text = SHELL
+    command = tmp_path / "bin" / "ssh"
+    command.parent.mkdir()
+    command.write_text(text)
+    command.chmod(0o700)
+    yield {"PATH": f"{command.parent}:{os.environ['PATH']}", "NCCL_TOLD": "two words"}
+    if server is not None:
+        server.kill()
+        server.wait()
+
+
+def job(folder: Path, what: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "hosts").write_text(f"# two\n{HOSTS[0]} slots=2\n\n{HOSTS[1]} slots=4  # more\n")
+    options = ["--hostfile", folder / "hosts", "--include", f"{HOSTS[0]}:1@{HOSTS[1]}:0,3"]
+    options += ["--master_addr", HOSTS[0], "--master_port", str(free_port())]
+    command = [sys.executable, "-m", "zero", "launch", *options, folder / "script.py", what]
+    return run(command, timeout=120, env=environment, cwd=REPOSITORY)
+
+
+def left_over(folder: Path) -> list[psutil.Process]:
+    script = str(folder / "script.py")
+    return [each for each in psutil.process_iter(["cmdline"]) if script in (each.info["cmdline"] or ())]
+
+
+def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path: Path):
+    done = job(tmp_path, "work", environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = [(0, HOSTS[0], 0, "1"), (1, HOSTS[1], 0, "0,3"), (2, HOSTS[1], 1, "0,3")]
+    for rank, host, local, slots in expected:
+        line = f"[{host}] [default{local}]:rank {rank} of 3 local {local} slots {slots} told two words"
+        assert line in done.stdout.splitlines(), done.stdout
+
+
+def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
+    done = job(tmp_path, "fail", environment)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
+    deadline = time.monotonic() + 30
+    while left_over(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_over(tmp_path) == []
+
+
+# -- hosts
+
+
+def test_slots_are_chosen_as_deepspeed_does(tmp_path: Path):
+    hosts = {"a": 4, "b": 2, "c": 2}
+    assert choose(hosts) == {"a": [0, 1, 2, 3], "b": [0, 1], "c": [0, 1]}
+    assert choose(hosts, include="c@a:3,1") == {"c": [0, 1], "a": [1, 3]}
+    assert choose(hosts, exclude="b@a:0,1,2") == {"a": [3], "c": [0, 1]}
+    assert choose(hosts, num_nodes=2, num_gpus=1) == {"a": [0], "b": [0]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": "d"}, "host 'd' is not in the hostfile, which has a, b"),
+        ({"exclude": "b:2"}, "host b has slots 0 to 1, not 2"),
+        ({"include": "a", "exclude": "b"}, "not both"),
+        ({"exclude": "a@b"}, "no slot is left"),
+        ({"num_nodes": 3}, "2 hosts can be used"),
+        ({"num_gpus": 3}, "host b has 2 slots"),
+    ],
+)
+def test_wrong_choices_are_refused(options: dict, message: str):
+    with pytest.raises(UsageError, match=message):
+        choose({"a": 4, "b": 2}, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a slots=x", "line 1: expected"), ("a slots=1\na slots=2", "line 2: host a is there twice"), ("#", "no host")],
+)
+def test_wrong_hostfiles_are_refused(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        parse_hostfile(file)

@@ -1,0 +1,232 @@
+"""`zero launch`: a script on every GPU of one machine, or of the machines in a hostfile.
+
+It starts torchrun on each machine, over ssh. The hostfile and the options are DeepSpeed's. This file imports nothing of
+the engine: it runs on the machine from which jobs are started.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from argparse import REMAINDER, ArgumentParser, Namespace
+from pathlib import Path
+
+import torch
+
+from zero.errors import UsageError
+from zero.hf import STARTUP
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+# Variables that begin so reach the other machines. A file `.deepspeed_env` adds lines `NAME=VALUE`.
+EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP", "UCX", "HF_", "MLFLOW", "WANDB", "DEEPSPEED_TIMEOUT")
+ENV_FILE = ".deepspeed_env"
+_POLL = 0.1
+# Seconds that the other machines have to end after one has failed.
+_GRACE = 30.0
+
+
+def launch(arguments: list[str]) -> int:
+    """Run `zero launch ARGUMENTS`; returns the job's exit code. Raises UsageError for hosts that do not exist."""
+    options = _parser().parse_args(arguments)
+    if not options.command:
+        raise UsageError("launch: no script given")
+    if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
+        if options.include or options.exclude or (options.num_nodes or 1) > 1:
+            raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
+        ranks = options.num_gpus or max(1, torch.accelerator.device_count())
+        environment = os.environ | {"PYTHONPATH": _python_path()}
+        return subprocess.call(_torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)]), env=environment)
+    file = Path(options.hostfile or DEFAULT_HOSTFILE)
+    hosts = choose(parse_hostfile(file), options.include, options.exclude, options.num_nodes, options.num_gpus)
+    return _run_on(hosts, options)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="zero launch",
+        description="Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
+        epilog='Example: zero launch --hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
+    )
+    parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
+    parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT][@NAME...]")
+    parser.add_argument("-e", "--exclude", default="", help="hosts or slots not to use, written in the same way")
+    parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
+    parser.add_argument("--num_gpus", type=int, help="use the first so many slots of each host")
+    parser.add_argument("--master_addr", help="address of the first host, as all hosts see it; default: its name")
+    parser.add_argument("--master_port", type=int, default=29500, help="a free port on the first host (29500)")
+    parser.add_argument("--ssh_port", type=int, help="port of ssh on all hosts")
+    parser.add_argument("--elastic_training", action="store_true", help="go on with the hosts that are left")
+    parser.add_argument("--min_elastic_nodes", type=int, default=1, help="fewest hosts to go on with (1)")
+    parser.add_argument("--module", action="store_true", help="the script is a module's name, as for `python -m`")
+    parser.add_argument("command", nargs=REMAINDER, help="the script and its arguments")
+    return parser
+
+
+# -- hosts
+
+
+def parse_hostfile(file: Path) -> dict[str, int]:
+    """Slots by host, in the order of the file. Raises UsageError with the line that is wrong."""
+    if not file.is_file():
+        raise UsageError(f"{file}: no such hostfile")
+    found: dict[str, int] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, slots = words[0], words[1].removeprefix("slots=") if len(words) == 2 else ""
+        if not slots.isdecimal() or not int(slots):
+            raise UsageError(f"{file}, line {number}: expected `NAME slots=N`, got {line.strip()!r}")
+        if name in found:
+            raise UsageError(f"{file}, line {number}: host {name} is there twice")
+        found[name] = int(slots)
+    if not found:
+        raise UsageError(f"{file}: there is no host in it")
+    return found
+
+
+def choose(
+    hosts: dict[str, int],
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> dict[str, list[int]]:
+    """The slots to use, by host. `include` and `exclude` are `NAME[:SLOT,SLOT][@NAME...]`."""
+    if include and exclude:
+        raise UsageError("launch: give --include or --exclude, not both")
+    chosen = {name: list(range(slots)) for name, slots in hosts.items()}
+    named = _parse_filter(include or exclude, chosen)
+    if include:
+        chosen = named
+    for name, slots in named.items() if exclude else ():
+        chosen[name] = [slot for slot in chosen[name] if slot not in slots]
+    chosen = {name: slots for name, slots in chosen.items() if slots}
+    if num_nodes is not None:
+        if not 0 < num_nodes <= len(chosen):
+            raise UsageError(f"launch: --num_nodes {num_nodes}: {len(chosen)} hosts can be used")
+        chosen = dict(list(chosen.items())[:num_nodes])
+    if num_gpus is not None:
+        if small := next((name for name, slots in chosen.items() if len(slots) < num_gpus or num_gpus < 1), None):
+            raise UsageError(f"launch: --num_gpus {num_gpus}: host {small} has {len(chosen[small])} slots")
+        chosen = {name: slots[:num_gpus] for name, slots in chosen.items()}
+    if not chosen:
+        raise UsageError("launch: no slot is left to run on")
+    return chosen
+
+
+def _parse_filter(text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for part in filter(None, text.split("@")):
+        name, colon, slots = part.partition(":")
+        if name not in hosts:
+            raise UsageError(f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}")
+        numbers = [int(slot) if slot.isdecimal() else -1 for slot in slots.split(",")] if colon else hosts[name]
+        if wrong := [slot for slot in numbers if slot not in hosts[name]]:
+            raise UsageError(f"launch: {part!r}: host {name} has slots 0 to {len(hosts[name]) - 1}, not {wrong[0]}")
+        found[name] = sorted({*found.get(name, []), *numbers})
+    return found
+
+
+# -- commands
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+
+
+def _torchrun(options: Namespace, placement: list[str]) -> list[str]:
+    module = ["--module"] if options.module else []
+    return [sys.executable, "-m", "torch.distributed.run", *placement, *module, *options.command]
+
+
+def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) -> str:
+    """The shell command for host number `index`: the working directory, variables and torchrun."""
+    name, slots = list(hosts.items())[index]
+    address = options.master_addr or next(iter(hosts)).rpartition("@")[2]
+    placement = ["--nproc_per_node", str(len(slots)), "--tee", "3"]
+    if options.elastic_training:
+        placement += ["--nnodes", f"{options.min_elastic_nodes}:{len(hosts)}", "--rdzv_backend", "c10d"]
+        placement += ["--rdzv_endpoint", f"{address}:{options.master_port}", "--rdzv_id", "zero"]
+        placement += ["--max_restarts", "3"]
+    else:
+        placement += ["--nnodes", str(len(hosts)), "--node_rank", str(index)]
+        placement += ["--master_addr", address, "--master_port", str(options.master_port)]
+    variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | _from_env_file()
+    variables["PYTHONPATH"] = _python_path()
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    words = ["env", *(f"{key}={value}" for key, value in variables.items()), *_torchrun(options, placement)]
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+
+
+def _from_env_file() -> dict[str, str]:
+    found = {}
+    for folder in (Path.home(), Path.cwd()):
+        if (file := folder / ENV_FILE).is_file():
+            pairs = [line.partition("=") for line in file.read_text(encoding="utf-8").splitlines() if "=" in line]
+            found |= {key.strip(): value.strip() for key, _, value in pairs}
+    return found
+
+
+# -- the job
+
+
+def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
+    """Start torchrun on all hosts, print their lines, and end all when one fails. Returns the first failure's code."""
+    # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever ended it.
+    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
+    jobs = {
+        name: subprocess.Popen(
+            [*ssh, name, remote_command(options, hosts, index)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )
+        for index, name in enumerate(hosts)
+    }  # fmt: skip
+    threads = [threading.Thread(target=_print_lines, args=item, daemon=True) for item in jobs.items()]
+    for thread in threads:
+        thread.start()
+    fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _wait(jobs, fewest)
+    finally:
+        _end(list(jobs.values()))
+        for thread in threads:
+            thread.join(timeout=_GRACE)
+
+
+def _print_lines(name: str, job: subprocess.Popen[str]) -> None:
+    for line in job.stdout:
+        sys.stdout.write(f"[{name}] {line.rstrip()}\n")
+        sys.stdout.flush()
+
+
+def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int) -> int:
+    failed: dict[str, int] = {}
+    while True:
+        for name, job in jobs.items():
+            if job.poll() and name not in failed:
+                failed[name] = job.returncode
+                print(f"zero launch: {name} ended with code {job.returncode}", file=sys.stderr)
+        if len(jobs) - len(failed) < fewest:
+            return next(iter(failed.values()))
+        if all(job.poll() is not None for job in jobs.values()):
+            return 0
+        time.sleep(_POLL)
+
+
+def _end(jobs: list[subprocess.Popen[str]]) -> None:
+    running = [job for job in jobs if job.poll() is None]
+    for job in running:
+        job.terminate()
+    for job in running:
+        try:
+            job.wait(timeout=_GRACE)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            job.wait()
