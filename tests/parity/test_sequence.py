@@ -6,6 +6,7 @@ token that counts), padding on both sides, and packed sequences. The micro-batch
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -109,8 +110,13 @@ def alone(rank: int, world_size: int, ranks: int, case: Case) -> tuple[list[list
     return losses, norms
 
 
-TWO_RANKS = [Case(stage, attention) for stage in range(4) for attention in ("sdpa", "eager")]
-TWO_RANKS += [Case(3, "sdpa", key_value_heads=1), Case(3, "eager", key_value_heads=3), Case(2, "sdpa", window=4)]
+@cache
+def reference(ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
+    return run_on(1, alone, ranks, case)[0]
+
+
+TWO_RANKS = [*(Case(stage, "sdpa") for stage in range(4)), Case(1, "eager"), Case(3, "eager")]
+TWO_RANKS += [Case(3, "eager", key_value_heads=3), Case(2, "sdpa", window=4)]
 FOUR_RANKS = [Case(3, "sdpa"), Case(1, "eager", key_value_heads=1), Case(3, "sdpa", key_value_heads=6, size=4)]
 
 
@@ -118,7 +124,7 @@ FOUR_RANKS = [Case(3, "sdpa"), Case(1, "eager", key_value_heads=1), Case(3, "sdp
 def test_losses_and_norms_are_those_of_one_process(ranks, cases):
     shared = run_on(ranks, share, cases)
     for number, case in enumerate(cases):
-        losses, norms = run_on(1, alone, ranks, case)[0]
+        losses, norms = reference(ranks, case._replace(stage=0))
         assert max(norms) > CLIP, "clipping must be at work"
         for rank in range(ranks):
             found_losses, found_norms = shared[rank][number]

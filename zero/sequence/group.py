@@ -26,6 +26,9 @@ class SequenceGroup:
             raise UsageError(f"sequence_parallel_size: {size} does not divide the number of ranks, {ranks}")
         self.device = world.compute_device()
         backend = world.default_backend(self.device)
+        # Under the plain name, the gradient of torch's differentiable all-gather takes numbers in the group for numbers
+        # in the world. The Trainer makes its loss by it.
+        backend = "cpu:gloo" if backend == "gloo" else backend
         self.group, _ = dist.new_subgroups(size, timeout=world.group_timeout(), backend=backend)
         self.size, self.rank = size, dist.get_rank(self.group)
 
