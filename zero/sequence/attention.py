@@ -77,10 +77,10 @@ class _Model:
             first = self.ranks.rank * piece.shape[1]
             positions = torch.arange(first, first + piece.shape[1], device=piece.device)[None]
         positions = positions.expand(piece.shape[:2])
-        whole_mask = None if mask is None else self.ranks.gather(mask).bool()
         whole = self.ranks.gather(positions)
         # As transformers does: with a mask, positions do not separate sequences.
         documents = _documents(whole) if mask is None else None
+        whole_mask = None if mask is None else _if_it_matters(self.ranks.gather(mask).bool())
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
         # With a mask, transformers does not look for packed sequences in this piece.
         mask = torch.ones(piece.shape[:2], dtype=torch.bool, device=piece.device) if mask is None else mask
@@ -213,6 +213,11 @@ def _of_the_whole(given: dict[str, Any]) -> dict[str, Any]:
         given["mask_function"] = _within_documents(given["mask_function"], positions, documents)
         given["allow_is_causal_skip"] = False
     return given
+
+
+def _if_it_matters(mask: torch.Tensor) -> torch.Tensor | None:
+    """None if padding is on the right only, as no token attends to a later one. Then no square mask need be made."""
+    return mask if (mask[:, 1:] & ~mask[:, :-1]).any() else None
 
 
 def _documents(positions: torch.Tensor) -> torch.Tensor | None:

@@ -13,9 +13,11 @@ from zero.errors import UsageError
 from zero.sequence.group import IGNORED, SequenceGroup
 
 Batch = dict[str, Any]
-# What is added at the end of a sequence whose length the number of ranks does not divide. No token attends to a later
-# one, so nothing before it changes. An attention mask stays without gaps, so that none must be made for attention.
-_FILLING = {"shift_labels": IGNORED, "attention_mask": 1}
+# What is added at the end of a sequence whose length the number of ranks does not divide; zeros elsewhere. No token
+# attends to a later one, so nothing before it changes.
+_FILLING = {"shift_labels": IGNORED}
+# Facts about packed sequences as a whole, which transformers finds in `position_ids` too.
+_DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class MicroBatches(IterableDataset):
@@ -26,7 +28,8 @@ class MicroBatches(IterableDataset):
 
     A batch is a mapping. Its tensors are (batch, sequence, ...); other values are passed on. `labels` are replaced by
     `shift_labels`: those of the next token, because that may lie in the next piece. `position_ids` are added if they
-    are missing. A sequence is filled up to a multiple of `ranks.size`; what is added counts nowhere.
+    are missing, and what follows from them is left out (`cu_seq_lens_q` and the like). A sequence is filled up to a
+    multiple of `ranks.size`; what is added counts nowhere.
 
     Raises UsageError, naming the key, for a tensor without the sequence's length.
     """
@@ -54,7 +57,7 @@ class MicroBatches(IterableDataset):
 
     def _cut(self, batch: Mapping[str, Any]) -> tuple[Batch, list[torch.Tensor]]:
         """The batch with a `_Kind` in place of each tensor; and for each rank its pieces of all tensors, as bytes."""
-        batch = dict(batch)
+        batch = {key: value for key, value in batch.items() if key not in _DERIVED}
         if "input_ids" not in batch:
             raise UsageError(f"sequence parallelism: a batch needs 'input_ids'; this one has {sorted(batch)}")
         ids, size = batch["input_ids"], self.ranks.size
