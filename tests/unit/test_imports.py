@@ -72,7 +72,7 @@ INSIDE = {
         "training",
         "__init__",
     ],  # fmt: skip
-    "zero.sequence": ["group", "batches", "attention", "__init__"],
+    "zero.sequence": ["group", "batches", "attention", "tiles", "__init__"],
     "zero.optim": [
         "loss_scaler",
         "cpu_adam",
@@ -107,6 +107,7 @@ INSIDE = {
         "estimates",
         "timers",
         "sequence_loader",
+        "sequence_tiles",
         "finder",
     ],  # fmt: skip
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],

@@ -74,6 +74,7 @@ deepspeed.runtime.sequence_parallel.parallel_state_sp zero.world get_sequence_da
     get_sequence_data_parallel_world_size=get_world_size get_sequence_data_parallel_rank=get_rank
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence UlyssesSPAttentionHF
 deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
+deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_tiles TiledFusedLogitsLoss TiledMLP sequence_tiled_compute
 deepspeed.runtime.swap_tensor .utilities MIN_SWAPPABLE_BYTES
 deepspeed.runtime.utils .utilities see_memory_usage
 deepspeed.runtime.zero {_ZERO}

@@ -8,5 +8,16 @@ of this: it shards over all ranks, as ever.
 from zero.sequence.attention import attach, detach
 from zero.sequence.batches import MicroBatches
 from zero.sequence.group import SequenceGroup, current_group, make_group
+from zero.sequence.tiles import tile_mlps, tiled, tiled_loss
 
-__all__ = ["MicroBatches", "SequenceGroup", "attach", "current_group", "detach", "make_group"]
+__all__ = [
+    "MicroBatches",
+    "SequenceGroup",
+    "attach",
+    "current_group",
+    "detach",
+    "make_group",
+    "tile_mlps",
+    "tiled",
+    "tiled_loss",
+]
