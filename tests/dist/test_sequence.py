@@ -10,6 +10,8 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -115,6 +117,61 @@ def with_another_attention(rank: int, world_size: int) -> bool:
 
 def test_attention_that_reads_positions_gets_those_of_the_whole_sequence():
     assert run_on(2, with_another_attention) == [True, True]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+_LAYERS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
+    "gemma2": {**_LAYERS, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
+    "gemma3_text": _LAYERS,
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 4},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def gradient_norm(model: torch.nn.Module, world_size: int = 1) -> float:
+    """Of the mean over ranks."""
+    squares = 0.0
+    for param in model.parameters():
+        gradient, param.grad = torch.zeros_like(param) if param.grad is None else param.grad, None
+        if world_size > 1:
+            torch.distributed.all_reduce(gradient)
+        squares += (gradient / world_size).square().sum().item()
+    return squares**0.5
+
+
+def architectures(rank: int, world_size: int) -> dict[str, float]:
+    ranks, found = make_group(2), {}
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(5))
+    for name, settings in MODELS.items():
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(name, **SMALL | settings)
+        implementation = settings.get("attn_implementation", "sdpa")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        loss = model(input_ids=ids, labels=ids, position_ids=PACKED).loss
+        loss.backward()
+        expected = [loss.item(), gradient_norm(model)]
+        attach(model, ranks)
+        loss = loss_of_pieces(model, ids, PACKED, ranks)
+        loss.backward()
+        found[name] = relative([loss.item(), gradient_norm(model, world_size)], expected)
+    return found
+
+
+def test_other_architectures():
+    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention; all with packed sequences."""
+    for found in run_on(2, architectures):
+        assert found.keys() == MODELS.keys()
+        assert max(found.values()) < 1e-6, found
 
 
 def compiled(rank: int, world_size: int) -> list[float]:

@@ -99,9 +99,10 @@ class _Model:
 def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None:
     """Have a model of transformers attend to whole sequences, while each rank of the group gives it a piece.
 
-    Args: model: a causal language model, or a wrapper of one that has its `config`. Call it with (batch, piece)
-    tensors: `input_ids`, and optionally `attention_mask` and `position_ids`, which are numbers in the whole sequence.
-    in_eval: False leaves the model alone while it is not training: there each rank has sequences of its own.
+    Args: model: a causal language model, or a wrapper that has its `config` and passes `attention_mask` and
+    `position_ids` on. Call it with (batch, piece) tensors: `input_ids`, and optionally these two; positions are numbers
+    in the whole sequence. in_eval: False leaves the model alone while it is not training: each rank has sequences of
+    its own there.
 
     Raises UsageError, naming the numbers, if the group's size does not divide the heads; and for models whose tokens
     depend on others outside of causal attention.
