@@ -235,10 +235,13 @@ class SectionsWithoutEffect(Section):
 
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
-    sequence_parallel_size: only(Int, 1, "sequence parallelism is not part of this engine") = 1
-    data_parallel_size: Positive | None = unused(None, "every rank is a data-parallel rank; another number is an error")
+    data_parallel_size: Positive | None = unused(
+        None, "it is the number of processes divided by sequence_parallel_size; another number is an error"
+    )
     disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
-    seq_parallel_communication_data_type: str | None = unused(None, "there is no sequence parallelism")
+    seq_parallel_communication_data_type: str | None = unused(
+        None, "what sequence parallelism exchanges keeps its dtype"
+    )
     dump_state: bool = unused(False, "the engine keeps no such dump; log the model instead")
     disable_python_gc: bool = unused(False, "call gc.disable() in the script")
     vocabulary_size: Count | None = unused(None, "DeepSpeed only warns about its alignment")

@@ -288,6 +288,8 @@ class Config(SectionsWithoutEffect):
     """Samples of one forward on one process (the micro-batch)."""
     gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")
     """Micro-batches of one step."""
+    sequence_parallel_size: Positive = 1
+    """Neighbouring processes that share each sequence (Ulysses). The Trainer's `ParallelismConfig` sets it."""
     managed_gradient_accumulation: bool = True
     """false: your own call of `step()` ends the accumulation, however many backwards came before."""
     gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
@@ -354,12 +356,18 @@ class Config(SectionsWithoutEffect):
     def resolve_batch(self, world_size: int) -> "Config":
         """Complete the three batch sizes in place, by DeepSpeed's rule, and return the configuration itself.
 
-        Accumulation that neither is given nor follows is 1. Raises ValueError if the numbers do not multiply out, or if
-        neither train_batch_size nor train_micro_batch_size_per_gpu is known.
+        Ranks that share their sequences count as one. Accumulation that neither is given nor follows is 1. Raises
+        ValueError if the numbers do not multiply out, or if neither train_batch_size nor train_micro_batch_size_per_gpu
+        is known.
         """
-        place = self._origin.place
+        place, sharing = self._origin.place, self.sequence_parallel_size
+        if world_size % sharing:
+            message = f"{sharing} does not divide the number of ranks, {world_size}"
+            raise UsageError(f"{place}: sequence_parallel_size: {message}")
+        world_size //= sharing
         if self.data_parallel_size not in (None, world_size):
-            message = f"is {self.data_parallel_size}, and the number of ranks is {world_size}; delete it"
+            of = f"of groups of {sharing} ranks" if sharing > 1 else "of ranks"
+            message = f"is {self.data_parallel_size}, and the number {of} is {world_size}; delete it"
             raise UsageError(f"{place}: data_parallel_size: {message}")
         train, micro, steps = (getattr(self, key) for key in BATCH_KEYS)
         if train is None and micro is None:
@@ -377,7 +385,8 @@ class Config(SectionsWithoutEffect):
 
     def _batch_mismatch(self, world_size: int | None) -> str:
         given = {key: value for key in BATCH_KEYS[1:] if (value := getattr(self, key)) is not None}
-        ranks = [] if world_size is None else [f"world size {world_size}"]
+        size = "world size" if self.sequence_parallel_size == 1 else "world size / sequence_parallel_size"
+        ranks = [] if world_size is None else [f"{size} {world_size}"]
         factors = " x ".join([*(f"{key} {value}" for key, value in given.items()), *ranks])
         if world_size is None or len(given) < 2:
             return f"{self.train_batch_size} is not a whole multiple of {factors}"

@@ -1,15 +1,16 @@
 """The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm` does not have. No collective is here.
 
-Every rank is a data-parallel rank. There is no other kind of parallelism: groups of other kinds have one rank.
+Ranks may share sequences (`zero.sequence`). There is no other kind of model parallelism: its groups have one rank.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from zero import world
+from zero.sequence import current_group
 
 
 def init_distributed(dist_backend: str | None = None, **kwargs: Any) -> None:
@@ -49,9 +50,19 @@ def _get_data_parallel_group_ranks() -> range:
     return range(world.get_world_size())
 
 
-def _get_sequence_parallel_group() -> NoReturn:
-    """Refused as by DeepSpeed: KeyError."""
-    raise KeyError("there is no sequence-parallel group: every rank is a data-parallel rank")
+def _get_sequence_parallel_group() -> object:
+    """The ranks that share sequences with this one. KeyError without such ranks, as by DeepSpeed."""
+    if (ranks := current_group()) is None:
+        raise KeyError("there is no sequence-parallel group: every rank is a data-parallel rank")
+    return ranks.group
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1 if current_group() is None else current_group().size
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0 if current_group() is None else current_group().rank
 
 
 def one() -> int:

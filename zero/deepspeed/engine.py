@@ -23,10 +23,12 @@ from zero.deepspeed.leaf import mark_configured
 from zero.deepspeed.lr_schedules import build_scheduler
 from zero.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.deepspeed.optimizers import build_optimizer
+from zero.deepspeed.sequence import share_sequences
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
 from zero.mesh import Mesh, mesh_of_accelerate, shard_size
+from zero.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
 
@@ -47,7 +49,13 @@ class DeepSpeedEngine(ZeroEngine):
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
     global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
-    world_size = dp_world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
+    world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
+    sequence_parallel_size = property(attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence.")
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks, or groups of ranks that share sequences, have batches of their own."""
+        return self.world_size // self.sequence_parallel_size
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
@@ -69,7 +77,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size by changing the number of accumulation steps."""
-        per_step = self.train_micro_batch_size_per_gpu() * self.world_size
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size % per_step:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of micro batch x ranks = {per_step}"
@@ -80,7 +88,7 @@ class DeepSpeedEngine(ZeroEngine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch size; the number of accumulation steps stays."""
         self.settings.train_micro_batch_size_per_gpu = micro_batch_size
-        self.settings.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.world_size
+        self.settings.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
@@ -195,6 +203,7 @@ def initialize(
         lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
         training_data: a dataset. The returned dataloader gives micro-batches of this rank's part of it, made by
             `collate_fn`.
+        mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
         mesh: a `DeviceMesh` of the dimensions `replicate` and `shard`, for hybrid sharding. The size of `shard` means
             the same as `mics_shard_size` in the configuration. Default: the mesh of accelerate's `ParallelismConfig`.
@@ -204,8 +213,8 @@ def initialize(
     """
     if model is None:
         raise UsageError("initialize: model is missing")
-    if given := [name for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items() if value is not None]:
-        raise UsageError(f"initialize: not supported: {', '.join(given)}; every rank is a data-parallel rank")
+    if mesh_param is not None:
+        raise UsageError("initialize: not supported: mesh_param; sequence_parallel_size is a key of the configuration")
     given = [config, config_params, getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)]
     sources = [source for source in given if source is not None]
     if not sources:
@@ -214,6 +223,7 @@ def initialize(
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()
+    share_sequences(model, settings, mpu)
     settings.resolve_batch(world.get_world_size())
     mesh = mesh_of_accelerate() if mesh is None else mesh
     if mesh is not None:
@@ -235,4 +245,5 @@ def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpee
     sampler = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
-    return DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)
+    loader = DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)
+    return loader if engine.sequence_parallel_size == 1 else DataLoader(MicroBatches(loader, current_group()), None)

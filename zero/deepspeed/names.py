@@ -66,6 +66,15 @@ deepspeed.runtime.engine .engine DeepSpeedEngine
 deepspeed.runtime.lr_schedules .lr_schedules *
 deepspeed.runtime.precision_config .configuration get_bfloat16_config DeepSpeedFP16Config
 deepspeed.runtime.precision_config zero.config DeepSpeedBF16Config=BF16Config
+deepspeed.runtime.sequence_parallel.parallel_state_sp .sequence initialize_sequence_parallel
+    get_sequence_parallel_group get_sequence_parallel_world_size get_sequence_parallel_rank
+    get_model_parallel_group=get_sequence_parallel_group get_model_parallel_rank=get_sequence_parallel_rank
+    get_model_parallel_world_size=get_sequence_parallel_world_size
+deepspeed.runtime.sequence_parallel.parallel_state_sp zero.world get_sequence_data_parallel_group=get_world_group
+    get_sequence_data_parallel_world_size=get_world_size get_sequence_data_parallel_rank=get_rank
+deepspeed.runtime.sequence_parallel.ulysses_sp .sequence UlyssesSPAttentionHF
+deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_loader UlyssesSPDataLoaderAdapter
+deepspeed.runtime.sequence_parallel.ulysses_sp .sequence_tiles TiledFusedLogitsLoss TiledMLP sequence_tiled_compute
 deepspeed.runtime.swap_tensor .utilities MIN_SWAPPABLE_BYTES
 deepspeed.runtime.utils .utilities see_memory_usage
 deepspeed.runtime.zero {_ZERO}
@@ -103,9 +112,10 @@ deepspeed.utils.groups zero.world get_data_parallel_group=get_world_group _get_d
     get_data_parallel_world_size=get_world_size _get_data_parallel_world_size=get_world_size
     _get_sequence_data_parallel_world_size=get_world_size
 deepspeed.utils.groups .distributed _get_data_parallel_group_ranks _get_sequence_parallel_group
+    _get_sequence_parallel_world_size _get_sequence_parallel_rank
     get_model_parallel_world_size=one get_tensor_model_parallel_world_size=one _get_model_parallel_world_size=one
-    _get_sequence_parallel_world_size=one _get_expert_model_parallel_world_size=one get_model_parallel_rank=zero
-    get_tensor_model_parallel_rank=zero _get_sequence_parallel_rank=zero _get_broadcast_src_rank=zero
+    _get_expert_model_parallel_world_size=one get_model_parallel_rank=zero
+    get_tensor_model_parallel_rank=zero _get_broadcast_src_rank=zero
 deepspeed.utils.init_on_device .utilities OnDevice
 deepspeed.utils.logging .utilities log_dist logger set_log_level_from_string
 deepspeed.utils.tensor_fragment {_SAFE}

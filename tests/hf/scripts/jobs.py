@@ -10,6 +10,8 @@
     predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than the others
     fail_at     optional: rank 1 raises in that step, and has a thread that never ends
     save        optional: call `save_model` at the end
+    sequence    optional: how many ranks share a sequence
+    resume      optional: the checkpoint to begin with
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 from pathlib import Path
 
 import torch
+from accelerate import ParallelismConfig
 from torch._dynamo.utils import counters
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -108,7 +111,9 @@ def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
 
 
 def run(job: dict) -> None:
-    # Arguments before the model: they tell transformers to build it sharded.
+    # The arguments come first: they tell transformers to build the model sharded.
+    if "sequence" in job:
+        job["arguments"]["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=job["sequence"])
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
     model = make_model(job["model"])
     seq2seq = job["model"] == "t5"
@@ -122,7 +127,7 @@ def run(job: dict) -> None:
         callbacks=[FailOnRankOne(job["fail_at"])] if "fail_at" in job else None,
     )
     graphs = counters["stats"]["unique_graphs"]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=job.get("resume"))
     report = {
         "log": list(trainer.state.log_history),  # without the evaluation that follows
         "evaluation": trainer.evaluate(),

@@ -1,0 +1,271 @@
+"""The parts of sequence parallelism on two ranks: the exchange, pieces of batches, other attention, and mistakes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+import zero
+from tests.dist.training import ds_config, relative
+from tests.processes import run_on
+from zero.errors import UsageError
+from zero.sequence import MicroBatches, SequenceGroup, attach, current_group, detach, make_group
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.06,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
+
+
+def exchanged(rank: int, world_size: int) -> tuple:
+    ranks = make_group(2)
+    whole = torch.arange(2 * 4 * 6 * 3.0).view(2, 4, 6, 3)  # (batch, heads, sequence, channels)
+    own = whole.chunk(2, dim=2)[rank].clone().requires_grad_()
+    heads = ranks.exchange(own, cut=1, join=2)
+    weights = torch.arange(heads.numel()).view_as(heads) + 1000.0 * rank
+    heads.backward(weights)
+    expected = torch.cat([weights - 1000.0 * rank, weights + 1000.0 * (1 - rank)] if rank == 0 else
+                         [weights - 1000.0, weights], dim=1)  # fmt: skip
+    return torch.equal(heads, whole.chunk(2, dim=1)[rank]), torch.equal(own.grad, expected.chunk(2, dim=2)[rank])
+
+
+def test_the_exchange_and_its_gradient():
+    assert run_on(2, exchanged) == [(True, True)] * 2
+
+
+def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4 and positions of its own, in other dtypes."""
+    ids = torch.arange(5)[None] + 10
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "name": "first"}
+    if rank == 1:
+        positions = torch.tensor([[0, 1, 0, 1]], dtype=torch.int32)
+        batch = {"input_ids": ids[:, :4] + 10, "position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 2, 4])}
+        batch["scores"] = torch.arange(8.0).view(1, 4, 2) / 3
+    loader = MicroBatches([batch], make_group(2))
+    assert len(loader) == 2
+    return [{key: value.tolist() if key != "name" else value for key, value in each.items()} for each in loader]
+
+
+def test_each_rank_gets_its_piece_of_every_batch():
+    found = run_on(2, pieces)
+    assert found[0] == [
+        {
+            "input_ids": [[10, 11, 12]], "attention_mask": [[1, 1, 1]], "name": "first",
+            "position_ids": [[0, 1, 2]], "shift_labels": [[11, 12, 13]],
+        },
+        {"input_ids": [[20, 21]], "position_ids": [[0, 1]], "scores": found[0][1]["scores"]},
+    ]  # fmt: skip
+    assert found[1][0] == {
+        "input_ids": [[13, 14, 0]], "attention_mask": [[1, 1, 0]], "name": "first",
+        "position_ids": [[3, 4, 5]], "shift_labels": [[14, -100, -100]],
+    }  # fmt: skip
+    assert found[1][1]["position_ids"] == [[0, 1]]
+    scores = [found[rank][1]["scores"][0] for rank in range(2)]
+    assert scores[0] + scores[1] == (torch.arange(8.0).view(4, 2) / 3).tolist()
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]])
+seen: list[torch.Tensor] = []
+
+
+def looking(module: torch.nn.Module, *tensors: Any, position_ids: Any = None, **kwargs: Any) -> tuple:
+    """An attention function that reads positions, as flash attention does."""
+    seen.append(position_ids)
+    return sdpa_attention_forward(module, *tensors, **kwargs)
+
+
+def loss_of_pieces(model: LlamaForCausalLM, ids: torch.Tensor, positions: torch.Tensor, ranks: SequenceGroup) -> Any:
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    batch = list(MicroBatches([batch], ranks))[0]
+    return ranks.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
+
+
+def with_another_attention(rank: int, world_size: int) -> bool:
+    AttentionInterface.register("looking", looking)
+    AttentionMaskInterface.register("looking", sdpa_mask)
+    model, ranks = llama(), make_group(2)
+    model.config._attn_implementation = "looking"
+    ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids, labels=ids, position_ids=PACKED).loss.item()
+    seen.clear()
+    attach(model, ranks)
+    shared = loss_of_pieces(model, ids, PACKED, ranks).item()
+    detach(model)
+    alone = model(input_ids=ids, labels=ids, position_ids=PACKED).loss.item()
+    whole = all(torch.equal(each, PACKED) for each in seen)
+    return whole and len(seen) == 4 and alone == expected and relative([shared], [expected]) < 1e-6
+
+
+def test_attention_that_reads_positions_gets_those_of_the_whole_sequence():
+    assert run_on(2, with_another_attention) == [True, True]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False,
+}  # fmt: skip
+_LAYERS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
+    "gemma2": {**_LAYERS, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
+    "gemma3_text": _LAYERS,
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 4},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def gradient_norm(model: torch.nn.Module, world_size: int = 1) -> float:
+    """Of the mean over ranks."""
+    squares = 0.0
+    for param in model.parameters():
+        gradient, param.grad = torch.zeros_like(param) if param.grad is None else param.grad, None
+        if world_size > 1:
+            torch.distributed.all_reduce(gradient)
+        squares += (gradient / world_size).square().sum().item()
+    return squares**0.5
+
+
+def architectures(rank: int, world_size: int) -> dict[str, float]:
+    ranks, found = make_group(2), {}
+    ids = torch.randint(3, 97, (2, 8), generator=torch.Generator().manual_seed(5))
+    for name, settings in MODELS.items():
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(name, **SMALL | settings)
+        implementation = settings.get("attn_implementation", "sdpa")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+        loss = model(input_ids=ids, labels=ids, position_ids=PACKED).loss
+        loss.backward()
+        expected = [loss.item(), gradient_norm(model)]
+        attach(model, ranks)
+        loss = loss_of_pieces(model, ids, PACKED, ranks)
+        loss.backward()
+        found[name] = relative([loss.item(), gradient_norm(model, world_size)], expected)
+    return found
+
+
+def test_other_architectures():
+    """Learned positions, sliding windows, chunks, soft caps, experts, latent attention; all with packed sequences."""
+    for found in run_on(2, architectures):
+        assert found.keys() == MODELS.keys()
+        assert max(found.values()) < 1e-6, found
+
+
+def compiled(rank: int, world_size: int) -> list[float]:
+    losses = []
+    for compiles in (False, True):
+        model = llama(num_hidden_layers=1)
+        config = ds_config() | {"sequence_parallel_size": 2, "compile": {"enabled": compiles, "backend": "aot_eager"}}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+        ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            loss = loss_of_pieces(engine, ids, PACKED, current_group())
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        engine.destroy()
+    return losses
+
+
+def test_blocks_can_be_compiled():
+    for plain, with_compiler in run_on(2, compiled):
+        assert relative([with_compiler], [plain]) < 1e-6
+
+
+def other_models(rank: int, world_size: int) -> bool:
+    """A copy, another model, and the model itself in evaluation attend as ever."""
+    model, other, ranks = llama(), llama(), make_group(2)
+    ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1 + rank))
+    expected = model(input_ids=ids).logits
+    attach(model, ranks, in_eval=False)
+    others = other, copy.deepcopy(model), model.eval()
+    return all(torch.equal(each(input_ids=ids).logits, expected) for each in others)
+
+
+def test_other_models_are_left_alone():
+    assert run_on(2, other_models) == [True, True]
+
+
+def mistakes(rank: int, world_size: int) -> list[str]:
+    model, ids = llama(), torch.ones(2, 8, dtype=torch.int64)
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    three_heads = llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
+    hybrid = llama()
+    hybrid.config.layer_types = ["full_attention", "linear_attention"]
+    initialize = zero.initialize
+    config = ds_config() | {"sequence_parallel_size": 2}
+    calls = [
+        lambda: initialize(model=model, config=config | {"sequence_parallel_size": 3}),
+        lambda: initialize(model=model, config=config | {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2,
+                                                         "gradient_accumulation_steps": 2}),
+        lambda: initialize(model=three_heads, config=config),
+        lambda: initialize(model=torch.nn.Linear(2, 2), config=config),
+        lambda: initialize(model=t5, config=config),
+        lambda: initialize(model=hybrid, config=config),
+        lambda: initialize(model=model, config=config, mpu=object()),
+        lambda: list(MicroBatches([{"input_ids": ids, "scores": ids[:, :4]}], make_group(2))),
+        lambda: list(MicroBatches([{"inputs_embeds": ids}], make_group(2))),
+        lambda: call(attach_to(model), ids, attention_mask=torch.ones(2, 16)),
+        lambda: call(attach_to(llama(num_hidden_layers=0)), ids),
+        lambda: attach_to(model).generate(ids, max_new_tokens=2, use_cache=True),
+    ]  # fmt: skip
+    found = []
+    for mistake in calls:
+        with pytest.raises(UsageError) as error:
+            mistake()
+        found.append(str(error.value))
+    return found
+
+
+def attach_to(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    attach(model, make_group(2))
+    return model
+
+
+def call(model: LlamaForCausalLM, ids: torch.Tensor, **inputs: torch.Tensor) -> None:
+    model(input_ids=ids, **inputs)
+
+
+def test_mistakes_are_named():
+    expected = [
+        "sequence_parallel_size: 3 does not divide the number of ranks, 2",
+        "train_batch_size: 2 is not",
+        "sequence_parallel_size: 2 does not divide the model's 3 attention heads",
+        "Linear is not a model of transformers",
+        "T5ForConditionalGeneration, which has an encoder and a decoder",
+        "layers of type ['linear_attention']",
+        "mpu has no get_sequence_parallel_world_size",
+        "'scores' of shape (2, 4) cannot be cut along the sequence: 'input_ids' is (2, 8)",
+        "a batch needs 'input_ids'",
+        "attention_mask of shape (2, 16) does not belong to a piece of shape (2, 8)",
+        "LlamaForCausalLM has called none of transformers' attention functions",
+        "a cache of earlier tokens is not supported",
+    ]
+    found = run_on(2, mistakes)
+    assert found[0] == found[1]
+    for message, part in zip(found[0], expected, strict=True):
+        assert part in message

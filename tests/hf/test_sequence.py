@@ -1,0 +1,78 @@
+"""Sequences that two ranks share: the Trainer and TRL's own SFT script, unmodified, beside one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.compatibility import SCRIPTS, command, find, read_log, write_inputs
+from tests.hf.trainer_runs import column, run_plain, run_unmodified
+from tests.processes import fork_ranks
+
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+DEEPSPEED = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 3}}
+# Two epochs of four steps, of two micro-batches of two samples; batches are shuffled.
+ARGUMENTS = {
+    "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+    "max_grad_norm": 0.5, "learning_rate": 1e-3, "save_strategy": "no",
+}  # fmt: skip
+CHECKPOINT = 6  # in the middle of the second epoch
+
+
+def close(values: list[float]) -> Any:
+    return pytest.approx(values, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One process; two ranks; two ranks from a checkpoint of those on."""
+    folder = tmp_path_factory.mktemp("sequence")
+    plain = run_plain([{"model": "llama", "arguments": ARGUMENTS | {"use_cpu": True}}], folder / "plain")
+    shared = {"model": "llama", "sequence": 2, "arguments": ARGUMENTS | {"deepspeed": DEEPSPEED}}
+    saving = {"output_dir": str(folder / "saved"), "save_strategy": "steps", "save_steps": CHECKPOINT}
+    first = {**shared, "arguments": shared["arguments"] | saving}
+    resumed = {**shared, "resume": str(folder / "saved" / f"checkpoint-{CHECKPOINT}")}
+    return plain + run_unmodified([first, resumed], folder / "shared", nproc=2)
+
+
+def test_the_trainer_has_the_losses_of_one_process(reports):
+    plain, shared, _ = reports
+    assert shared["engine"] == "DeepSpeedEngine" and shared["world_size"] == 2
+    assert shared["config"]["train_batch_size"] == 4
+    for key in ("loss", "grad_norm"):
+        assert len(column(plain, key)) == 8
+        assert column(shared, key) == close(column(plain, key))
+    assert max(column(plain, "grad_norm")) > 0.5, "clipping must be at work"
+
+
+def test_the_trainer_resumes_within_an_epoch(reports):
+    _, shared, resumed = reports
+    for key in ("loss", "grad_norm"):
+        assert column(resumed, key) == column(shared, key)
+
+
+def test_evaluation_is_that_of_one_process(reports):
+    """There each rank has whole sequences."""
+    plain, shared, _ = reports
+    assert shared["evaluation"]["eval_loss"] == close(plain["evaluation"]["eval_loss"])
+
+
+def test_trl_packs_sequences(tmp_path):
+    """Switched on as accelerate's launcher does, by the environment."""
+    pytest.importorskip("trl")
+    script, data = SCRIPTS["trl/sft"], write_inputs(tmp_path / "data")
+    logs, file = [], find(script, None)
+    for stage in (None, 3):
+        out = tmp_path / f"out{stage}"
+        line = command(script, file, data, "full", stage, out)
+        # A step has one batch on one process, and one on two that share it.
+        line += ["--packing", "--gradient_accumulation_steps", "1", *([] if stage else ["--use_cpu"])]
+        sharing = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"} if stage else {}
+        imported = "transformers on zero" if stage else "transformers"
+        process = fork_ranks(*line, nproc=2 if stage else 1, timeout=240, imported=imported, env=sharing)
+        assert process.returncode == 0, process.stdout + process.stderr
+        logs.append([entry for entry in read_log(out) if "loss" in entry])
+    assert len(logs[0]) == 4
+    for key in ("loss", "grad_norm"):
+        assert [entry[key] for entry in logs[1]] == close([entry[key] for entry in logs[0]])

@@ -1,0 +1,136 @@
+"""Sequences that ranks share: own loops against plain torch in one process, which sees each micro-batch whole.
+
+The batches have what real ones have: lengths that nothing divides, prompts without labels (so that a rank may have no
+token that counts), padding on both sides, and packed sequences. The micro-batch is larger than one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+import zero
+from tests.dist.training import ds_config, relative
+from tests.processes import run_on
+from zero.sequence import MicroBatches, current_group
+
+STEPS, ACCUMULATION, ROWS, VOCABULARY = 10, 2, 3, 97
+CLIP = 1.0
+Batch = dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    stage: int
+    attention: str
+    key_value_heads: int = 2
+    size: int = 2
+    window: int | None = None
+
+
+def build(case: Case) -> Any:
+    torch.manual_seed(7)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2,
+        "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads, "max_position_embeddings": 32,
+        "initializer_range": 0.06, "pad_token_id": 0, "use_cache": False, "attn_implementation": case.attention,
+    }  # fmt: skip
+    config = LlamaConfig(**sizes) if case.window is None else MistralConfig(**sizes, sliding_window=case.window)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).train()
+
+
+def micro_batch(number: int) -> Batch:
+    """One of four kinds: plain, with prompts, padded, packed."""
+    generator = torch.Generator().manual_seed(number)
+    kind, length = number % 4, 9 + number % 5
+    ids = torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == 1:
+        batch["labels"][:, : length - 3] = -100
+    if kind == 2:
+        mask = torch.ones_like(ids)
+        mask[1, -4:] = 0
+        if number % 8 == 2:
+            mask[0, :3] = 0
+        batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        batch["labels"][0, 3] = -100  # after padding, which attends to nothing, and so predicts at random
+    if kind == 3:
+        first = torch.tensor([4, 6, length])[:, None]
+        positions = torch.arange(length).expand(ROWS, -1)
+        batch["position_ids"] = torch.where(positions < first, positions, positions - first)
+    return batch
+
+
+def batches_of_rank(rank: int, world_size: int, case: Case) -> list[Batch]:
+    """What the data loader of one rank gives: every `world_size`-th of all."""
+    return [micro_batch(number) for number in range(rank, STEPS * ACCUMULATION * world_size // case.size, world_size)]
+
+
+def share(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[float], list[float]]]:
+    return [share_one(rank, world_size, case) for case in cases]
+
+
+def share_one(rank: int, world_size: int, case: Case) -> tuple[list[float], list[float]]:
+    model = build(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = ds_config(stage=case.stage, clip=CLIP, accumulation=ACCUMULATION, stage3_param_persistence_threshold=30)
+    config |= {"sequence_parallel_size": case.size, "train_micro_batch_size_per_gpu": ROWS}
+    config.pop("train_batch_size", None)
+    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
+    assert engine.train_batch_size() == ROWS * ACCUMULATION * world_size // case.size
+    losses, norms = [], []
+    for batch in MicroBatches(batches_of_rank(rank, world_size, case), current_group()):
+        loss = engine(**batch, labels=batch["shift_labels"]).loss
+        loss = current_group().mean_loss(loss, batch["shift_labels"])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if engine.was_step_applied():
+            norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    return losses, norms
+
+
+def alone(rank: int, world_size: int, ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
+    """Plain torch on the same global batches. The losses of each micro-step, one for each group of ranks."""
+    model = build(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loaders = [batches_of_rank(each, ranks, case) for each in range(ranks)]
+    losses, norms, groups = [], [], ranks // case.size
+    for step in range(STEPS * ACCUMULATION):
+        turn, owner = divmod(step, case.size)
+        found = [model(**loaders[group * case.size + owner][turn]).loss for group in range(groups)]
+        (sum(found) / groups / ACCUMULATION).backward()
+        losses.append([loss.item() for loss in found])
+        if (step + 1) % ACCUMULATION == 0:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms
+
+
+@cache
+def reference(ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
+    return run_on(1, alone, ranks, case)[0]
+
+
+TWO_RANKS = [*(Case(stage, "sdpa") for stage in range(4)), Case(1, "eager"), Case(3, "eager")]
+TWO_RANKS += [Case(3, "eager", key_value_heads=3), Case(2, "sdpa", window=4)]
+FOUR_RANKS = [Case(3, "sdpa"), Case(1, "eager", key_value_heads=1), Case(3, "sdpa", key_value_heads=6, size=4)]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+def test_losses_and_norms_are_those_of_one_process(ranks, cases):
+    shared = run_on(ranks, share, cases)
+    for number, case in enumerate(cases):
+        losses, norms = reference(ranks, case._replace(stage=0))
+        assert max(norms) > CLIP, "clipping must be at work"
+        for rank in range(ranks):
+            found_losses, found_norms = shared[rank][number]
+            expected = [found[rank // case.size] for found in losses]
+            assert len(found_norms) == STEPS
+            assert relative(found_losses, expected) < 1e-6, case
+            assert relative(found_norms, norms) < 1e-6, case
