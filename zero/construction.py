@@ -12,6 +12,7 @@ from torch import nn
 
 from zero.agreement import flat, hyper_parameters, versions
 from zero.comm import Communicator
+from zero.compression import CompressedCommunicator
 from zero.config import Config, OffloadOptimizerConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
@@ -106,6 +107,22 @@ def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
     if zero.offloads_params and zero.offload_param.device == "nvme":
         ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
     return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+
+def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
+    """By which weights are gathered for use, and gradients reduced: `comm`, or one over it that compresses them."""
+    zero = settings.zero_optimization
+    weights = zero.stage == 3 and zero.zero_quantized_weights
+    frozen_weights = zero.stage == 3 and zero.zero_quantized_nontrainable_weights
+    bits = zero.zero_quantized_gradient_bits if zero.zero_quantized_gradients else None
+    if comm.shard_group.size == 1 or not (weights or frozen_weights or bits):
+        return comm
+    if bits and comm.replicate_group.size > 1:
+        raise UsageError(
+            f"zero_optimization.zero_quantized_gradients: not available where {comm.replicate_group.size} groups of "
+            "ranks hold all shards; set it to false, or shard over all ranks"
+        )
+    return CompressedCommunicator(comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits)
 
 
 def make_placement(units: Sequence[Unit], settings: Config, device: torch.device, trains: bool) -> Placement:

@@ -22,6 +22,7 @@ LAYERS = [
     "zero.pending",
     "zero.world",
     "zero.comm",
+    "zero.compression",
     "zero.agreement",
     "zero.offload",
     "zero.parameters",
