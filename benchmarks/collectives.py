@@ -8,8 +8,11 @@ each rank; for a reduce-scatter an all-to-all and a local sum; and the method of
 size is that of the whole buffer, ranks * n elements of fp32, as NCCL's own benchmark counts; so are the bandwidths:
 
     algorithm bandwidth = size / time
-    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce, (ranks - 1) / ranks for an
-                          all-gather and a reduce-scatter, 1 for a broadcast)
+    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or gradients,
+                          (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a broadcast)
+
+"gradients" is the experiment with buckets: an all-reduce of the gradients of a model, vectors of 512 and matrices of
+512 x 512, one by one or copied together to one bucket, and back.
 
 An operation takes as long as its slowest rank. `/ engine`: the ratio to the engine's time, formed within a repeat, the
 median over the repeats. `cpu ms`: of all threads of a rank, median. 0.002 MB is a vector of gradient norms.
@@ -36,6 +39,7 @@ BUS = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: 1.0,
+    "gradients": lambda ranks: 2 * (ranks - 1) / ranks,
 }
 
 
@@ -100,8 +104,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    for axis, operation in zip(axes.flat, BUS, strict=True):
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
+    axes.flat[-1].remove()
+    for axis, operation in zip(axes.flat, BUS, strict=False):
         found = [row for row in rows if row["operation"] == operation]
         for way in dict.fromkeys(row["way"] for row in found):
             points = [(row["mb"], row["bus_gb_per_s"]) for row in found if row["way"] == way]

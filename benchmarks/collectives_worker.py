@@ -9,6 +9,7 @@ that has just been used answers sooner than one whose threads sleep.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -115,6 +116,36 @@ def reduce_in_two(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None
     gather_by_messages(full, shard, group)
 
 
+# -- gradients: as an all-reduce, but `full` holds the gradients of a model, which are tensors of their own
+
+WIDTH = 512  # a vector of so many elements and a square matrix take turns
+
+
+def tensors_in(full: torch.Tensor) -> list[torch.Tensor]:
+    found, start = [], 0
+    for size in itertools.cycle((WIDTH, WIDTH * WIDTH)):
+        if start >= full.numel():
+            return found
+        found.append(full[start : start + size])
+        start += size
+
+
+def reduce_one_by_one(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    for tensor in tensors_in(full):
+        dist.all_reduce(tensor, group=group)
+
+
+def reduce_all_at_once(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors_in(full)]:
+        work.wait()
+
+
+def reduce_in_a_bucket(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    bucket = torch.cat(tensors_in(full))
+    dist.all_reduce(bucket, group=group)
+    torch._foreach_copy_(tensors_in(full), tensors_in(bucket))
+
+
 # -- broadcast: rank 0's `full` to all ranks
 
 
@@ -131,6 +162,13 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
 
     def scatter_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         comm.reduce_scatter(shard, full, False, full.numel()).wait()
+
+    def reduce_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+        bucket = torch.cat(tensors_in(full))
+        total = torch.empty_like(bucket)
+        comm.reduce(total, bucket, False, bucket.numel()).wait()
+        torch._foreach_copy_(tensors_in(full), tensors_in(total))
+        full.mul_(comm.mean_factor * comm.world_size)  # 1 on gloo, where the result is a sum already
 
     return {
         "all_reduce": {
@@ -150,6 +188,12 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
             "messages": scatter_by_messages,
             "all-to-all": scatter_by_all_to_all,
             "engine": scatter_by_engine,
+        },
+        "gradients": {
+            "one by one": reduce_one_by_one,
+            "one by one, async": reduce_all_at_once,
+            "one bucket": reduce_in_a_bucket,
+            "engine": reduce_by_engine,
         },
         "broadcast": {
             "torch": broadcast_by_torch,
@@ -175,7 +219,7 @@ def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
         found, expected = full, torch.cat([each[: shard.numel()] for each in whole])
     elif operation == "broadcast":
         found, expected = full, whole[0]
-    elif operation == "all_reduce":
+    elif operation in ("all_reduce", "gradients"):
         found, expected = full, torch.stack(whole).sum(0)
     else:
         found, expected = shard, slices(torch.stack(whole).sum(0))[rank]

@@ -8,7 +8,7 @@ sums         A gradient of 2 ranks is summed by each scheme; rank 1's values are
              known guide does: each rank scales its whole tensor by its own largest value, the codes are summed over
              ranks, and the sum is multiplied by one rank's scale. Codes of different scales are different units: the
              sum of 100 cm and 1 inch is not 101 cm.
-collectives  The engine's all-gather and reduce-scatter, plain and compressed, on gloo: bytes that a rank sends, and time.
+collectives  The engine's all-gather and reduce-scatter on gloo, plain and compressed: bytes sent by a rank, and time.
 translation  The demonstration of run_translation.py, with and without: loss by step, BLEU.
 distillation The demonstration of run_distill.py: loss of the distilled student on held-out text.
 """
@@ -191,7 +191,7 @@ def show_distillation(found: dict[str, Any]) -> None:
 
 
 def distilled_losses(found: dict[str, Any]) -> dict[str, float]:
-    return {name: report["results"]["distilled"]["eval_ce_loss"] for name, report in found.items()}
+    return {name: report["distilled"]["eval_loss"] for name, report in found.items()}
 
 
 # -- all of it

@@ -18,8 +18,8 @@ class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
     Args: units: all of the model, by position in the schedule; comm: by which their values come, which may round them;
-    residency: counts what is gathered. Persistent units are left alone. `before_use` is called when a unit is about to be
-    used, before any all-gather starts for that.
+    residency: counts what is gathered. Persistent units are left alone. `before_use` is called when a unit is about to
+    be used, before any all-gather starts for that.
     """
 
     def __init__(
