@@ -1,7 +1,8 @@
 """Compressed communication: errors of a sum, bytes and time of each collective, and what becomes of two trainings.
 
     python -m benchmarks.compression
-    python -m benchmarks.compression --parts sums collectives      # the others are taken from the earlier run's file
+    python -m benchmarks.compression --parts sums collectives       # the others are taken from the earlier run's file
+    python -m benchmarks.compression --parts translation --seeds 1 2    # as well as the seeds that are there already
 
 sums         A gradient of 2 ranks is summed by each scheme; rank 1's values are larger by a factor. The error is the
              2-norm of the difference to the sum in float64, over that of the sum. "one scale, sum of codes" is what a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import re
 import statistics
@@ -148,50 +150,46 @@ def with_keys(folder: Path, keys: dict[str, Any]) -> Path:
     return path
 
 
-def translation(args: argparse.Namespace) -> dict[str, Any]:
-    found = {}
-    for name, keys in VARIANTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            options = ["--deepspeed", with_keys(Path(folder), keys), "--output_dir", Path(folder, "out")]
-            output = run_job(sys.executable, ["run_translation.py", *map(str, options)], 2, args.timeout)
-        logs = [ast.literal_eval(line) for line in output.splitlines() if re.match(r"\{'loss'", line)]
-        found[name] = {
-            "losses": [float(log["loss"]) for log in logs],
-            "epochs": [float(log["epoch"]) for log in logs],
-            "bleu": float(re.search(r"predict_bleu\s*=\s*([\d.]+)", output)[1]),
-        }
-        print(f"translation, {name}: {found[name]}", flush=True)
-    return found
+def translation(args: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--deepspeed", with_keys(Path(folder), VARIANTS[variant]), "--output_dir", Path(folder, "out")]
+        command = ["run_translation.py", *map(str, options), "--seed", str(seed)]
+        output = run_job(sys.executable, command, 2, args.timeout)
+    logs = [ast.literal_eval(line) for line in output.splitlines() if re.match(r"\{'loss'", line)]
+    return {
+        "losses": [float(log["loss"]) for log in logs],
+        "epochs": [float(log["epoch"]) for log in logs],
+        "bleu": float(re.search(r"predict_bleu\s*=\s*([\d.]+)", output)[1]),
+    }
 
 
-def distillation(args: argparse.Namespace) -> dict[str, Any]:
-    found = {}
+def distillation(args: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
+    """All variants of a seed have the teacher that the first one trains."""
     folder = REPOSITORY / "benchmarks" / "out" / "compression_distill"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, keys in VARIANTS.items():  # the first one trains the teacher of all
-        options = ["--deepspeed", with_keys(folder, keys), "--output_dir", folder / "out"]
-        run_job(sys.executable, ["run_distill.py", *map(str, options)], 2, args.timeout)
-        report = json.loads((folder / "out" / "report.json").read_text())
-        found[name] = report
-        print(f"distillation, {name}: {report}", flush=True)
-    return found
+    options = ["--deepspeed", with_keys(folder, VARIANTS[variant]), "--output_dir", folder / "out"]
+    run_job(sys.executable, ["run_distill.py", *map(str, options), "--seed", str(seed)], 2, args.timeout)
+    report = json.loads((folder / "out" / "report.json").read_text())
+    return {"loss": report["distilled"]["eval_loss"], "curve": report["distilled"]["curve"]}
 
 
-def show_translation(found: dict[str, Any]) -> None:
-    print("\ntranslation: last loss, BLEU")
-    for name, result in found.items():
-        change = result["bleu"] / found["exact"]["bleu"] - 1
-        print(f"  {name:<22} {result['losses'][-1]:.4f}  {result['bleu']:.2f}  ({change:+.2%})")
+TRAININGS = {"translation": (translation, "bleu"), "distillation": (distillation, "loss")}
 
 
-def show_distillation(found: dict[str, Any]) -> None:
-    print("\ndistillation: loss on held-out text")
-    for name, loss in distilled_losses(found).items():
-        print(f"  {name:<22} {loss:.4f}  ({loss / distilled_losses(found)['exact'] - 1:+.2%})")
-
-
-def distilled_losses(found: dict[str, Any]) -> dict[str, float]:
-    return {name: report["distilled"]["eval_loss"] for name, report in found.items()}
+def show_training(part: str, found: dict[str, dict[str, Any]]) -> None:
+    """`found` has a result for each "variant, seed"."""
+    figure = TRAININGS[part][1]
+    seeds = sorted({key.rpartition(", ")[2] for key in found}, key=int)
+    print(f"\n{part}, {figure} by seed" + "".join(f"{seed:>10}" for seed in seeds) + "      mean  to exact")
+    means = {}
+    for variant in VARIANTS:
+        values = {seed: found[f"{variant}, {seed}"][figure] for seed in seeds if f"{variant}, {seed}" in found}
+        if values:
+            means[variant] = statistics.mean(values.values())
+            same = statistics.mean(found[f"exact, {seed}"][figure] for seed in values)
+            cells = "".join(f"{values[seed]:>10.3f}" if seed in values else f"{'-':>10}" for seed in seeds)
+            change = means[variant] / same - 1
+            print(f"{variant:<{len(part) + len(figure) + 10}}{cells}{means[variant]:>10.3f}{change:>10.2%}")
 
 
 # -- all of it
@@ -214,13 +212,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
         points = [(row["mb"], row["ms"]) for row in rows if row["dtype"] == "float32"]
         times.loglog(*zip(*points, strict=True), marker="o", label=way)
     times.set(xlabel="MB", ylabel="ms", title="reduce-scatter of fp32")
-    for name, of in result["translation"].items():
-        losses.plot(of["epochs"], of["losses"], marker=".", label=f"{name}, BLEU {of['bleu']:.2f}")
-    losses.set(xlabel="epoch", ylabel="training loss", title="translation demonstration")
-    by_name = distilled_losses(result["distillation"])
-    held_out.bar(list(by_name), list(by_name.values()), width=0.5)
-    held_out.set(ylabel="held-out loss", title="distilled student", ylim=(min(by_name.values()) * 0.95, None))
-    for axis in (errors, times, losses):
+    for curves, part in ((losses, "translation"), (held_out, "distillation")):
+        for name, of in result[part].items():
+            variant, _, seed = name.rpartition(", ")
+            points = of["curve"] if "curve" in of else list(zip(of["epochs"], of["losses"], strict=True))
+            figure = TRAININGS[part][1]
+            style = {"color": f"C{list(VARIANTS).index(variant)}", "marker": "."}
+            curves.plot(*zip(*points, strict=True), label=f"{name}: {figure} {of[figure]:.2f}", **style)
+    losses.set(xlabel="epoch", ylabel="training loss", title="translation demonstration", yscale="log")
+    held_out.set(xlabel="step", ylabel="held-out loss", title="distilled student")
+    for axis in (errors, times, losses, held_out):
         axis.legend(fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -231,18 +232,28 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, default=2, help="of the collectives")
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1, 10, 100], help="of the fp32 buffer")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of the trainings")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the trainings")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one training")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compression.json")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    for part in PARTS:
+    for part in ("sums", "collectives"):
         if part in args.parts:
             result[part] = globals()[part](args)
-            args.output.write_text(json.dumps(result, indent=2))
         if part in result:
             globals()[f"show_{part}"](result[part])
-    if set(PARTS) <= set(result):
+    for part, (train, _) in TRAININGS.items():
+        found = result.setdefault(part, {})
+        for variant, seed in itertools.product(args.variants, args.seeds) if part in args.parts else ():
+            if f"{variant}, {seed}" not in found:
+                found[f"{variant}, {seed}"] = train(args, variant, seed)
+                args.output.write_text(json.dumps(result, indent=2))
+        if found:
+            show_training(part, found)
+    args.output.write_text(json.dumps(result, indent=2))
+    if all(result.get(part) for part in PARTS):
         plot(result, args.output.with_suffix(".png"))
         print(f"\nwritten: {args.output.with_suffix('.png')}")
     print(f"\nwritten: {args.output}")

@@ -16,6 +16,8 @@ from zero.compression import CompressedCommunicator
 from zero.config import Config, OffloadOptimizerConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
+from zero.experts import SlicedExperts, can_be_sliced, numel_of_one
+from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.layout import UnitPlan, plan_units
 from zero.offload.tiers import Tier
@@ -123,6 +125,17 @@ def make_traffic(settings: Config, comm: Communicator) -> Communicator | Compres
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
     return CompressedCommunicator(comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits)
+
+
+def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:
+    """Have experts that are larger than what may be gathered run in slices, for which half of that is set aside."""
+    limit = schedule.max_live_parameters
+    found = [unit for unit in units if unit.layout.numel > limit and can_be_sliced(unit)]
+    if not found:
+        return []
+    most = max(limit // 2, *map(numel_of_one, found))
+    schedule.max_live_parameters = max(0, limit - most)
+    return [SlicedExperts(unit, most, gathering) for unit in found]
 
 
 def make_placement(units: Sequence[Unit], settings: Config, device: torch.device, trains: bool) -> Placement:

@@ -95,10 +95,12 @@ class ZeroEngine(Accumulation, nn.Module):
         self.reducer = construction.make_reducer(settings, traffic, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.units, self.reducer, self.comm)
+        gathering = Gathering(self.units, self.schedule, traffic, self.residency, reductions.before_use)
+        self._sliced = construction.slice_experts(self.units, self.schedule, gathering)
         self.hooks = ModuleHooks(
             model,
             self.units,
-            Gathering(self.units, self.schedule, traffic, self.residency, reductions.before_use),
+            gathering,
             reductions,
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
@@ -361,6 +363,8 @@ class ZeroEngine(Accumulation, nn.Module):
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
         self.hooks.remove()
+        while self._sliced:
+            self._sliced.pop().remove()
         if self.optimizer is not None:
             self.optimizer.end_updates()
         synchronize(self.comm.device)  # copies from host memory that is about to be freed

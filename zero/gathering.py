@@ -75,6 +75,11 @@ class Gathering:
             while self._uses[unit] > (unit in kept):
                 self.release(unit)
 
+    def before_part(self, unit: Unit) -> None:
+        """A part of `unit` is about to be gathered outside of its buffer."""
+        self._before_use()
+        self._comm.watchdog.set_position(unit)
+
     def _prefetch(self) -> None:
         in_flight = 0
         for i in self._schedule.upcoming():

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.dist.training import Curve, assert_same_training, curve_on, ds_config, start, train_in_slices, train_zero
+from tests.dist.training import (
+    Curve,
+    assert_same_training,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_in_slices,
+    train_zero,
+)
 from tests.parity.models import VOCABULARY, batches
 from zero.unit import State
 
 STEPS = 3
-EXPERTS, WIDTH, INNER, LAYERS = 4, 24, 20, 2
+EXPERTS, WIDTH, INNER, LAYERS = 8, 24, 12, 2
 EXPERTS_NUMEL = EXPERTS * 3 * WIDTH * INNER
 WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 COMMON = {
@@ -52,12 +62,12 @@ def data() -> list[dict[str, torch.Tensor]]:
 
 
 @cache
-def expected(name: str, implementation: str) -> Curve:
-    return curve_on(1, plain, name, implementation)
+def expected(name: str, implementation: str, accumulation: int = 1) -> Curve:
+    return curve_on(1, plain, name, implementation, accumulation)
 
 
-def plain(rank: int, world_size: int, name: str, implementation: str) -> Curve:
-    return train_in_slices(build(name, implementation), data(), 2)
+def plain(rank: int, world_size: int, name: str, implementation: str, accumulation: int) -> Curve:
+    return train_in_slices(build(name, implementation), data(), 2, accumulation)
 
 
 def sharded(rank: int, world_size: int, name: str, implementation: str, settings: dict) -> Curve:
@@ -86,3 +96,47 @@ def test_experts_are_units_of_their_own_and_the_numbers_are_plain_torchs(name, i
     settings = {"stage3_prefetch_bucket_size": 0}
     found = curve_on(2, sharded, name, implementation, settings)
     assert_same_training(found, expected(name, implementation))
+
+
+def sliced(rank: int, world_size: int, name: str, implementation: str, experts: int, settings: dict) -> Curve:
+    """With room for so many experts of eight; `settings` may ask for checkpointing as well."""
+    model = build(name, implementation)
+    if settings.pop("checkpointing", False):
+        model.gradient_checkpointing_enable()
+    limit = 2 * experts * EXPERTS_NUMEL // EXPERTS
+    engine, _ = start(model, ds_config(**WHOLE, stage3_max_live_parameters=limit, **settings))
+    assert len(engine._sliced) == {"mixtral": 2, "qwen3": 1}[name]
+    sizes: set[int] = set()
+    for each in engine._sliced:
+        each.run = partial(watched, each.run, sizes)
+    curve = train_zero(engine, data())
+    assert max(sizes) == experts
+    largest = max(unit.layout.numel for unit in engine.units if unit.modules)
+    assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
+    assert engine.residency.live == 0
+    engine.destroy()
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
+    return curve
+
+
+def watched(run: Callable, sizes: set[int], first: int, end: int, *rest: object) -> torch.Tensor:
+    sizes.add(end - first)
+    return run(first, end, *rest)
+
+
+SLICED = [
+    ("mixtral", "eager", 1, {}),
+    ("mixtral", "grouped_mm", 3, {"stage3_prefetch_bucket_size": 0, "accumulation": 2, "checkpointing": True}),
+    ("qwen3", "batched_mm", 2, {"offload_param": {"device": "cpu"}}),
+]
+
+
+@pytest.mark.parametrize("name, implementation, experts, settings", SLICED)
+def test_experts_that_do_not_fit_are_gathered_in_slices(name, implementation, experts, settings):
+    found = curve_on(2, sliced, name, implementation, experts, settings)
+    plain_one = expected(name, implementation, settings.get("accumulation", 1))
+    assert found.losses[0] == pytest.approx(plain_one.losses[0], rel=1e-6)
+    assert relative(found.mean_losses(), plain_one.mean_losses()) < 1e-6
+    assert relative(found.norms, plain_one.norms) < 1e-6
+    for parameter, value in plain_one.weights.items():
+        torch.testing.assert_close(found.weights[parameter], value, rtol=1e-4, atol=1e-5, msg=parameter)

@@ -38,6 +38,7 @@ LAYERS = [
     "zero.optim",
     "zero.parameter_state",
     "zero.gathered",
+    "zero.experts",
     "zero.init",
     "zero.checkpoint",
     "zero.preemption",
