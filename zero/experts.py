@@ -12,7 +12,8 @@ reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def can_be_sliced(unit: Unit) -> bool:
     module = unit.modules[0]
     return hasattr(module, "_is_expert_parallel") and all(
         len(param) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
-        for param in module.parameters(recurse=False)
+        for param in module.parameters()
     )
 
 
@@ -54,15 +55,23 @@ class SlicedExperts:
         self._numel_of_one = numel_of_one(unit)
         self._step = max(1, most // self._numel_of_one)
         unit.modules.clear()
-        self.module.forward = torch.compiler.disable(self._forward)
+        self.module.forward = self
 
     def remove(self) -> None:
         """Give the module its own forward back."""
         self.unit.modules.append(self.module)
         del self.module.forward
 
-    def _forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return _InSlices.apply(self, hidden, index, weights, *self.params)
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The names are those of the forward in transformers."""
+        return _InSlices.apply(self, hidden_states, top_k_index, top_k_weights, *self.params)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        """A copy of the module has ordinary parameters, and its own forward."""
+        return MethodType(type(self.module).forward, memo[id(self.module)])
 
     def slices(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
         """(first expert, end, their part of each parameter), each in memory that is used again after it."""
@@ -111,7 +120,7 @@ class _InSlices(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.experts, ctx.autocast = experts, _autocast(hidden.device.type)
         ctx.save_for_backward(hidden, index, weights)
-        total = torch.zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        total = _zeros_for_a_sum(hidden)
         for first, end, values in experts.slices():
             total.add_(experts.run(first, end, values, (hidden, index, weights)))
         return total.to(hidden.dtype)
@@ -119,7 +128,7 @@ class _InSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         experts, (hidden, index, weights) = ctx.experts, ctx.saved_tensors
-        of_inputs = [torch.zeros_like(hidden), torch.zeros_like(weights)]
+        of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
         of_params = [
             torch.zeros(param.shape, dtype=param.dtype, device=grad.device) if needed else None
             for param, needed in zip(experts.params, ctx.needs_input_grad[4:], strict=True)
@@ -136,7 +145,12 @@ class _InSlices(torch.autograd.Function):
             for number, each in zip(wanted, found, strict=True):
                 if each is not None:
                     targets[number].add_(each)
-        return None, of_inputs[0], None, of_inputs[1], *of_params
+        return None, of_inputs[0].to(hidden.dtype), None, of_inputs[1].to(weights.dtype), *of_params
+
+
+def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
+    """Of the results of several slices: at least fp32."""
+    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 def _autocast(device_type: str) -> dict[str, Any]:

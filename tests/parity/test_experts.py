@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -114,9 +115,19 @@ def sliced(rank: int, world_size: int, name: str, implementation: str, experts: 
     largest = max(unit.layout.numel for unit in engine.units if unit.modules)
     assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
     assert engine.residency.live == 0
+    assert_a_copy_is_on_its_own(model.model.layers[0].mlp.experts)
     engine.destroy()
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
     return curve
+
+
+def assert_a_copy_is_on_its_own(experts: nn.Module) -> None:
+    copied = copy.deepcopy(experts)
+    inputs = torch.ones(1, WIDTH), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(copied(*inputs), experts(*inputs))
+        copied.down_proj.zero_()
+        assert not copied(*inputs).any() and experts(*inputs).any()
 
 
 def watched(run: Callable, sizes: set[int], first: int, end: int, *rest: object) -> torch.Tensor:
