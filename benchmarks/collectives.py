@@ -11,8 +11,8 @@ size is that of the whole buffer, ranks * n elements of fp32, as NCCL's own benc
     bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or gradients,
                           (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a broadcast)
 
-"gradients" is the experiment with buckets: an all-reduce of the gradients of a model, vectors of 512 and matrices of
-512 x 512, one by one or copied together to one bucket, and back.
+"gradients 512" and "gradients 64" are the experiment with buckets: an all-reduce of a model's gradients, vectors of
+so many elements and square matrices of this width, one by one or copied together to one bucket, and back.
 
 An operation takes as long as its slowest rank. `/ engine`: the ratio to the engine's time, formed within a repeat, the
 median over the repeats. `cpu ms`: of all threads of a rank, median. 0.002 MB is a vector of gradient norms.
@@ -39,7 +39,8 @@ BUS = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: 1.0,
-    "gradients": lambda ranks: 2 * (ranks - 1) / ranks,
+    "gradients 512": lambda ranks: 2 * (ranks - 1) / ranks,
+    "gradients 64": lambda ranks: 2 * (ranks - 1) / ranks,
 }
 
 
@@ -105,8 +106,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
-    axes.flat[-1].remove()
-    for axis, operation in zip(axes.flat, BUS, strict=False):
+    for axis, operation in zip(axes.flat, BUS, strict=True):
         found = [row for row in rows if row["operation"] == operation]
         for way in dict.fromkeys(row["way"] for row in found):
             points = [(row["mb"], row["bus_gb_per_s"]) for row in found if row["way"] == way]
