@@ -9,8 +9,11 @@ all-gather, a broadcast by each rank; for a reduce-scatter, an all-to-all and a 
 ranks * n elements of fp32.
 
     algorithm bandwidth = size / time
-    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce, (ranks - 1) / ranks for an
-                          all-gather and a reduce-scatter, 1 for a broadcast)
+    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or gradients,
+                          (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a broadcast)
+
+"gradients 512" and "gradients 64" are the experiment with buckets: an all-reduce of a model's gradients, vectors of
+so many elements and square matrices of this width, one by one or copied together to one bucket, and back.
 
 The slowest rank gives the time of an operation. `/ engine`: ratio to the engine's time in the same repeat, median over
 the repeats. `cpu ms`: median over ranks, all threads of a rank. 0.002 MB is the size of a vector of gradient norms.
@@ -37,6 +40,8 @@ BUS = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: 1.0,
+    "gradients 512": lambda ranks: 2 * (ranks - 1) / ranks,
+    "gradients 64": lambda ranks: 2 * (ranks - 1) / ranks,
 }
 
 
@@ -103,7 +108,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), layout="constrained")
     for axis, operation in zip(axes.flat, BUS, strict=True):
         found = [row for row in rows if row["operation"] == operation]
         for way in dict.fromkeys(row["way"] for row in found):

@@ -9,9 +9,11 @@ group that was just used answers faster than one whose threads sleep.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -115,6 +117,37 @@ def reduce_in_two(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None
     gather_by_messages(full, shard, group)
 
 
+# -- gradients: as an all-reduce, but `full` holds the gradients of a model, which are tensors of their own
+
+# A vector of so many elements and a square matrix of this width take turns.
+WIDTHS = {"gradients 512": 512, "gradients 64": 64}
+
+
+def tensors_in(full: torch.Tensor, width: int) -> list[torch.Tensor]:
+    found, start = [], 0
+    for size in itertools.cycle((width, width * width)):
+        if start >= full.numel():
+            return found
+        found.append(full[start : start + size])
+        start += size
+
+
+def reduce_one_by_one(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    for tensor in tensors_in(full, width):
+        dist.all_reduce(tensor, group=group)
+
+
+def reduce_all_at_once(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors_in(full, width)]:
+        work.wait()
+
+
+def reduce_in_a_bucket(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    bucket = torch.cat(tensors_in(full, width))
+    dist.all_reduce(bucket, group=group)
+    torch._foreach_copy_(tensors_in(full, width), tensors_in(bucket, width))
+
+
 # -- broadcast: rank 0's `full` to all ranks
 
 
@@ -132,7 +165,21 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
     def scatter_by_engine(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         comm.reduce_scatter(shard, full, False, full.numel()).wait()
 
+    def reduce_by_engine(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+        bucket = torch.cat(tensors_in(full, width))
+        total = torch.empty_like(bucket)
+        comm.reduce(total, bucket, False, bucket.numel()).wait()
+        torch._foreach_copy_(tensors_in(full, width), tensors_in(total, width))
+        full.mul_(comm.mean_factor * comm.world_size)  # 1 on gloo, where the result is a sum already
+
+    of_gradients = {
+        "one by one": reduce_one_by_one,
+        "one by one, async": reduce_all_at_once,
+        "one bucket": reduce_in_a_bucket,
+        "engine": reduce_by_engine,
+    }
     return {
+        **{name: {way: partial(f, width) for way, f in of_gradients.items()} for name, width in WIDTHS.items()},
         "all_reduce": {
             "torch": reduce_by_torch,
             "messages": reduce_by_messages,
@@ -175,7 +222,7 @@ def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
         found, expected = full, torch.cat([each[: shard.numel()] for each in whole])
     elif operation == "broadcast":
         found, expected = full, whole[0]
-    elif operation == "all_reduce":
+    elif operation in ("all_reduce", *WIDTHS):
         found, expected = full, torch.stack(whole).sum(0)
     else:
         found, expected = shard, slices(torch.stack(whole).sum(0))[rank]

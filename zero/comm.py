@@ -342,6 +342,19 @@ class Communicator:
         works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
+    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, unit: object = None) -> Pending:
+        """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what that rank sends here.
+
+        Both are contiguous matrices of the same shape. On gloo this rank's own row is not copied.
+        """
+        self._count("all_to_all", sent.numel(), unit)
+        if self._native:
+            work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
+            return Pending([work], None, (received, sent), self.watchdog, unit)
+        tag = self._next_tag("reduce", unit)
+        works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
+        return Pending(works, None, (received, sent), self.watchdog, unit)
+
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> None:

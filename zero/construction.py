@@ -13,9 +13,12 @@ from torch import nn
 
 from zero.agreement import flat, hyper_parameters, versions
 from zero.comm import Communicator
+from zero.compression import CompressedCommunicator
 from zero.config import Config, OffloadOptimizerConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
+from zero.experts import SlicedExperts, can_be_sliced, numel_of_one
+from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.layout import UnitPlan, plan_units
 from zero.offload.tiers import Tier
@@ -110,6 +113,33 @@ def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
     if zero.offloads_params and zero.offload_param.device == "nvme":
         ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
     return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+
+def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
+    """By which weights are gathered for use, and gradients reduced: `comm`, or one over it that compresses them."""
+    zero = settings.zero_optimization
+    weights = zero.stage == 3 and zero.zero_quantized_weights
+    frozen_weights = zero.stage == 3 and zero.zero_quantized_nontrainable_weights
+    bits = zero.zero_quantized_gradient_bits if zero.zero_quantized_gradients else None
+    if comm.shard_group.size == 1 or not (weights or frozen_weights or bits):
+        return comm
+    if bits and comm.replicate_group.size > 1:
+        raise UsageError(
+            f"zero_optimization.zero_quantized_gradients: not available where {comm.replicate_group.size} groups of "
+            "ranks hold all shards; set it to false, or shard over all ranks"
+        )
+    return CompressedCommunicator(comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits)
+
+
+def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:
+    """Have experts that are larger than what may be gathered run in slices, for which half of that is set aside."""
+    limit = schedule.max_live_parameters
+    found = [unit for unit in units if unit.layout.numel > limit and can_be_sliced(unit)]
+    if not found:
+        return []
+    most = max(limit // 2, *map(numel_of_one, found))
+    schedule.max_live_parameters = max(0, limit - most)
+    return [SlicedExperts(unit, most, gathering) for unit in found]
 
 
 def make_placement(units: Sequence[Unit], settings: Config, device: torch.device, trains: bool) -> Placement:

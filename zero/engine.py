@@ -104,13 +104,16 @@ class ZeroEngine(Accumulation, nn.Module):
         construction.place_buffers(model, self.comm)
         self.schedule = construction.make_schedule(self.units, settings)
         placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
-        self.reducer = construction.make_reducer(settings, self.comm, placement, self._reduces_now)
+        traffic = construction.make_traffic(settings, self.comm)
+        self.reducer = construction.make_reducer(settings, traffic, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.units, self.reducer, self.comm)
+        gathering = Gathering(self.units, self.schedule, traffic, self.residency, reductions.before_use)
+        self._sliced = construction.slice_experts(self.units, self.schedule, gathering)
         self.hooks = ModuleHooks(
             model,
             self.units,
-            Gathering(self.units, self.schedule, self.comm, self.residency, reductions.before_use),
+            gathering,
             reductions,
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
@@ -374,6 +377,8 @@ class ZeroEngine(Accumulation, nn.Module):
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
         self.hooks.remove()
+        while self._sliced:
+            self._sliced.pop().remove()
         if self.optimizer is not None:
             self.optimizer.end_updates()
         synchronize(self.comm.device)  # copies from host memory that is about to be freed

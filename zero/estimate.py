@@ -208,7 +208,7 @@ class _Unit:
         self.layout, self.persistent, self._residency = layout, persistent, residency
         self.state, self.users, self.is_ready = State.SHARDED, 0, True
 
-    def all_gather(self) -> None:
+    def all_gather(self, by: object) -> None:
         self.state = State.GATHERING
         self._residency.add(self.layout.numel)
 

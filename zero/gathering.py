@@ -17,8 +17,9 @@ from zero.unit import State, Unit
 class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
-    Args: units: all of the model, by position in the schedule; residency: counts what is gathered. Persistent units
-    are left alone. `before_use` is called when a unit is about to be used, before any all-gather starts for that.
+    Args: units: all of the model, by position in the schedule; comm: by which their values come, which may round them;
+    residency: counts what is gathered. Persistent units are left alone. `before_use` is called when a unit is about to
+    be used, before any all-gather starts for that.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Gathering:
         self._schedule.visit(self._position[unit])
         if unit.state is State.SHARDED:
             self._make_room(unit.layout.numel)
-            unit.all_gather()
+            unit.all_gather(self._comm)
         self._prefetch()
         unit.unshard()
         self._uses[unit] += 1
@@ -74,6 +75,11 @@ class Gathering:
             while self._uses[unit] > (unit in kept):
                 self.release(unit)
 
+    def before_part(self, unit: Unit) -> None:
+        """A part of `unit` is about to be gathered outside of its buffer."""
+        self._before_use()
+        self._comm.watchdog.set_position(unit)
+
     def _prefetch(self) -> None:
         in_flight = 0
         for i in self._schedule.upcoming():
@@ -84,7 +90,7 @@ class Gathering:
                 # With several ranks `all_gather` waits for the update, because all ranks must decide alike.
                 if not unit.is_ready and self._comm.world_size == 1:
                     return
-                unit.all_gather()
+                unit.all_gather(self._comm)
             if unit.state is State.GATHERING:
                 in_flight += unit.layout.numel
             if in_flight >= self._schedule.prefetch_bucket_size:

@@ -148,6 +148,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     registered[:] = [known for known in registered if known is not parameter]
 
 
+def packs_experts(module: nn.Module) -> bool:
+    """Whether the module holds the weights of all its experts in tensors whose first dimension is the expert."""
+    experts = getattr(module, "num_experts", None)
+    packed = (param.dim() == 3 and len(param) == experts for param in module.parameters(recurse=False))
+    return isinstance(experts, int) and any(packed)
+
+
 def block_classes(model: nn.Module) -> set[str]:
     """Class names a model declares as indivisible, as HF models do in `_no_split_modules`."""
     return {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
@@ -191,14 +198,17 @@ def plan_units(
 
     A unit is uniform in dtype and in `requires_grad`. Parameters of at most `persistence_threshold` elements go to
     the persistent units, up to `model_persistence_threshold` elements in all. Others go to the unit of the block that
-    contains all of their owners, else to a stray unit keyed by the modules that own them. Within a unit, parameters
-    with equal `sort_key` (the optimizer's param group) lie next to each other.
+    contains all of their owners, else to a stray unit keyed by the modules that own them. Experts that are packed into
+    3-D parameters are such a unit too, although they lie in a block, but not inside a leaf: they may be most of the
+    model. Within a unit, parameters with equal `sort_key` (the optimizer's param group) lie next to each other.
     """
     blocks = find_blocks(model)
+    leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
+    in_leaves = {module for leaf in leaves for module in leaf.modules()}
     block_of: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         for module in block.modules():
-            if getattr(block, LEAF_FLAG, False) or not getattr(module, TILE_FLAG, False):
+            if module in in_leaves or not (getattr(module, TILE_FLAG, False) or packs_experts(module)):
                 block_of.setdefault(module, block)
 
     owners: dict[nn.Parameter, list[nn.Module]] = {}

@@ -30,6 +30,7 @@ from torch import nn
 
 from zero.clock import label
 from zero.comm import Communicator
+from zero.errors import UsageError
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
 from zero.parameters import ReadHook, owner_of, placeholder, set_owner, take_over
@@ -76,7 +77,8 @@ class Unit:
     padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
     (which part of each parameter is in the shard), state, users (how many callers need the parameters
     unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
-    strict (a change of unsharded values that would be lost is an error).
+    strict (a change of unsharded values that would be lost is an error), source (the communicator by which `full` was
+    gathered; only the unit's own one is sure to bring exact values).
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Unit:
         self.serial = next(comm.serials)
         self.name, self.params, self.param_names = name, list(params), list(param_names)
         self.modules, self.shared, self.strict = list(modules), shared, strict
-        self.comm, self.residency = comm, residency
+        self.comm, self.source, self.residency = comm, comm, residency
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
         ranks = comm.shard_group
@@ -227,6 +229,8 @@ class Unit:
     @torch.no_grad()
     def broadcast_values(self, src: int) -> None:
         """Make rank `src`'s unsharded values the values of every rank."""
+        if self.source is not self.comm:
+            raise UsageError(f"{self} is in use with rounded values: change weights before forward or after the step")
         self.version += 1
         own = self._own_slice(self.full)
         if self.persistent:
@@ -253,9 +257,10 @@ class Unit:
 
     # -- transitions
 
-    def all_gather(self) -> None:
-        """SHARDED -> GATHERING: allocate `full` and start the all-gather."""
+    def all_gather(self, by: Communicator | None = None) -> None:
+        """SHARDED -> GATHERING: allocate `full` and start the all-gather, `by` the given or the unit's communicator."""
         assert self.state is State.SHARDED, self.describe()
+        self.source = by or self.comm
         self.wait_for_update()
         self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
         self.residency.add(self.layout.numel)
@@ -271,10 +276,10 @@ class Unit:
         ranks must start their all-gathers in the same order.
         """
         if not self.tier.holds_in_file(self.shard):
-            return self.comm.all_gather(self.full, self.shard, self)
+            return self.source.all_gather(self.full, self.shard, self)
         own = self._own_slice(self.full)
         read = self.tier.load(own, self.shard)
-        return Pending([read], lambda: self.comm.all_gather(self.full, own, self).wait())
+        return Pending([read], lambda: self.source.all_gather(self.full, own, self).wait())
 
     def wait_for_all_gather(self) -> None:
         """GATHERING -> GATHERED."""
@@ -371,7 +376,13 @@ class Unit:
 
 @contextmanager
 def unsharded(units: Sequence[Unit]) -> Iterator[None]:
-    """Context in which all parameters of `units` show their values. Units that were sharded are resharded after it."""
+    """Context in which all parameters of `units` show their values. Units that were sharded are resharded after it.
+
+    The values are exact, unless a unit is in use with others.
+    """
+    for unit in units:
+        if unit.source is not unit.comm and unit.users == 0 and unit.state is not State.SHARDED:
+            unit.reshard()
     found_sharded = [unit.state is State.SHARDED for unit in units]
     for number, unit in enumerate(units):
         for each in units[number : number + 2]:  # the next all-gather runs while this one is waited for

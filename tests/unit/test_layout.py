@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.layout import ALIGNMENT, UnitLayout, find_blocks, plan_units
+from zero.layout import ALIGNMENT, LEAF_FLAG, UnitLayout, find_blocks, plan_units
 
 SHAPES = [
     [(1,)],
@@ -154,3 +154,25 @@ def test_every_floating_point_parameter_is_in_exactly_one_unit():
     planned = [param for plan in plan_units(model, 8) for param in plan.params]
     expected = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
     assert len(planned) == len(set(planned)) == len(expected) and set(planned) == set(expected)
+
+
+class PackedExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.up = 4, nn.Parameter(torch.zeros(4, 6, 5))
+
+
+@pytest.mark.parametrize("leaf", [None, "experts", "mixture"])
+def test_packed_experts_are_a_unit_below_their_block_unless_a_leaf_holds_them(leaf):
+    mixture = nn.ModuleDict({"router": nn.Linear(5, 4), "experts": PackedExperts()})
+    if leaf is not None:
+        setattr(mixture if leaf == "mixture" else mixture["experts"], LEAF_FLAG, True)
+    model = nn.Sequential(nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(5, 5), "mixture": mixture})]))
+    plans = plan_units(model, persistence_threshold=0)
+    in_block = ["0.0.attention.weight", "0.0.attention.bias", "0.0.mixture.router.weight", "0.0.mixture.router.bias"]
+    experts = "0.0.mixture.experts.up"
+    if leaf is not None:
+        assert [plan.param_names for plan in plans] == [[*in_block, experts]]
+    else:
+        assert [plan.param_names for plan in plans] == [in_block, [experts]]
+        assert plans[1].modules == [mixture["experts"]] and not plans[1].shared

@@ -117,18 +117,18 @@ def choice(*values: str) -> Any:
     return Annotated[Literal[values], BeforeValidator(spelt)]
 
 
-def _integral(value: Any) -> Any:
+def integral(value: Any) -> Any:
     # JSON has no integers in scientific notation: 1e9 arrives as a float and means 1000000000.
     return int(value) if type(value) is float and value.is_integer() else value
 
 
 def integer(low: int, high: int = sys.maxsize) -> Any:
-    return Annotated[int, Field(ge=low, le=high), BeforeValidator(_integral)]
+    return Annotated[int, Field(ge=low, le=high), BeforeValidator(integral)]
 
 
-Int = Annotated[int, BeforeValidator(_integral)]
+Int = Annotated[int, BeforeValidator(integral)]
 Count = integer(0)
-Positive = Annotated[int, Field(gt=0, le=sys.maxsize), BeforeValidator(_integral)]
+Positive = Annotated[int, Field(gt=0, le=sys.maxsize), BeforeValidator(integral)]
 
 
 _DTYPES = {

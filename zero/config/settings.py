@@ -6,7 +6,7 @@ parameter elements, not bytes. The first lines of a section's docstring introduc
 
 import math
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
@@ -29,6 +29,7 @@ from zero.config.keys import (
     choice,
     idle,
     integer,
+    integral,
     only,
     unused,
 )
@@ -47,7 +48,6 @@ class LeafModuleConfig(Section):
 
 
 _STAGE_1_2 = "of DeepSpeed's own stages 1 and 2; here every stage shards unit by unit"
-_UNQUANTIZED = "parameters and gradients are communicated unquantized"
 _UNITS = "parameters are gathered unit by unit, one collective each"
 _STAGE_3 = "stage 3"
 
@@ -111,6 +111,15 @@ class ZeroConfig(Section):
     """A second shard of the 16-bit weights (ZeRO++ hpZ), cut over this many consecutive processes: after the first
     all-gather of a step, all others stay within them. 0, 1 or all processes: none."""
     ignore_unused_parameters: bool = acts(True, "false: a parameter without a gradient is an error.")
+    zero_quantized_weights: bool = acts(False, needs=_STAGE_3)
+    """Parameters are gathered as 8-bit integers with a scale for each block of 256. Masters, and what is saved, stay
+    exact. See `docs/compression.md`."""
+    zero_quantized_nontrainable_weights: bool = acts(False, needs=_STAGE_3)
+    """The same for frozen parameters alone. Unlike in DeepSpeed, the shards keep their dtype."""
+    zero_quantized_gradients: bool = False
+    """Gradients travel as integers with a scale for each block of 256, and are summed in fp32."""
+    zero_quantized_gradient_bits: Annotated[Literal[4, 8], BeforeValidator(integral)] = acts(8)
+    """Not a key of DeepSpeed, which always sends 4. Bits of these integers: 8 or 4."""
     enable_sanity_checks: bool = False
     """Changing parameters inside `GatheredParameters(modifier_rank=None)` is an error: the change would be lost."""
 
@@ -129,9 +138,6 @@ class ZeroConfig(Section):
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
     stage3_allgather_sequential: bool = unused(False, _UNITS)
     mics_hierarchical_params_gather: bool = unused(False, "all-gathers of MiCS stay within the shard group anyway")
-    zero_quantized_weights: bool = unused(False, _UNQUANTIZED)
-    zero_quantized_nontrainable_weights: bool = unused(False, _UNQUANTIZED)
-    zero_quantized_gradients: bool = unused(False, _UNQUANTIZED)
     memory_efficient_linear: bool = unused(True, "torch.nn.functional.linear is left as it is")
     pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
@@ -152,6 +158,8 @@ class ZeroConfig(Section):
     def why_idle(self, key: str) -> str | None:
         if self.stage < 3 and self.about(key).get("needs") == _STAGE_3:
             return f"acts at stage 3, this is {self.stage}"
+        if key == "zero_quantized_gradient_bits" and not self.zero_quantized_gradients:
+            return "zero_quantized_gradients is not set"
         return super().why_idle(key)
 
     def shards_over(self, world_size: int) -> int:

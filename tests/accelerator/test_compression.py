@@ -1,0 +1,40 @@
+"""Compressed communication by the device's own collectives: no mistake is found, and the numbers are gloo's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.accelerator import device
+from tests.dist.test_compression import FOUR_BITS, GRADIENTS, WEIGHTS, WHOLE, data, model
+from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
+
+HOST = {"offload_param": {"device": "cpu"}, "stage3_max_reuse_distance": 0}
+
+
+def trained(rank: int, world_size: int, settings: dict) -> Curve:
+    engine, _ = start(model(), ds_config(**WHOLE, **settings))
+    curve = train_zero(engine, data(4))
+    curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
+    engine.destroy()
+    return curve
+
+
+def trained_on_device(rank: int, world_size: int, settings: dict) -> Curve:
+    found = trained(rank, world_size, settings)
+    assert torch.accelerator.current_accelerator().type == device.NAME
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**WEIGHTS, **GRADIENTS, **HOST},
+        {**WEIGHTS, **FOUR_BITS, "accumulation": 2, "clip": 0.05},
+        {**GRADIENTS, "stage": 0},
+    ],
+    ids=["parameters in host memory", "4 bits", "stage 0"],
+)
+def test_training_has_the_bits_of_gloo(settings):
+    """Of two ranks: their mean is half of the sum, which no rounding changes."""
+    assert_equal(curve_on(2, trained_on_device, settings, simulated=True), curve_on(2, trained, settings))

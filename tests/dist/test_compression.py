@@ -1,0 +1,292 @@
+"""Weights and gradients as codes with scales: bytes on the wire, error bounds, the same weights on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero
+from tests.dist.training import ds_config, relative, start, train_in_slices, train_zero, weights_of
+from tests.processes import run_on
+from zero.comm import communicator
+from zero.compression import BLOCK, SCALE_BYTES, CompressedCommunicator, decode, encode, message_bytes
+
+WIDTH = 64
+WHOLE = {"stage3_param_persistence_threshold": 0}
+WEIGHTS = {"zero_quantized_weights": True}
+GRADIENTS = {"zero_quantized_gradients": True}
+FOUR_BITS = {**GRADIENTS, "zero_quantized_gradient_bits": 4}
+BF16 = {"bf16": {"enabled": True}}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = x.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return (hidden.float() - y).square().mean()
+
+
+NUMEL = 3 * WIDTH * WIDTH
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def data(steps: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(steps)]
+
+
+# -- one message
+
+
+def coded(values: torch.Tensor, bits: int) -> torch.Tensor:
+    message = torch.empty(message_bytes(values.numel(), bits), dtype=torch.uint8)
+    encode(values, message, bits)
+    found = torch.empty_like(values)
+    decode(message, found, bits)
+    return found
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("numel", [1, BLOCK, 5 * BLOCK + 3, (1 << 16) + 100])
+def test_an_error_is_at_most_half_a_step_of_its_block(bits, numel):
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * torch.logspace(-6, 6, numel)
+    error = (coded(values, bits) - values).abs()
+    for block, wrong in zip(values.split(BLOCK), error.split(BLOCK), strict=True):
+        half_a_step = block.abs().max() / (2 ** (bits - 1) - 1) / 2
+        assert wrong.max() <= half_a_step * (1 + 1e-5)
+        # The bound is reached: a scale that is too small for its block would not be seen otherwise.
+        assert block.numel() < BLOCK or wrong.max() >= half_a_step / 2
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_stay_zero_and_the_largest_value_of_a_block_stays_itself(bits):
+    values = torch.zeros(3 * BLOCK)
+    values[BLOCK + 5], values[2 * BLOCK] = -3.0, 1e-38
+    found = coded(values, bits)
+    assert torch.equal(found[:BLOCK], values[:BLOCK])
+    assert found[BLOCK + 5] == pytest.approx(-3.0) and found.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_still_noticed(bits, bad):
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK + 7] = bad
+    finite = coded(values, bits).isfinite()
+    assert finite[:BLOCK].all() and finite[2 * BLOCK :].all()
+    assert not finite[BLOCK : 2 * BLOCK].any()
+
+
+def test_16_bit_values_are_rounded_once_more_only():
+    values = torch.randn(4 * BLOCK).bfloat16()
+    assert torch.equal(coded(values, 8), coded(values.float(), 8).bfloat16())
+
+
+# -- messages between ranks
+
+
+@contextlib.contextmanager
+def counted_messages() -> Iterator[Counter]:
+    """Bytes that this rank really sends: of gathers, and of reductions, by what a message's tag says."""
+    sent: Counter[str] = Counter()
+    isend = dist.isend
+
+    def counted(tensor, *args, tag=0, **kwargs):
+        sent["reduce" if tag >> 8 & 1 else "gather"] += tensor.nbytes
+        return isend(tensor, *args, tag=tag, **kwargs)
+
+    with mock.patch.object(dist, "isend", counted):
+        yield sent
+
+
+def sent_bytes(rank: int, world_size: int, settings: dict) -> tuple[Counter, int]:
+    """Of the second forward and backward, and the units that were gathered in it."""
+    engine, _ = start(model(), ds_config(**WHOLE, stage3_max_reuse_distance=0, **settings))
+    batch = data(1)[0]
+    with contextlib.ExitStack() as stack:
+        for number in range(2):
+            if number:
+                sent = stack.enter_context(counted_messages())
+                before = engine.comm.calls["all_gather"]
+            engine.backward(engine(**batch))
+            gathers = engine.comm.calls["all_gather"] - before if number else 0
+            engine.step()
+    return sent, gathers
+
+
+def test_a_message_takes_a_quarter_of_fp32_and_half_of_bf16_and_its_scales():
+    found = {}
+    for name, settings in {
+        "fp32": {},
+        "fp32, compressed": {**WEIGHTS, **GRADIENTS},
+        "bf16": BF16,
+        "bf16, compressed": {**WEIGHTS, **GRADIENTS, **BF16},
+        "4 bits": {**WEIGHTS, **FOUR_BITS},
+    }.items():
+        (found[name], gathers), _ = run_on(2, sent_bytes, settings)
+    slice_of_a_rank = NUMEL // 2  # goes to the one peer
+    scales = slice_of_a_rank // BLOCK * SCALE_BYTES
+    uses = gathers * slice_of_a_rank // 3
+    assert uses >= slice_of_a_rank
+    scales_of_gathers = uses // BLOCK * SCALE_BYTES
+    assert found["fp32"] == {"gather": 4 * uses, "reduce": 4 * slice_of_a_rank}
+    assert found["bf16"] == {"gather": 2 * uses, "reduce": 2 * slice_of_a_rank}
+    expected = {"gather": uses + scales_of_gathers, "reduce": slice_of_a_rank + scales}
+    assert found["fp32, compressed"] == found["bf16, compressed"] == expected
+    assert found["4 bits"] == {**expected, "reduce": slice_of_a_rank // 2 + scales}
+
+
+def gathered_weights(rank: int, world_size: int, settings: dict) -> tuple[dict, dict, dict]:
+    """As forward sees them, as `GatheredParameters` shows them after it, and what a checkpoint would get."""
+    engine, _ = start(model(), ds_config(**WHOLE, **settings))
+    seen: dict[str, torch.Tensor] = {}
+    for name, layer in engine.module.layers.named_children():
+        layer.register_forward_hook(lambda own, *_, name=name: seen.update({name: own.weight.detach().clone()}))
+    with torch.no_grad():
+        engine(**data(1)[0])
+    assert any(unit.source is not unit.comm for unit in engine.units)
+    with zero.GatheredParameters(list(engine.module.parameters())):
+        shown = weights_of(engine.module.layers)
+    return seen, shown, engine._zero3_consolidated_16bit_state_dict() or {}
+
+
+def test_all_ranks_compute_with_the_same_rounded_weights_and_nothing_else_is_rounded():
+    ranks = run_on(2, gathered_weights, WEIGHTS)
+    exact = weights_of(model().layers)
+    for name in ranks[0][0]:
+        expected = torch.cat([coded(part, 8) for part in exact[f"{name}.weight"].view(-1).chunk(2)])
+        for seen, _, _ in ranks:
+            assert torch.equal(seen[name].view(-1), expected)
+        assert not torch.equal(seen[name], exact[f"{name}.weight"])
+    assert len(ranks[0][0]) == 3
+    for _, shown, _ in ranks:
+        assert all(torch.equal(shown[name], value) for name, value in exact.items())
+    assert all(torch.equal(ranks[0][2][f"layers.{name}"], value) for name, value in exact.items())
+
+
+def changed_after_evaluation(rank: int, world_size: int) -> torch.Tensor:
+    """A unit that an evaluation has left gathered is changed: one element, and no other."""
+    engine, _ = start(model(), ds_config(**WHOLE, **WEIGHTS))
+    weight = engine.module.layers[1].weight
+    with torch.no_grad():
+        engine(**data(1)[0])
+    with zero.GatheredParameters([weight], modifier_rank=0):
+        if rank == 0:
+            weight.data[0, 0] = 5.0
+    with zero.GatheredParameters([weight]):
+        return weight.detach().clone()
+
+
+def test_a_change_of_weights_rounds_none_of_the_others():
+    expected = model().layers[1].weight.detach().clone()
+    expected[0, 0] = 5.0
+    for found in run_on(2, changed_after_evaluation):
+        assert torch.equal(found, expected)
+
+
+def reduced(rank: int, world_size: int, bits: int, size: int, max_numel: int, whole: bool) -> tuple[torch.Tensor, int]:
+    """Two sums of one gradient, one added to the other."""
+    comm = CompressedCommunicator(communicator(), weights=False, frozen_weights=False, gradient_bits=bits)
+    full = gradient_of(rank, size * world_size)
+    out = torch.empty(size * world_size if whole else size)
+    exchange = comm.reduce if whole else comm.reduce_scatter
+    before = comm.calls["all_to_all"]
+    exchange(out, full.clone(), False, max_numel).wait()
+    exchange(out, full.clone(), True, max_numel).wait()
+    return out * comm.mean_factor, comm.calls["all_to_all"] - before
+
+
+def gradient_of(rank: int, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator) * 10**rank
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
+    """Blocks of ranks with different scales: sums of codes would be wrong by the factor between the scales."""
+    ranks, size = 3, 5 * BLOCK + 12
+    results = run_on(ranks, reduced, bits, size, 3 * 2 * BLOCK, whole)
+    gradients = [gradient_of(rank, size * ranks) for rank in range(ranks)]
+    exact = 2 * sum(gradients) / ranks
+    found = results[0][0] if whole else torch.cat([result for result, _ in results])
+    bound = torch.zeros_like(exact)
+    for owner, part in enumerate(bound.split(size)):
+        for peer, gradient in enumerate(gradients):
+            if peer != owner:
+                for block, of in zip(part.split(BLOCK), gradient[owner * size :][:size].split(BLOCK), strict=True):
+                    block += 2 * of.abs().max() / (2 ** (bits - 1) - 1) / 2 / ranks
+    assert ((found - exact).abs() <= bound * (1 + 1e-5) + 1e-6).all()
+    assert not torch.equal(found, exact)
+    assert all(calls == 2 * 3 for _, calls in results), "at most max_numel elements in one exchange"
+    if whole:
+        assert all(torch.equal(result, found) for result, _ in results)
+
+
+def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
+    """Which units' values are rounded while they are in use."""
+    frozen = model()
+    frozen.layers[1].requires_grad_(False)
+    engine, _ = start(frozen, ds_config(**WHOLE, zero_quantized_nontrainable_weights=True))
+    rounded, exact = {}, weights_of(model().layers)
+
+    def look(name, own, *_):
+        rounded[name] = not torch.equal(own.weight, exact[f"{name}.weight"])
+
+    for name, layer in engine.module.layers.named_children():
+        layer.register_forward_hook(partial(look, name))
+    engine(**data(1)[0])
+    return rounded
+
+
+def test_frozen_weights_alone_can_be_compressed():
+    assert run_on(2, compressed_gathers) == 2 * [{"0": False, "1": True, "2": False}]
+
+
+# -- training
+
+
+STEPS = 12
+LARGEST_DRIFT = {8: 1e-3, 4: 2e-2}
+
+
+def trained(rank: int, world_size: int, settings: dict) -> tuple[list[list[float]], list[float]]:
+    curve = train_zero(start(model(), ds_config(**WHOLE, **settings))[0], data(STEPS))
+    return curve.losses, curve.norms
+
+
+@pytest.mark.parametrize(
+    "settings, bits",
+    [
+        ({**WEIGHTS, **GRADIENTS, "accumulation": 2, "clip": 0.05}, 8),
+        ({**GRADIENTS, "stage": 1, "accumulation": 2, "clip": 0.05}, 8),
+        ({**GRADIENTS, "stage": 0, "clip": 0.05}, 8),
+        ({**WEIGHTS, **FOUR_BITS, "clip": 0.05}, 4),
+    ],
+    ids=["stage 3", "stage 1", "stage 0", "4 bits"],
+)
+def test_training_stays_close_to_plain_torch(settings, bits):
+    (losses, norms), (others, other_norms) = run_on(2, trained, settings)
+    expected = train_in_slices(model(), data(STEPS), 2, settings.get("accumulation", 1), clip=0.05)
+    assert norms == other_norms
+    found = [(sum(a) + sum(b)) / 2 / len(a) for a, b in zip(losses, others, strict=True)]
+    assert 0 < relative(found, expected.mean_losses()) < LARGEST_DRIFT[bits]
+    assert 0 < relative(norms, expected.norms) < LARGEST_DRIFT[bits]

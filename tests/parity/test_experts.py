@@ -1,0 +1,153 @@
+"""Mixtures of experts as transformers packs them: units of their own below the block, with plain torch's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.dist.training import (
+    Curve,
+    assert_same_training,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_in_slices,
+    train_zero,
+)
+from tests.parity.models import VOCABULARY, batches
+from zero.unit import State
+
+STEPS = 3
+EXPERTS, WIDTH, INNER, LAYERS = 8, 24, 12, 2
+EXPERTS_NUMEL = EXPERTS * 3 * WIDTH * INNER
+WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 2, "max_position_embeddings": 16,
+    "output_router_logits": True, "initializer_range": 0.06, "loss_type": "ForCausalLM",
+}  # fmt: skip
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **COMMON))
+
+
+def qwen3() -> nn.Module:
+    """Its second layer has no experts."""
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            intermediate_size=32, moe_intermediate_size=INNER, num_experts=EXPERTS, mlp_only_layers=[1], **COMMON
+        )
+    )
+
+
+MODELS = {"mixtral": mixtral, "qwen3": qwen3}
+
+
+def build(name: str, implementation: str) -> nn.Module:
+    torch.manual_seed(7)
+    model = MODELS[name]().train()
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    return batches("llama", STEPS)
+
+
+@cache
+def expected(name: str, implementation: str, accumulation: int = 1) -> Curve:
+    return curve_on(1, plain, name, implementation, accumulation)
+
+
+def plain(rank: int, world_size: int, name: str, implementation: str, accumulation: int) -> Curve:
+    return train_in_slices(build(name, implementation), data(), 2, accumulation)
+
+
+def sharded(rank: int, world_size: int, name: str, implementation: str, settings: dict) -> Curve:
+    model = build(name, implementation)
+    engine, _ = start(model, ds_config(**WHOLE, **settings))
+    experts = [unit for unit in engine.units if any("experts" in each for each in unit.param_names)]
+    assert len(experts) == {"mixtral": 2, "qwen3": 1}[name] and not any(unit.persistent for unit in experts)
+    assert all(unit.layout.numel == EXPERTS_NUMEL for unit in experts)
+    blocks = [unit for unit in engine.units if "layers." in unit.name and unit not in experts]
+    assert len(blocks) == LAYERS
+    while_attention: list[int] = []
+
+    def look(*_: object) -> None:
+        while_attention.append(sum(unit.state is not State.SHARDED for unit in experts))
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(look)
+    curve = train_zero(engine, data())
+    assert while_attention and not any(while_attention), "experts are gathered apart from the attention"
+    return curve
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_are_units_of_their_own_and_the_numbers_are_plain_torchs(name, implementation):
+    settings = {"stage3_prefetch_bucket_size": 0}
+    found = curve_on(2, sharded, name, implementation, settings)
+    assert_same_training(found, expected(name, implementation))
+
+
+def sliced(rank: int, world_size: int, name: str, implementation: str, experts: int, settings: dict) -> Curve:
+    """With room for so many experts of eight; `settings` may ask for checkpointing as well."""
+    model = build(name, implementation)
+    if settings.pop("checkpointing", False):
+        model.gradient_checkpointing_enable()
+    limit = 2 * experts * EXPERTS_NUMEL // EXPERTS
+    engine, _ = start(model, ds_config(**WHOLE, stage3_max_live_parameters=limit, **settings))
+    assert len(engine._sliced) == {"mixtral": 2, "qwen3": 1}[name]
+    sizes: set[int] = set()
+    for each in engine._sliced:
+        each.run = partial(watched, each.run, sizes)
+    curve = train_zero(engine, data())
+    assert max(sizes) == experts
+    largest = max(unit.layout.numel for unit in engine.units if unit.modules)
+    assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
+    assert engine.residency.live == 0
+    assert_a_copy_is_on_its_own(model.model.layers[0].mlp.experts)
+    engine.destroy()
+    assert "forward" not in vars(model.model.layers[0].mlp.experts)
+    return curve
+
+
+def assert_a_copy_is_on_its_own(experts: nn.Module) -> None:
+    copied = copy.deepcopy(experts)
+    inputs = torch.ones(1, WIDTH), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(copied(*inputs), experts(*inputs))
+        copied.down_proj.zero_()
+        assert not copied(*inputs).any() and experts(*inputs).any()
+
+
+def watched(run: Callable, sizes: set[int], first: int, end: int, *rest: object) -> torch.Tensor:
+    sizes.add(end - first)
+    return run(first, end, *rest)
+
+
+SLICED = [
+    ("mixtral", "eager", 1, {}),
+    ("mixtral", "grouped_mm", 3, {"stage3_prefetch_bucket_size": 0, "accumulation": 2, "checkpointing": True}),
+    ("qwen3", "batched_mm", 2, {"offload_param": {"device": "cpu"}}),
+]
+
+
+@pytest.mark.parametrize("name, implementation, experts, settings", SLICED)
+def test_experts_that_do_not_fit_are_gathered_in_slices(name, implementation, experts, settings):
+    found = curve_on(2, sliced, name, implementation, experts, settings)
+    plain_one = expected(name, implementation, settings.get("accumulation", 1))
+    assert found.losses[0] == pytest.approx(plain_one.losses[0], rel=1e-6)
+    assert relative(found.mean_losses(), plain_one.mean_losses()) < 1e-6
+    assert relative(found.norms, plain_one.norms) < 1e-6
+    for parameter, value in plain_one.weights.items():
+        torch.testing.assert_close(found.weights[parameter], value, rtol=1e-4, atol=1e-5, msg=parameter)

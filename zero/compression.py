@@ -1,0 +1,157 @@
+"""Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block of values.
+
+After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient communication (qgZ),
+the latter without the hierarchy. This file knows nothing of units, but that they may be frozen. Only
+`zero/construction.py` imports it.
+
+[Note: codes and scales]
+A message is the codes of all blocks, then their scales in fp32. A block is 256 consecutive values of one rank's slice.
+The last one is filled up with zeros.
+
+    scale = largest magnitude in the block / 127 (4 bits: / 7)
+    code  = value / scale, rounded to the nearest integer
+    value = code * scale, which is off by half a scale at most
+
+So 256 fp32 values take 260 bytes, and 132 with 4 bits. A block with a value that is not finite has a scale that is not
+finite. All of it becomes NaN or infinite, so an overflow is still noticed.
+
+[Note: what is exact]
+The codes of one weight are the same on all ranks, its owner included: all compute with the same rounded weights.
+Masters and shards are never rounded, and what is saved or changed is gathered from them by the plain communicator. Each
+rank rounds its gradients once, for the others. The sum is made in fp32, with its own gradients as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zero.comm import Communicator
+from zero.pending import Pending
+
+BLOCK = 256
+SCALE_BYTES = 4
+# Blocks of zeros get a scale above zero.
+LEAST_MAGNITUDE = 1e-30
+# Values that are coded at a time: on a CPU the steps between stay in the cache, elsewhere they are not too large.
+AT_A_TIME = {"cpu": 1 << 16}
+AT_A_TIME_ELSEWHERE = 1 << 24
+
+
+def message_bytes(numel: int, bits: int) -> int:
+    """Bytes of a message of so many values."""
+    return -(-numel // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)
+
+
+def _parts(
+    values: torch.Tensor, message: torch.Tensor, bits: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Parts of 1-D `values`, each with its codes (blocks, bytes of a block) and scales (blocks, 1) in `message`."""
+    blocks = -(-values.numel() // BLOCK)
+    codes = message[: blocks * BLOCK * bits // 8].view(blocks, -1)
+    scales = message[codes.numel() :].view(torch.float32).view(blocks, 1)
+    step = AT_A_TIME.get(values.device.type, AT_A_TIME_ELSEWHERE)
+    yield from zip(values.split(step), codes.split(step // BLOCK), scales.split(step // BLOCK), strict=True)
+
+
+def encode(values: torch.Tensor, message: torch.Tensor, bits: int) -> None:
+    """Write the codes and scales of `values` (1-D, floating-point) to `message` (uint8, `message_bytes` long)."""
+    largest_code = 2 ** (bits - 1) - 1
+    for part, codes, scales in _parts(values, message, bits):
+        if part.numel() % BLOCK:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK))
+        rows = part.view(-1, BLOCK).float()
+        torch.amax(rows.abs(), 1, keepdim=True, out=scales)
+        scales.clamp_(min=LEAST_MAGNITUDE).div_(largest_code)
+        rounded = (rows * scales.reciprocal()).round_()
+        if bits == 8:
+            codes.view(torch.int8).copy_(rounded)
+        else:  # the first half of the block in the low bits, the second half in the high bits
+            low, high = rounded.to(torch.int8).view(torch.uint8).chunk(2, dim=1)
+            codes.copy_((low & 15) | (high << 4))
+
+
+def decode(message: torch.Tensor, into: torch.Tensor, bits: int, add: bool = False, factor: float = 1.0) -> None:
+    """Write the values of `message`, times `factor`, to `into` (1-D, floating-point), or add them to it."""
+    for part, codes, scales in _parts(into, message, bits):
+        if bits == 8:
+            integers = codes.view(torch.int8)
+        else:  # shifts of signed integers keep the sign
+            signed = codes.view(torch.int8)
+            integers = torch.cat([(signed << 4) >> 4, signed >> 4], dim=1)
+        scales = scales if factor == 1.0 else scales * factor
+        if not add and part.numel() % BLOCK == 0:
+            torch.mul(integers, scales, out=part.view(-1, BLOCK))  # without a pass over memory between
+        else:
+            values = (integers * scales).view(-1)[: part.numel()]
+            part.add_(values) if add else part.copy_(values)
+
+
+class CompressedCommunicator:
+    """A communicator whose `all_gather` of weights, and whose sums of gradients, send codes and scales.
+
+    Everything else is the given communicator's. Args: weights, frozen_weights: whether gathers of all units, or of
+    those without trainable parameters, are compressed; gradient_bits: 8, 4, or None for gradients as they are.
+    """
+
+    def __init__(self, comm: Communicator, *, weights: bool, frozen_weights: bool, gradient_bits: int | None):
+        self._comm, self._weights, self._frozen_weights = comm, weights, frozen_weights
+        self._gradient_bits = gradient_bits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: Any = None) -> Pending:
+        """As `Communicator.all_gather`; `full` gets the rounded values, this rank's own ones as well."""
+        if not (self._weights or (self._frozen_weights and not unit.trainable)):
+            return self._comm.all_gather(full, shard, unit)
+        ranks, n = self.shard_group, shard.numel()
+        if shard.device != full.device:
+            shard = full.narrow(0, ranks.rank * n, n).copy_(shard, non_blocking=True)
+        messages = torch.empty(ranks.size, message_bytes(n, 8), dtype=torch.uint8, device=full.device)
+        encode(shard, messages[ranks.rank], 8)
+        gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], unit)
+
+        def finish() -> None:
+            for message, part in zip(messages, full.split(n), strict=True):
+                decode(message, part, 8)
+
+        return Pending([gathered], finish)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, max_numel: int, unit: Any = None
+    ) -> Pending:
+        """As `Communicator.reduce_scatter`, with sums in fp32 on every backend, at most `max_numel` elements each."""
+        if self._gradient_bits is None:
+            return self._comm.reduce_scatter(out, full, accumulate, max_numel, unit)
+        slices = full.view(self.shard_group.size, -1)
+        step = max(BLOCK, max_numel // self.shard_group.size // BLOCK * BLOCK)
+        columns = zip(out.split(step), slices.split(step, dim=1), strict=True)
+        return Pending([self._reduce_columns(part, rows, accumulate, unit) for part, rows in columns])
+
+    # Where every rank needs all of the sum (stage 0), it is gathered as it is.
+    reduce = Communicator.reduce
+
+    def _reduce_columns(self, out: torch.Tensor, rows: torch.Tensor, accumulate: bool, unit: object) -> Pending:
+        """Reduce the (ranks of the shard group, n) matrix `rows` into `out`."""
+        bits, own, size = self._gradient_bits, self.shard_group.rank, self.shard_group.size
+        peers = [place for place in range(size) if place != own]
+        sent = torch.empty(size, message_bytes(out.numel(), bits), dtype=torch.uint8, device=rows.device)
+        received = torch.empty_like(sent)
+        for peer in peers:
+            encode(rows[peer], sent[peer], bits)
+        exchanged = self._comm.start_all_to_all(received, sent, unit)
+        # The result must be what a reduce-scatter of this backend gives: a sum or a mean.
+        factor = 1.0 / (size * self.mean_factor)
+
+        def finish() -> None:
+            total = out.float()  # `out` itself if that is fp32
+            total = total.add_(rows[own], alpha=factor) if accumulate else total.copy_(rows[own]).mul_(factor)
+            for peer in peers:
+                decode(received[peer], total, bits, add=True, factor=factor)
+            if total is not out:
+                out.copy_(total)
+
+        return Pending([exchanged], finish)

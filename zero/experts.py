@@ -1,0 +1,158 @@
+"""Experts that do not fit into the memory for gathered weights are gathered and run in slices, some at a time.
+
+transformers packs the experts of a layer into parameters whose first dimension is the expert. A slice is a range of
+experts. It is run by the module's own forward, on a copy of the module that holds just these experts, in the way in
+which transformers runs the experts of one rank under expert parallelism: `num_experts` is that of the slice, and a
+token that chose another expert has this number as its choice. The results of all slices are added.
+
+Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All ranks run all slices
+in the same order, whatever their tokens chose, so their gathers match. The gradient of all experts is whole until it is
+reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+
+from zero.gathered import gather_range
+from zero.gathering import Gathering
+from zero.layout import packs_experts
+from zero.pending import Pending
+from zero.unit import Unit, unit_of
+
+
+def can_be_sliced(unit: Unit) -> bool:
+    """Whether the unit is all experts of one module of transformers; small parameters may be in a persistent unit."""
+    if unit.persistent or len(unit.modules) != 1 or not packs_experts(unit.modules[0]):
+        return False
+    module = unit.modules[0]
+    return hasattr(module, "_is_expert_parallel") and all(
+        len(param) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
+        for param in module.parameters()
+    )
+
+
+def numel_of_one(unit: Unit) -> int:
+    """Elements of one expert."""
+    return unit.layout.numel // unit.modules[0].num_experts
+
+
+class SlicedExperts:
+    """Takes the place of the forward of a module of experts. The unit's own hooks must not be installed.
+
+    Args: unit: for which `can_be_sliced`; most: elements of a slice, but at least one expert; gathering: is told when
+    a slice is about to be gathered.
+    """
+
+    def __init__(self, unit: Unit, most: int, gathering: Gathering):
+        (self.module,) = unit.modules
+        self.unit, self._gathering = unit, gathering
+        self.names, self.params = zip(*self.module.named_parameters(recurse=False), strict=True)
+        self._numel_of_one = numel_of_one(unit)
+        self._step = max(1, most // self._numel_of_one)
+        unit.modules.clear()
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        self.unit.modules.append(self.module)
+        del self.module.forward
+
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The names are those of the forward in transformers."""
+        return _InSlices.apply(self, hidden_states, top_k_index, top_k_weights, *self.params)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        """A copy of the module has ordinary parameters, and its own forward."""
+        return MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def slices(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """(first expert, end, their part of each parameter), each in memory that is used again after it."""
+        experts = self.module.num_experts
+        for first in range(0, experts, self._step):
+            end = min(first + self._step, experts)
+            numel = (end - first) * self._numel_of_one
+            self._gathering.before_part(self.unit)
+            self.unit.residency.add(numel)
+            try:
+                yield first, end, self._gather(first, end)
+            finally:
+                self.unit.residency.remove(numel)
+
+    @torch.no_grad()
+    def _gather(self, first: int, end: int) -> list[torch.Tensor]:
+        found, works = [], []
+        for param in self.params:
+            if unit_of(param) is not self.unit:
+                found.append(param.detach()[first:end])
+                continue
+            slot = self.unit.layout.slots[self.unit.index[param]]
+            row = slot.numel // self.module.num_experts
+            part = torch.empty((end - first) * row, dtype=self.unit.dtype, device=self.unit.comm.device)
+            works.append(gather_range(self.unit, part, slot.offset + first * row, self.unit.shard))
+            found.append(part.view(end - first, *slot.shape[1:]))
+        with self.unit.comm.clock.waiting("gather"):
+            Pending(works).wait()
+        return found
+
+    def run(self, first: int, end: int, values: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the experts from `first` to `end` add to the output; `inputs` are those of the module's forward."""
+        hidden, index, weights = inputs
+        there = (index >= first) & (index < end)
+        part = object.__new__(type(self.module))
+        part.__dict__ = {key: value for key, value in vars(self.module).items() if key != "forward"}
+        part._parameters = dict(zip(self.names, values, strict=True))
+        part.num_experts, part._is_expert_parallel = end - first, True
+        return part.forward(hidden, torch.where(there, index - first, end - first), weights.masked_fill(~there, 0))
+
+
+class _InSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, experts: SlicedExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *params: Any
+    ) -> torch.Tensor:
+        ctx.experts, ctx.autocast = experts, _autocast(hidden.device.type)
+        ctx.save_for_backward(hidden, index, weights)
+        total = _zeros_for_a_sum(hidden)
+        for first, end, values in experts.slices():
+            total.add_(experts.run(first, end, values, (hidden, index, weights)))
+        return total.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        experts, (hidden, index, weights) = ctx.experts, ctx.saved_tensors
+        of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
+        of_params = [
+            torch.zeros(param.shape, dtype=param.dtype, device=grad.device) if needed else None
+            for param, needed in zip(experts.params, ctx.needs_input_grad[4:], strict=True)
+        ]
+        for first, end, values in experts.slices():
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
+                out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
+            if not out.requires_grad:
+                continue  # none of this rank's tokens chose one of these experts
+            targets = [*of_inputs, *(None if whole is None else whole[first:end] for whole in of_params)]
+            wanted = [number for number, target in enumerate(targets) if target is not None]
+            found = torch.autograd.grad(out, [leaves[number] for number in wanted], grad, allow_unused=True)
+            for number, each in zip(wanted, found, strict=True):
+                if each is not None:
+                    targets[number].add_(each)
+        return None, of_inputs[0].to(hidden.dtype), None, of_inputs[1].to(weights.dtype), *of_params
+
+
+def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
+    """Of the results of several slices: at least fp32."""
+    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _autocast(device_type: str) -> dict[str, Any]:
+    enabled = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": enabled, "dtype": torch.get_autocast_dtype(device_type)}
