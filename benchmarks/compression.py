@@ -216,9 +216,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         for name, of in result[part].items():
             variant, _, seed = name.rpartition(", ")
             points = of["curve"] if "curve" in of else list(zip(of["epochs"], of["losses"], strict=True))
-            figure = TRAININGS[part][1]
+            measured = TRAININGS[part][1]
             style = {"color": f"C{list(VARIANTS).index(variant)}", "marker": "."}
-            curves.plot(*zip(*points, strict=True), label=f"{name}: {figure} {of[figure]:.2f}", **style)
+            curves.plot(*zip(*points, strict=True), label=f"{name}: {measured} {of[measured]:.2f}", **style)
     losses.set(xlabel="epoch", ylabel="training loss", title="translation demonstration", yscale="log")
     held_out.set(xlabel="step", ylabel="held-out loss", title="distilled student")
     for axis in (errors, times, losses, held_out):
