@@ -44,6 +44,7 @@ class _Model:
 
     def __init__(self, model: nn.Module, ranks: SequenceGroup, in_eval: bool):
         self.ranks, self.in_eval, self.calls = ranks, in_eval, 0
+        self.has_chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
 
         # Functions, not methods: a copy of the model shares them, and is not known here.
         def before(*given: Any) -> tuple[tuple, dict[str, Any]] | None:
@@ -82,8 +83,12 @@ class _Model:
         documents = _documents(whole) if mask is None else None
         whole_mask = None if mask is None else _if_it_matters(self.ranks.gather(mask).bool())
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
-        # With a mask, transformers does not look for packed sequences in this piece.
-        mask = torch.ones(piece.shape[:2], dtype=torch.bool, device=piece.device) if mask is None else mask
+        if self.has_chunks and whole_mask is not None:
+            raise UsageError("sequence parallelism: attention in chunks takes padding on the right only")
+        if mask is None or self.has_chunks:
+            # With a mask, transformers does not look for packed sequences in this piece. Its chunks would begin after
+            # what this piece shows of the padding.
+            mask = torch.ones(piece.shape[:2], dtype=torch.bool, device=piece.device)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -114,7 +119,7 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
     if (heads := getattr(text, "num_attention_heads", 0)) % ranks.size:
         raise UsageError(f"sequence_parallel_size: {ranks.size} does not divide the model's {heads} attention heads")
     others = {*(getattr(text, "layer_types", None) or ())} - _KINDS_OF_LAYERS
-    if config.is_encoder_decoder or others:
+    if getattr(config, "is_encoder_decoder", False) or others:
         kind = f"layers of type {sorted(others)}" if others else "an encoder and a decoder"
         raise UsageError(f"sequence parallelism: not for {type(model).__name__}, which has {kind}")
     detach(model)
@@ -159,7 +164,11 @@ def _stand_before(implementation: str) -> None:
 
 def _eager_function(module: nn.Module) -> Callable:
     """Each file of models has one of its own, which is not registered."""
-    return sys.modules[type(module).__module__].eager_attention_forward
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    found = next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
+    if found is None:
+        raise UsageError(f"attn_implementation 'eager': {type(module).__name__} has no eager_attention_forward")
+    return found
 
 
 def _attend(
