@@ -9,11 +9,13 @@ reversed order of the units. After backward 1, 2, 4, 8, ... rank 0 tells the oth
 completed, as DistributedDataParallel rebuilds its buckets.
 
 [Note: place of a reduction]
-NCCL can block for ever if ranks start operations of two communicators in different orders. So where operations match by
-order, rank 0 also tells between which two uses of units each reduction starts. All-gathers start at uses, the same on
-all ranks. If a rank's gradients are not complete when the later of both uses comes, the reduction starts without those
-that are missing: an expert that was not used has none. Before rank 0 has told, in the first backward, reductions start
-as they can, or at the end if the model has leaf modules, between which ranks may choose.
+NCCL can block for ever if ranks start operations of two communicators in different orders. On gloo, a rank that waits
+for room for its reductions takes no part in all-gathers. So it must not wait for a reduction that others start only
+after later all-gathers. Where operations match by order, and where ranks may use different parts of a leaf module,
+rank 0 therefore also tells between which two uses of units each reduction starts. All-gathers start at uses, the same
+on all ranks. If a rank's gradients are not complete when the later of both uses comes, the reduction starts without
+those that are missing: an expert that was not used has none. Before rank 0 has told, in the first backward, reductions
+start as they can, or at the end if the model has leaf modules.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class ReductionOrder:
         self._complete: dict[Unit, int] = {}
         self._places: dict[Unit, int] | None = None
         self._has_leaves = any(getattr(module, LEAF_FLAG, False) for unit in units for module in unit.modules)
+        self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
         self._is_open = False
 
@@ -56,7 +59,7 @@ class ReductionOrder:
     def before_use(self) -> None:
         """A unit is about to be used, and others prefetched: reductions that all ranks start before that start now."""
         if self._is_open:
-            if self._places is not None and self._comm.matches_by_order:
+            if self._places is not None and self._has_places:
                 while self._started < len(self._order) and self._places[self._order[self._started]] <= self._uses:
                     self._start_next()
             self._uses += 1
@@ -77,7 +80,7 @@ class ReductionOrder:
             self._start_next()
 
     def _may_start(self, unit: Unit) -> bool:
-        if unit not in self._complete or not self._comm.matches_by_order:
+        if unit not in self._complete or not self._has_places:
             return unit in self._complete
         return not self._has_leaves if self._places is None else self._places[unit] <= self._uses
 

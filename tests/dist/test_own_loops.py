@@ -357,6 +357,53 @@ def test_ranks_that_choose_differently(world_size, stage):
     run_on(world_size, chosen_by_rank, stage)
 
 
+class Mixture(nn.Module):
+    """Each call uses some of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        return self.out(sum(self.experts[i](x) for i in which))
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mixture() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, which)
+        return x.square().mean()
+
+
+def without_room(rank: int, world_size: int) -> None:
+    """One rank uses all experts and another only some, and each reduction must wait for the one before it."""
+    model, reference = build(Mixtures), build(Mixtures)
+    set_z3_leaf_modules(model, [Mixture])
+    zero_optimization = {**ds_config(**SMALL)["zero_optimization"], "reduce_bucket_size": 1}
+    engine = engine_of(model, zero_optimization=zero_optimization)
+    for step in range(4):
+        used = [[0, 1] if (part + step) % 2 else [0] for part in range(world_size)]
+        batches = [torch.full((ROWS, WIDTH), 0.1 * (step + 1) + part) for part in range(world_size)]
+        engine.backward(engine(batches[rank], used[rank]))
+        for part in range(world_size):
+            reference(batches[part], used[part]).backward()
+        for name, param in reference.named_parameters():
+            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
+            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
+            assert torch.equal(found, expected), f"{name} in step {step}"
+        engine.zero_grad()
+        reference.zero_grad()
+
+
+def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other():
+    run_on(2, without_room, timeout=60)
+
+
 DIVERGING = """
 import torch, zero
 from tests.dist.test_own_loops import Experts, engine_of, build
