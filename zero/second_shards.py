@@ -20,22 +20,25 @@ class TwiceShardedUnit(Unit):
     """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the shard group of `near`.
 
     Attributes: second: 1-D, of the compute dtype, `layout.padded / near.shard_group.size` elements; None until a first
-    all-gather, and after a change of the values.
+    all-gather, and after a change of the values. It serves all-gathers by the communicator that brought it: values may
+    be rounded for use, but not for those who read or change them.
     """
 
     def __init__(self, *args: object, near: Communicator, **options: object):
         self._near = near
         self.second: torch.Tensor | None = None
+        self._second_source: object = None
         super().__init__(*args, **options)
 
     def _start_all_gather(self) -> Pending:
-        if self.second is not None:
+        if self.second is not None and self._second_source is self.source:
             return self._near.all_gather(self.full, self.second, self)
         return super()._start_all_gather()
 
     def wait_for_all_gather(self) -> None:
         super().wait_for_all_gather()
         if self.second is None:
+            self._second_source = self.source
             with torch.inference_mode(False), torch.no_grad():
                 self.second = self.full.view(self._near.shard_group.size, -1)[self._near.shard_group.rank].clone()
 

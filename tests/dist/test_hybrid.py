@@ -143,3 +143,24 @@ def test_mistakes_are_named_before_anything_is_done():
     assert "mics_shard_size 2 and zero_hpz_partition_size 2" in both
     assert "('tp',)" in names and "('replicate', 'shard')" in names
     assert "mics_shard_size is 1, and the mesh's dimension shard has 2 ranks" in other
+
+
+def rounded_for_use(rank: int, world_size: int) -> None:
+    """Weights travel as codes, and the second shard holds them rounded. Who reads them gets the exact ones."""
+    section = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    engine, _ = start(toy(), ds_config(**section, stage3_max_reuse_distance=0))
+    weight = engine.module.blocks[0].up.weight
+    for batch in toy_batches(2):
+        engine.backward(engine(**batch))
+        assert unit_of(weight).second is not None
+        exact = safe_get_full_fp32_param(weight)
+        engine.reshard()
+        with zero.GatheredParameters([weight]):
+            assert torch.equal(weight, exact)
+        with unit_of(weight).unsharded():
+            assert torch.equal(weight, exact)
+        engine.step()
+
+
+def test_values_that_are_read_are_exact_beside_rounded_second_shards():
+    run_on(4, rounded_for_use)
