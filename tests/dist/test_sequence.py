@@ -128,7 +128,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"},
     "gemma2": {**_LAYERS, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
     "gemma3_text": _LAYERS,
-    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 4},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 3},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
         "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8,
