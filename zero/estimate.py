@@ -29,11 +29,12 @@ from zero.errors import UsageError
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan, plan_units
 from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
+from zero.optim.muon import is_hidden_matrix
 from zero.schedule import Residency, Schedule
 from zero.unit import State
 
 # Fp32 tensors of an optimizer's state for each parameter, and settings that add one.
-MOMENTS = {"adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "rprop": 2, "muon": 1, "lion": 1}
+MOMENTS = {"adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "rprop": 2, "lion": 1}
 MOMENTS |= {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
 _ADDING = {"sgd": ("momentum",), "rmsprop": ("momentum", "centered"), "adam": ("amsgrad",), "adamw": ("amsgrad",)}
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -182,14 +183,19 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
         found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
     if item < 4 or place != home:  # an fp32 shard in the same place is its own master
         add("masters", shard * 4)
-    add("optimizer state", shard * 4 * _moments(config))
+    add("optimizer state", shard * 4 * _moments(config, plan))
 
 
-def _moments(config: Config) -> int:
-    """Tensors of the optimizer's state for each parameter. Without a section: AdamW, the Trainer's own."""
+def _moments(config: Config, plan: UnitPlan) -> float:
+    """Values of the optimizer's state for each parameter element. Without a section: AdamW, the Trainer's own."""
     if config.optimizer is None:
         return 2
     kind, params = config.optimizer.type.lower(), config.optimizer.params
+    if kind == "muon":  # and AdamW for all but the hidden matrices
+        matrices = sum(
+            p.numel() for p, name in zip(plan.params, plan.param_names, strict=True) if is_hidden_matrix(p, name)
+        )
+        return 2 - matrices / sum(param.numel() for param in plan.params)
     return MOMENTS[kind] + sum(bool(getattr(params, name, None)) for name in _ADDING.get(kind, ()))
 
 

@@ -138,8 +138,8 @@ class OptimizerParams(Settings):
     adam_w_mode: bool = acts(True, "Adam, AdamW, Muon: decay weights apart from the gradient. Always true for AdamW.")
     torch_adam: bool = acts(False, "Adam, AdamW: torch's own class and defaults.")
     amsgrad: bool = acts(False, "Adam, AdamW: keep the largest second moment.")
-    muon_lr: NonNegative | None = acts(None, "Muon: learning rate of the matrices. Default: lr.")
-    adam_lr: NonNegative | None = acts(None, "Muon: learning rate of all other parameters. Default: lr.")
+    muon_lr: NonNegative | None = acts(None, "Muon: learning rate of the matrices. Default: lr, or 0.02.")
+    adam_lr: NonNegative | None = acts(None, "Muon: learning rate of all other parameters. Default: lr, or 3e-4.")
     ns_method: choice("gram", "standard") = unused("gram", "both compute the same; torch's Muon has its own kernel")
     per_head_muon: only(bool, False, "matrices of attention are updated as a whole") = False
     bias_correction: only(bool, True, "Adam always corrects the bias") = True
