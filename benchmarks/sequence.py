@@ -58,9 +58,7 @@ def main() -> None:
     }  # fmt: skip
     task = {"sizes": sizes, "limit": args.limit_mib << 20, "most": args.most_tokens, "settings": settings()}
     command = ["-m", "benchmarks.sequence_worker", "--task", json.dumps(task)]
-    # glibc would keep freed tensors of up to 32 MiB: with a fixed threshold they go back to the system.
-    ranks = run_ranks(sys.executable, command, args.processes, 3600, {"MALLOC_MMAP_THRESHOLD_": "65536"})
-    rows = ranks[0]["rows"]
+    rows = run_ranks(sys.executable, command, args.processes, timeout=3600)[0]["rows"]
     print(f"{args.processes} processes, {args.limit_mib} MiB above the model's own, {json.dumps(sizes)}")
     print("".join(f"{feature:>15}" for feature in FEATURES) + f"{'tokens':>10}{'x':>8}{'peak MiB':>10}{'s/step':>10}")
     for row in rows:
