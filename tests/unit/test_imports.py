@@ -98,6 +98,7 @@ INSIDE = {
         "elementwise",
         "muon",
         "ownership",
+        "wrappers",
         "whole_tensor",
         "updates",
         "arithmetic",

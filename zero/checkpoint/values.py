@@ -42,6 +42,8 @@ def encode(value: object, place: str) -> object:
         case list() | tuple():
             items = [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {KIND: "tuple", "items": items}
+        case torch.dtype():
+            return {KIND: "dtype", "name": dtype_name(value)}
         case bytes():
             return {KIND: "bytes", "data": base64.b64encode(value).decode()}
         case torch.Tensor():
@@ -107,6 +109,8 @@ def _decode(value: object) -> object:
             return tuple(_decode(item) for item in value["items"])
         case "dict":
             return {_decode(key): _decode(item) for key, item in value["items"]}
+        case "dtype":
+            return dtype_of(value["name"])
         case "bytes":
             return base64.b64decode(value["data"])
         case "tensor":

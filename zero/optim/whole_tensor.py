@@ -20,7 +20,7 @@ This file does not know how gradients are reduced, nor when a step is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +35,7 @@ from zero.layout import Piece, Slot
 from zero.offload.tiers import Tier
 from zero.optim.ownership import owners
 from zero.optim.tiles import Tile
+from zero.optim.wrappers import closed, opened
 from zero.optimizer_shard import OptimizerShard
 from zero.parameters import placeholder
 
@@ -234,8 +235,11 @@ class WholeTensorState:
             for tensor in own:
                 tensor.param.grad.mul_(factor)
         places = [self._load_state(tensor) for tensor in own]
+        for tensor in own:
+            self._change_state(tensor, closed)
         self._optimizer.step()
         for tensor in own:
+            self._change_state(tensor, opened)
             self._separate(tensor)
         for tensor, of_state in zip(own, places, strict=True):
             self._store_state(tensor, of_state)
@@ -329,6 +333,10 @@ class WholeTensorState:
     def put(self, tensor: WholeTensor, state: dict) -> None:
         """Replace the tensor's state."""
         self._optimizer.state[tensor.param] = state
+
+    def _change_state(self, tensor: WholeTensor, change: Callable[[dict], dict]) -> None:
+        if state := self.of(tensor):
+            self.put(tensor, change(dict(state)))
 
     def nbytes(self, shard: OptimizerShard) -> int:
         """Bytes of the state tensors of one unit."""

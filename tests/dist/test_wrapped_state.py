@@ -1,0 +1,113 @@
+"""Optimizer state in tensors that wrap others, as torchao's 8-bit moments do: trained, offloaded, saved, resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import Curve, curve_on, ds_config, start, train_in_slices, train_zero
+from zero.errors import UsageError
+from zero.optim.wrappers import closed, opened
+
+STEPS, RANKS, ACCUMULATION = 3, 2, 2
+OFFLOAD = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+
+
+class Coded(torch.Tensor):
+    """A tensor as 16-bit integers and a scale; reading it makes an ordinary one."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Coded:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Coded:
+        scale = values.abs().max().view(1).clamp(min=1e-30) / 32767
+        return cls((values / scale).round().to(torch.int16), scale.repeat(2), values.dtype)
+
+    def values(self) -> torch.Tensor:
+        return self.codes * self.scale[0]
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[torch.dtype]]:
+        return ["codes", "scale"], [self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors: dict, context: list, size: Any, stride: Any) -> Coded:
+        return cls(tensors["codes"], tensors["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise NotImplementedError(f"{func} is not for coded tensors")
+
+
+class CodedMomentum(torch.optim.Optimizer):
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                before = state["momentum"].values() if state else torch.zeros_like(param)
+                momentum = before * 0.9 + param.grad
+                param -= group["lr"] * momentum
+                state["momentum"], state["steps"] = Coded.of(momentum), state.get("steps", 0) + 1
+
+
+def engine_of(section: dict[str, Any]) -> Any:
+    return start(toy(), ds_config(accumulation=ACCUMULATION, **section), make=CodedMomentum)[0]
+
+
+def trained(rank: int, world_size: int, section: dict[str, Any], folder: str) -> Curve:
+    """Return what the uninterrupted run does after a save."""
+    engine = engine_of(section)
+    batches = toy_batches(2 * STEPS)
+    train_zero(engine, batches[:STEPS])
+    engine.save_checkpoint(folder)
+    return train_zero(engine, batches[STEPS:])
+
+
+def resumed(rank: int, world_size: int, section: dict[str, Any], folder: str) -> Curve:
+    engine = engine_of(section)
+    engine.load_checkpoint(folder)
+    return train_zero(engine, toy_batches(2 * STEPS)[STEPS:])
+
+
+def test_wrapped_state_trains_as_in_one_process_and_resumes(tmp_path):
+    section = {"stage3_param_persistence_threshold": 0}
+    straight = curve_on(RANKS, trained, section, str(tmp_path))
+    plain = train_in_slices(toy(), toy_batches(2 * STEPS), RANKS, ACCUMULATION, make=CodedMomentum)
+    assert straight.losses == plain.losses[STEPS:]
+    again = curve_on(RANKS, resumed, section, str(tmp_path))
+    assert again.losses == straight.losses
+    for name, value in plain.weights.items():
+        assert torch.equal(straight.weights[name], value) and torch.equal(again.weights[name], value), name
+    # One process has other shapes. A code may then be rounded the other way: by 1/32767 of the largest momentum.
+    on_one = curve_on(1, resumed, OFFLOAD, str(tmp_path))
+    assert on_one.mean_losses() == pytest.approx(straight.mean_losses(), rel=1e-4)
+
+
+def test_opened_state_has_plain_tensors_and_closes_again():
+    coded = Coded.of(torch.linspace(-1, 1, 7))
+    state = {"momentum": coded, "pair": (coded, 3)}
+    found = opened(state)
+    assert type(found["momentum"]["tensors"]["codes"]) is torch.Tensor
+    back = closed(found)
+    assert torch.equal(back["momentum"].values(), coded.values()) and back["pair"][1] == 3
+
+
+@pytest.mark.parametrize("name", ["os:system", "nowhere:Coded", "torch:Tensor", "subprocess:Popen"])
+def test_a_file_cannot_name_any_other_class(name: str):
+    found = opened(Coded.of(torch.ones(3)))
+    with pytest.raises(UsageError, match="no such class"):
+        closed(found | {"wrapper of tensors": name})
