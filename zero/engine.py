@@ -50,7 +50,7 @@ class StepMonitor(Protocol):
     """Is told of losses and steps; see `zero.monitor`."""
 
     def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, before it is divided by the number of micro-batches."""
+        """A micro-batch's loss, divided by the number of micro-batches."""
 
     def end_step(self) -> None:
         """An optimizer step is over. All ranks call it."""
@@ -171,11 +171,11 @@ class ZeroEngine(Accumulation, nn.Module):
         `gradient_accumulation_steps`. Returns the loss so divided.
         """
         global _engine_backwards
-        if self.monitor is not None:
-            self.monitor.loss(loss)
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
+        if self.monitor is not None:
+            self.monitor.loss(loss)
         _engine_backwards += 1
         try:
             with self.comm.clock.phase("backward"):

@@ -38,9 +38,11 @@ def launch(arguments: list[str]) -> int:
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         if options.include or options.exclude or (options.num_nodes or 1) > 1:
             raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
+        if options.num_gpus is not None and options.num_gpus < 1:
+            raise UsageError(f"launch: --num_gpus {options.num_gpus}: must be at least 1")
         ranks = options.num_gpus or max(1, torch.accelerator.device_count())
-        environment = os.environ | {"PYTHONPATH": _python_path()}
-        return subprocess.call(_torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)]), env=environment)
+        command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
+        os.execve(command[0], command, os.environ | {"PYTHONPATH": _python_path()})
     file = Path(options.hostfile or DEFAULT_HOSTFILE)
     hosts = choose(parse_hostfile(file), options.include, options.exclude, options.num_nodes, options.num_gpus)
     return _run_on(hosts, options)
@@ -194,6 +196,8 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _wait(jobs, fewest)
+    except KeyboardInterrupt:  # or SIGTERM
+        return 128 + signal.SIGINT
     finally:
         _end(list(jobs.values()))
         for thread in threads:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start
@@ -66,6 +68,46 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
 def test_operations_are_counted_exactly(tmp_path: Path):
     run_on(1, monitored, tmp_path)
     assert f"step 2 on rank 0: {FLOPS_A_ROW * ROWS * ACCUMULATION:.4g} in" in (tmp_path / "flops").read_text()
+
+
+def with_divided_losses(rank: int, world_size: int, folder: Path) -> list[float]:
+    """As the Trainer does: it divides the loss itself. The learning rate is a tensor. The folder goes away."""
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    config = ds_config(accumulation=ACCUMULATION) | {"json_monitor": {"enabled": True, "output_path": str(folder)}}
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    losses = []
+    for step, batch in enumerate(toy_batches(2)):
+        losses.append(0.0)
+        for _ in range(ACCUMULATION):
+            loss = loss_of(engine(**batch)) / ACCUMULATION
+            losses[-1] += loss.item()
+            engine.backward(loss, scale_wrt_gas=False)
+            if step == 1 and rank == 0:
+                shutil.rmtree(folder / "DeepSpeedJobName", ignore_errors=True)
+            engine.step()
+        if step == 0 and rank == 0:
+            record = json.loads((folder / "DeepSpeedJobName" / "steps.jsonl").read_text())
+            assert record["loss"] == pytest.approx(losses[0], rel=1e-6) and record["lr"] == pytest.approx(1e-2)
+    return losses
+
+
+def test_a_loss_that_the_script_divides_and_a_folder_that_goes_away(tmp_path: Path):
+    first, second = run_on(RANKS, with_divided_losses, tmp_path)
+    assert first == second
+
+
+def refused(rank: int, world_size: int, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        start(toy(), ds_config() | sections)
+
+
+def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
+    run_on(RANKS, refused, monitor, "csv_monitor.output_path: cannot write to")
+    profiler = {"flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}}
+    run_on(RANKS, refused, profiler, "flops_profiler.output_file: .* there is no such folder")
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])

@@ -83,6 +83,16 @@ def test_each_rank_gets_its_piece_of_every_batch():
     assert scores[0] + scores[1] == (torch.arange(8.0).view(4, 2) / 3).tolist()
 
 
+def single_tokens(rank: int, world_size: int) -> list[Any]:
+    """Each piece is one token of two sequences: a tensor whose rows do not lie next to each other."""
+    ids = torch.tensor([[1, 2], [3, 4]]) + 10 * rank
+    return [batch["input_ids"].tolist() for batch in MicroBatches([{"input_ids": ids}], make_group(2))]
+
+
+def test_pieces_of_one_token():
+    assert run_on(2, single_tokens) == [[[[1], [3]], [[11], [13]]], [[[2], [4]], [[12], [14]]]]
+
+
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]])
 seen: list[torch.Tensor] = []
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
@@ -20,7 +22,7 @@ from zero.optim.step import ZeroOptimizer
 from zero.pending import Pending
 from zero.unit import Unit
 from zero.verify.command import as_json, as_text
-from zero.verify.compare import Result, compare
+from zero.verify.compare import Result, _Pair, _pair, _without_noise, compare
 from zero.verify.plain import PlainEngine
 from zero.verify.record import Recorder
 
@@ -103,6 +105,42 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
         assert difference.cause.startswith(cause), difference.cause
         assert difference.name == tensor, name
         assert f'"name": "{difference.name}"' in as_json(results[name])
+
+
+def pair(name: str, a: list[float], b: list[float]) -> _Pair:
+    return _pair(name, torch.tensor(a), torch.tensor(b))
+
+
+def test_what_is_rounding_noise():
+    eps = torch.finfo(torch.bfloat16).eps
+    loud, small = pair("loud", [1.0, 2.0], [1.0, 2.0]), pair("small", [3e-3, 0.0], [2e-3, 0.0])
+    noise, lost = pair("noise", [1e-5, 0.0], [2e-5, 0.0]), pair("lost", [0.0, 0.0], [1e-4, 0.0])
+    assert _without_noise([loud, small, noise, lost], eps) == [loud, small, lost]
+    both, one = pair("both", [math.inf, 1.0], [math.nan, 1.0]), pair("one", [math.inf, 1.0], [1.0, 1.0])
+    assert both.relative == 0.0 and one.relative == math.inf
+
+
+SAVES = """
+import sys
+import torch, zero
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+config["json_monitor"] = {"enabled": True, "output_path": sys.argv[1]}
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    engine.save_checkpoint(sys.argv[1])
+"""
+
+
+def test_nothing_is_saved_while_a_script_is_verified(tmp_path: Path):
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(SAVES)
+    done = run([sys.executable, "-m", "zero", "verify", script, output], timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal within rounding for 1 step(s)" in done.stdout and not output.exists()
 
 
 def test_the_command_runs_a_script_twice():

@@ -34,7 +34,6 @@ def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
     return comm.watchdog.wait(
         lambda: dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout()),
         f"connecting ({what})",
-        _patience(),
     )
 
 

@@ -175,8 +175,8 @@ class ZeroConfig(Section):
         mics, second = found.values()
         if mics > 0 and second > 1 and self.stage == 3:
             raise UsageError(
-                f"zero_optimization: mics_shard_size {mics} and zero_hpz_partition_size {second} are two ways to keep "
-                "all-gathers within a group: give one of them"
+                f"zero_optimization: mics_shard_size (or a mesh) {mics} and zero_hpz_partition_size {second} are two "
+                "ways to keep all-gathers within a group: give one of them"
             )
         return mics if mics > 0 else world_size
 

@@ -6,6 +6,7 @@ not know where a record goes.
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -18,20 +19,31 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.config.monitor import FlopsProfilerConfig
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
+from zero.errors import UsageError
 from zero.monitor.writers import Record, Writer, writers
 
+logger = logging.getLogger("zero")
+
 # What each rank tells: columns of the table that is summed over ranks.
-_COLUMNS = ("loss", "micro_batches", "seconds", "waited", "host_memory", "device_memory")
+_COLUMNS = ("loss", "has_loss", "seconds", "waited", "host_memory", "device_memory")
 
 
 def make(engine: ZeroEngine) -> Monitor | None:
     """The engine's monitor, or None where the configuration asks for nothing."""
     settings = engine.settings
     sections = (settings.csv_monitor, settings.json_monitor, settings.tensorboard, settings.wandb)
-    asked = any(section.enabled for section in sections) or settings.steps_per_print is not None
+    # accelerate sets `steps_per_print` to infinity.
+    asked = any(section.enabled for section in sections) or math.isfinite(settings.steps_per_print or math.inf)
     if not (asked or settings.wall_clock_breakdown or settings.flops_profiler.enabled):
         return None
-    found = writers(settings) if engine.comm.rank == 0 else []
+    found, problem = [], None
+    if engine.comm.rank == 0:
+        try:
+            found = writers(settings)
+        except UsageError as error:
+            problem = str(error)
+    if problem := engine.comm.exchange(problem)[0]:
+        raise UsageError(problem)
     return Monitor(engine, found, asked)
 
 
@@ -52,7 +64,7 @@ class Monitor:
             self._flops.before_step(1)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, before it is divided by the number of micro-batches."""
+        """A micro-batch's loss, divided by the number of micro-batches."""
         self._losses.append(loss.detach())
 
     def end_step(self) -> None:
@@ -63,9 +75,7 @@ class Monitor:
         if self._gathers:
             table = self._gather(seconds)
             if self._writers:
-                record = self._record(table)
-                for writer in self._writers:
-                    writer.write(record)
+                self._write(self._record(table))
         if engine.settings.wall_clock_breakdown and engine.comm.rank == 0:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
         engine.comm.clock.reset()
@@ -75,12 +85,21 @@ class Monitor:
         if self._flops is not None:
             self._flops.before_step(engine.global_steps + 1)
 
+    def _write(self, record: Record) -> None:
+        """A full or missing disk ends the writing, not the training."""
+        for writer in list(self._writers):
+            try:
+                writer.write(record)
+            except OSError as error:
+                logger.warning("%s: nothing more is written here: %s", type(writer).__name__, error)
+                self._writers.remove(writer)
+
     def _gather(self, seconds: float) -> torch.Tensor:
         """Every rank's numbers: (ranks, columns), fp64, on the host."""
         comm = self._engine.comm
         total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
-        own = [total, len(self._losses), seconds, sum(comm.clock.waits.values())]
+        own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
         own += [_peak_host_memory(), device]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
@@ -89,7 +108,7 @@ class Monitor:
     def _record(self, table: torch.Tensor) -> Record:
         engine, clock = self._engine, self._engine.comm.clock
         column = {name: table[:, number] for number, name in enumerate(_COLUMNS)}
-        micro_batches = column["micro_batches"].sum().item()
+        ranks = column["has_loss"].sum().item()
         # A rank that others wait for waits least.
         slowest = int((column["seconds"] - column["waited"]).argmax())
         waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
@@ -97,9 +116,10 @@ class Monitor:
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
-            "loss": _finite(column["loss"].sum().item() / micro_batches) if micro_batches else None,
+            "loss": _finite(column["loss"].sum().item() / ranks) if ranks else None,
+            "skipped": not engine.was_step_applied(),
             "grad_norm": _finite(engine.get_global_grad_norm()),
-            "lr": engine.optimizer.param_groups[0]["lr"],
+            "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
             "samples_per_second": engine.settings.train_batch_size / column["seconds"].max().item(),
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
@@ -132,7 +152,8 @@ class Flops:
 
     def __init__(self, engine: ZeroEngine, section: FlopsProfilerConfig):
         self._engine, self._section = engine, section
-        self._depth = section.module_depth if section.module_depth > 0 else sys.maxsize
+        # The engine and its `module` are two levels of their own.
+        self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
         self._counter: FlopCounterMode | None = None
 
     def before_step(self, number: int) -> None:

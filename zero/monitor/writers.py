@@ -8,7 +8,9 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,31 +27,42 @@ class Writer(Protocol):
 
 
 def writers(settings: Config) -> list[Writer]:
-    """The writers that the configuration asks for. Raises UsageError if one's package is missing."""
+    """The writers that the configuration asks for.
+
+    Raises UsageError if one's package is missing, or a folder cannot be written to.
+    """
+    profile = settings.flops_profiler.output_file if settings.flops_profiler.enabled else None
+    if profile is not None and not Path(profile).resolve().parent.is_dir():
+        raise UsageError(f"flops_profiler.output_file: {profile}: there is no such folder")
     found: list[Writer] = []
     if settings.csv_monitor.enabled:
-        found.append(CsvFiles(_folder(settings.csv_monitor)))
+        found.append(CsvFiles(_folder("csv_monitor", settings.csv_monitor)))
     if settings.json_monitor.enabled:
-        found.append(JsonLines(_folder(settings.json_monitor)))
+        found.append(JsonLines(_folder("json_monitor", settings.json_monitor)))
     if settings.tensorboard.enabled:
-        found.append(TensorBoard(_folder(settings.tensorboard)))
+        found.append(TensorBoard(_folder("tensorboard", settings.tensorboard)))
     if settings.wandb.enabled:
         found.append(Wandb(settings.wandb))
-    if settings.steps_per_print is not None:
+    if math.isfinite(settings.steps_per_print or math.inf):
         found.append(Terminal(settings.steps_per_print))
     return found
 
 
-def _folder(section: Any) -> Path:
+def _folder(name: str, section: Any) -> Path:
     folder = Path(section.output_path, section.job_name)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{name}.output_path: cannot write to {folder}: {error.strerror}") from None
     return folder
 
 
 def events(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers under DeepSpeed's names, and under names like them."""
     for key, value in record.items():
-        if key in ("step", "samples", "ranks"):
+        if key in ("step", "samples", "skipped", "ranks"):
             continue
         name = {"loss": "train_loss"}.get(key, key)
         if isinstance(value, dict):
@@ -62,15 +75,14 @@ class CsvFiles:
     """One file for each quantity, as DeepSpeed writes them; the step of a row is the number of samples so far."""
 
     def __init__(self, folder: Path):
-        self._folder, self._begun = folder, set()
+        self._folder = folder
 
     def write(self, record: Record) -> None:
         for name, value in events(record):
             file = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             with file.open("a", newline="") as out:
                 rows = csv.writer(out)
-                if file not in self._begun:
-                    self._begun.add(file)
+                if out.tell() == 0:  # a run that goes on adds to the file
                     rows.writerow(["step", name.rpartition("/")[2]])
                 rows.writerow([record["samples"], value])
 
@@ -107,7 +119,7 @@ class Wandb:
 
 
 class Terminal:
-    """A line on stderr, every `every` steps."""
+    """A line on stderr, every `every` steps. A number that is not finite is left out."""
 
     def __init__(self, every: float):
         self._every = every

@@ -78,7 +78,7 @@ class MicroBatches(IterableDataset):
             pieces = _fill(key, value, -ids.shape[1] % size).chunk(size, dim=1)
             batch[key] = _Kind(pieces[0].shape, value.dtype)
             for part, piece in zip(parts, pieces, strict=True):
-                part.append(piece.reshape(-1).view(torch.uint8))
+                part.append(piece.contiguous().view(-1).view(torch.uint8))
         return batch, [torch.cat(part) for part in parts]
 
     def _exchange(self, batch: Mapping[str, Any] | None) -> list[Batch] | None:

@@ -4,9 +4,10 @@ This file reads the files that `zero.verify.record` has written. It knows no eng
 
 [Note: tolerance]
 Sums in another order differ by rounding. With eps of the dtype of the computation, a gradient is equal if the 2-norm of
-the difference is at most sqrt(eps) of its own norm. A tensor whose gradient is below 2 eps of the largest one (by root
-mean square) is rounding noise, such as the gradient of a key's bias in attention: it is not compared. Adam turns the
-sign of a tiny gradient into a whole step, so updates may differ by 5%, in 16 bits by 3 sqrt(eps).
+the difference is at most sqrt(eps) of its own norm. A tensor whose gradient is tiny beside the largest one (by root
+mean square: 2 eps, in 16 bits eps / 64) is rounding noise, such as the gradient of a key's bias in attention. It is not
+compared, unless the engine has none at all. Adam turns the sign of a tiny gradient into a whole step, so updates may
+differ by 5%, in 16 bits by 3 sqrt(eps). Where both runs overflow, there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Pair:
 
     @property
     def relative(self) -> float:
-        if self.apart == 0:
+        if self.apart == 0 or not (math.isfinite(self.engine) or math.isfinite(self.plain)):
             return 0.0
         return math.inf if self.plain == 0 or math.isnan(self.apart) else self.apart / self.plain
 
@@ -136,7 +137,10 @@ def _without_noise(pairs: list[_Pair], eps: float) -> list[_Pair]:
         return max(pair.engine, pair.plain) / math.sqrt(pair.numel)
 
     largest = max(map(size, pairs), default=0.0)
-    return [pair for pair in pairs if not size(pair) <= 2 * eps * largest]
+    in_16_bits = eps > torch.finfo(torch.float32).eps
+    limit = (eps / 64 if in_16_bits else 2 * eps) * largest
+    lost = 2 * torch.finfo(torch.float32).eps * largest
+    return [pair for pair in pairs if not size(pair) <= (lost if pair.engine == 0 else limit)]
 
 
 def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
@@ -147,7 +151,8 @@ def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
             "Please report the module's forward."
         )
     ratios = [pair.ratio for pair in pairs if pair.plain > 0]
-    if not ratios or max(ratios) - min(ratios) > 0.01 * abs(max(ratios, key=abs)):
+    alike = ratios and max(ratios) - min(ratios) <= 0.01 * abs(max(ratios, key=abs)) and abs(ratios[0] - 1) > 0.01
+    if not alike:
         return "Single tensors differ: their module's backward has run on other values, or not on every rank."
     ratio = ratios[0]
     known = [

@@ -1,5 +1,7 @@
 """In a process of the user's script: write down what an engine computes in its first steps, then end the process.
 
+The process also ends before the script saves anything: the user's own checkpoints and logs stay as they are.
+
 `zero verify` starts the script twice, with these environment variables. This file does not compare anything.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +18,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from zero.config import Config
 from zero.deepspeed import engine as face
 from zero.deepspeed.engine import DeepSpeedEngine
+from zero.errors import UsageError
 from zero.init import Init
 from zero.parameter_state import FP32, GRADIENT, ParameterState
 from zero.verify.plain import PlainEngine
 
 FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
-MODES = ("engine", "plain")
+# A checkpoint's folder of the Trainer.
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def set_up() -> None:
@@ -32,13 +38,29 @@ def set_up() -> None:
     make = PlainEngine if plain else DeepSpeedEngine
     folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
 
-    def make_recorded(*args: object) -> DeepSpeedEngine:
-        made = make(*args)
+    def make_recorded(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
+        _refuse_rounding(settings)
+        _switch_off_monitors(settings)
+        made = make(model, settings, *args)
         if made.optimizer is not None and not _recorders:
             _recorders.append(Recorder(made, folder, steps))
         return made
 
     face.make_engine = make_recorded
+
+
+def _refuse_rounding(settings: Config) -> None:
+    zero = settings.zero_optimization
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, key):
+            raise UsageError(f"zero verify: zero_optimization.{key} rounds on purpose: set it to false to compare")
+
+
+def _switch_off_monitors(settings: Config) -> None:
+    sections = (settings.json_monitor, settings.csv_monitor, settings.tensorboard, settings.wandb)
+    for section in (*sections, settings.flops_profiler):
+        section.enabled = False
+    settings.steps_per_print, settings.wall_clock_breakdown = None, False
 
 
 class Recorder:
@@ -52,8 +74,13 @@ class Recorder:
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int):
         self.engine, self.folder, self.steps, self.step_number = engine, folder, steps, 0
         self.losses: list[float] = []
+        self._ends = False
         self._backward, self._step = engine.backward, engine.step
         engine.backward, engine.step = self.backward, self.step
+        engine.load_checkpoint = self._refuse_load
+        for name in ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
+            setattr(engine, name, self._end)
+        sys.addaudithook(self._audit)
         facts = {"dtype": str(engine.settings.compute_dtype).removeprefix("torch."), "ranks": engine.comm.world_size}
         facts["accumulation"] = engine.settings.gradient_accumulation_steps
         facts["names"] = [name for name, _ in self._trained()]
@@ -82,7 +109,20 @@ class Recorder:
             if self.step_number == self.steps:
                 self._end()
 
-    def _end(self) -> None:
+    def _audit(self, event: str, arguments: tuple) -> None:
+        """The Trainer makes its checkpoint's folder on rank 0, which may be before it calls the engine."""
+        if (
+            event == "os.mkdir"
+            and not self._ends
+            and _CHECKPOINT.fullmatch(os.path.basename(os.fsdecode(arguments[0])))
+        ):
+            self._end()
+
+    def _refuse_load(self, *_: object, **__: object) -> None:
+        raise UsageError("zero verify compares from the first step on: start the script without resuming")
+
+    def _end(self, *_: object, **__: object) -> None:
+        self._ends = True
         self.engine.comm.exchange("done")  # no rank ends while another one still needs it
         sys.stdout.flush()
         sys.stderr.flush()
