@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+import zero
 from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start
 from tests.processes import run_on
