@@ -26,7 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from zero.errors import UsageError
 from zero.order import CollectiveOrder, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
-from zero.world import compute_device, default_backend, group_timeout, init_distributed, is_initialized
+from zero.world import Group, compute_device, default_backend, group_timeout, init_distributed, is_initialized
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -47,21 +47,6 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Most bytes of a message to be summed. For larger ones malloc would map new pages each time.
 SUMMED_MESSAGE = 8 << 20
-
-
-class Group(NamedTuple):
-    """Some ranks of the job, by their numbers in the world, and this process's place among them."""
-
-    rank: int
-    ranks: range
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def others(self) -> list[int]:
-        """The places of all others, from the next one on, so that no two ranks send to the same one first."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 class Communicator:

@@ -1,12 +1,13 @@
 """The job's default process group: made here if the script has not, and asked about its ranks.
 
-Also which device this rank computes on. This file knows no collective.
+Also which device this rank computes on, and groups of ranks by number. This file knows no collective.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,21 @@ import torch.distributed as dist
 from zero.device import CPU, accelerator, is_accelerator, use
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Group(NamedTuple):
+    """Some ranks of the job, by their numbers in the world, and this process's place among them."""
+
+    rank: int
+    ranks: range
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def others(self) -> list[int]:
+        """The places of all others, from the next one on, so that no two ranks send to the same one first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 def compute_device() -> torch.device:

@@ -225,10 +225,7 @@ def initialize(
     world.init_distributed()
     share_sequences(model, settings, mpu)
     settings.resolve_batch(world.get_world_size())
-    mesh = mesh_of_accelerate() if mesh is None else mesh
-    if mesh is not None:
-        settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
-    settings.zero_optimization.shards_over(world.get_world_size())
+    _cut_into_groups(settings, mesh)
     if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
@@ -238,6 +235,14 @@ def initialize(
     engine = make_engine(model, settings, optimizer, lr_scheduler)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
+
+
+def _cut_into_groups(settings: Config, mesh: Mesh | None) -> None:
+    """Take the size of the shard groups from the mesh, if there is one. Raises UsageError if it divides no world."""
+    mesh = mesh_of_accelerate() if mesh is None else mesh
+    if mesh is not None:
+        settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
+    settings.zero_optimization.shards_over(world.get_world_size())
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
