@@ -164,12 +164,9 @@ def train(line: list[str], out: Path) -> list[dict[str, Any]]:
     try:
         done = fork_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=REPOSITORY)
     except TimeoutError as error:
-        # DDP's processes sometimes hang at their end, after all is written.
-        if on_zero or not list(out.glob("*.safetensors")):
-            raise RuntimeError(str(error)[-4000:]) from None
-    else:
-        if done.returncode:
-            raise RuntimeError((done.stdout + done.stderr)[-4000:])
+        raise RuntimeError(str(error)[-4000:]) from None
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-4000:])
     return read_log(out)
 
 

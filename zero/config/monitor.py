@@ -2,9 +2,6 @@
 
 from zero.config.keys import Int, Positive, Section, acts, unused
 
-_PATH = "Folder for the files. Empty: the working directory."
-_JOB = "Name of the folder in `output_path`."
-
 
 class _Measured(Section):
     """A section whose unknown keys change nothing that is computed."""
@@ -12,28 +9,24 @@ class _Measured(Section):
     lenient = True
 
 
-class TensorBoardConfig(_Measured):
+class _Files(_Measured):
+    """What sections that write to a folder have in common."""
+
+    enabled: bool = acts(False, "Write them.")
+    output_path: str = acts("", "Folder for the files. Empty: the working directory.", needs="enabled")
+    job_name: str = acts("DeepSpeedJobName", "Name of the folder in `output_path`.", needs="enabled")
+
+
+class TensorBoardConfig(_Files):
     """Each step's numbers for TensorBoard. It needs the package `tensorboard`."""
 
-    enabled: bool = acts(False, "Write them.")
-    output_path: str = acts("", _PATH, needs="enabled")
-    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
 
-
-class CsvMonitorConfig(_Measured):
+class CsvMonitorConfig(_Files):
     """Each step's numbers as CSV files, one for each quantity, with the columns `step` and the quantity's name."""
 
-    enabled: bool = acts(False, "Write them.")
-    output_path: str = acts("", _PATH, needs="enabled")
-    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
 
-
-class JsonMonitorConfig(_Measured):
+class JsonMonitorConfig(_Files):
     """Each step's numbers as one JSON object a line, in `steps.jsonl`. Not a section of DeepSpeed."""
-
-    enabled: bool = acts(False, "Write them.")
-    output_path: str = acts("", _PATH, needs="enabled")
-    job_name: str = acts("DeepSpeedJobName", _JOB, needs="enabled")
 
 
 class WandbConfig(_Measured):
