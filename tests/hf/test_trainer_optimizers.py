@@ -55,6 +55,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
     },
     "Adafactor": {},
+    "schedule-free": {},
     "Muon": {"optimizer": {"type": "Muon", "params": MUON}},
 }  # fmt: skip
 REFERENCES: dict[str, dict[str, Any] | None] = {
@@ -65,11 +66,16 @@ REFERENCES: dict[str, dict[str, Any] | None] = {
     "neither, compiled": None,
     "AdamW, the Trainer's schedule": {"optimizer": "AdamW", "parameters": ADAM, "factors": LINEAR},
     "Adafactor": None,
+    "schedule-free": None,
+}
+OTHERS = {
+    "Adafactor": {"optim": "adafactor"},
+    "schedule-free": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"},
 }
 
 
 def _arguments(name: str) -> dict[str, Any]:
-    return ARGUMENTS | ({"optim": "adafactor"} if name == "Adafactor" else {})
+    return ARGUMENTS | OTHERS.get(name, {})
 
 
 def _config(name: str) -> dict[str, Any]:

@@ -30,11 +30,10 @@ from zero.config.keys import (
 
 # Lower-case class name -> why it cannot work here, in the words that follow the name.
 _COMPRESSES = "compresses the momentum across ranks by itself"
-_SWAPS = "keeps two versions of the weights, which train() and eval() exchange"
+_WRAPS = "wraps another optimizer; take a schedule-free class, such as AdamWScheduleFree"
 REFUSED = {
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSES),
-    **dict.fromkeys(("adamwschedulefree", "sgdschedulefree", "radamschedulefree", "schedulefreewrapper"), _SWAPS),
-    **dict.fromkeys(("schedulefreeadamw", "schedulefreesgd", "schedulefreeradam"), _SWAPS),
+    "schedulefreewrapper": _WRAPS,
     "lbfgs": "evaluates the model several times in a step",
     "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
 }

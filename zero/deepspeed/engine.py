@@ -59,9 +59,14 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
-        """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at stage 0 in fp32."""
+        """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at stage 0 in fp32.
+
+        A schedule-free one is an exception: its `train()` and `eval()` change weights.
+        """
         plain = self.settings.zero_optimization.stage == 0 and self.settings.compute_dtype == torch.float32
-        return self.optimizer.optimizer if plain and self.optimizer is not None else self.optimizer
+        if self.optimizer is None or not plain or hasattr(self.optimizer.optimizer, "eval"):
+            return self.optimizer
+        return self.optimizer.optimizer
 
     @property
     def local_rank(self) -> int:

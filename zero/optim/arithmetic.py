@@ -74,5 +74,5 @@ class TorchStep:
         if changed := [key for key, value in group.items() if not is_same(key, value)]:
             raise UsageError(
                 f"optimizer {type(self._twin).__name__} changes {changed[0]!r} of its param group in step(), as "
-                "schedule-free ones do; that is not supported: take one that keeps what changes in its state"
+                "schedule-free ones do, so it needs whole tensors: delete zero_optimization.elementwise_optimizer"
             )

@@ -205,6 +205,29 @@ class ZeroOptimizer:
         self.zero_grad()
         return not self.overflow
 
+    def train(self) -> None:
+        """Show the weights for training. Schedule-free optimizers have others for evaluation. Every rank must call."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Show the weights for evaluation and for saving; see `train`."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        change = getattr(self.optimizer, mode, None)
+        if change is None or all(group.get("train_mode") is (mode == "train") for group in self.param_groups):
+            return
+        if self.whole is None:
+            raise UsageError(
+                f"optimizer {type(self.optimizer).__name__} has {mode}(), which needs whole tensors: delete "
+                "zero_optimization.elementwise_optimizer"
+            )
+        self.wait()
+        self.whole.switch(change)
+        for unit in self.shards:
+            unit.refresh()
+
     def wait(self) -> None:
         """Block until the last step's update is complete. Raises the error of a late update that failed.
 

@@ -33,6 +33,7 @@ from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.layout import Piece, Slot
 from zero.offload.tiers import Tier
+from zero.optim.numbers import numbers_of, set_numbers
 from zero.optim.ownership import owners
 from zero.optim.tiles import Tile
 from zero.optim.wrappers import closed, opened
@@ -43,8 +44,6 @@ from zero.parameters import placeholder
 _MOVED = 2
 # Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask for them.
 _ENGINES_OWN = ("ds_", "_zero", "_ds")
-# Numbers that torch and its schedulers keep on an optimizer.
-_TORCHS_OWN = {"_step_count", "_opt_called"}
 
 
 @dataclass(eq=False)
@@ -180,14 +179,12 @@ class WholeTensorState:
         Raises UsageError, on every rank, if `step()` changes a number of its own by the tensors of a rank or of a unit:
         Prodigy's estimate, for instance. A number that counts steps is the same everywhere.
         """
-        here = [shard for shard in self._of_shard if not shard.is_offloaded]
-        calls = [here] * bool(here) + [[shard] for shard in self._of_shard if shard.is_offloaded]
-        before = self._counters()
+        before = numbers_of(self._optimizer)
         found = []
-        for shards in calls:
-            self._set_counters(before)
-            self._update(shards, factor)
-            found.append(self._counters())
+        for shards in self._calls():
+            set_numbers(self._optimizer, before)
+            self._update(shards, self._optimizer.step, factor)
+            found.append(numbers_of(self._optimizer))
         after = found[-1] if found else before
         unequal = [
             f"{key}: {each.get(key)}, then {value}"
@@ -204,31 +201,23 @@ class WholeTensorState:
                 "offload_optimizer, or take an optimizer that keeps such numbers in its state"
             )
 
-    def _holders(self) -> dict[str, dict]:
-        """What has numbers that `step()` might change: the param groups and the optimizer itself."""
-        groups = {f"param group {number}, ": group for number, group in enumerate(self._optimizer.param_groups)}
-        return groups | {"attribute ": vars(self._optimizer)}
+    def switch(self, change: Callable[[], object]) -> None:
+        """Let the optimizer change the weights: `train()` or `eval()` of a schedule-free one. Every rank must call."""
+        before, state = numbers_of(self._optimizer), self._optimizer.state
+        for shards in self._calls():
+            set_numbers(self._optimizer, before)
+            # Unlike `step()`, these functions look at tensors without a gradient.
+            absent = {t.param: state.pop(t.param) for t in self.own if t.shard not in shards and t.param in state}
+            self._update(shards, change, 1.0)
+            state.update(absent)
 
-    def _counters(self) -> dict[str, float]:
-        """The numbers of all holders, by name."""
-        return {
-            name + key: float(holder[key]) for name, holder in self._holders().items() for key in _numbers_in(holder)
-        }
+    def _calls(self) -> list[list[OptimizerShard]]:
+        """The units whose tensors are on the compute device at the same time."""
+        here = [shard for shard in self._of_shard if not shard.is_offloaded]
+        return [here] * bool(here) + [[shard] for shard in self._of_shard if shard.is_offloaded]
 
-    def _set_counters(self, values: Mapping[str, float]) -> None:
-        """Undo changes of the numbers."""
-        for name, holder in self._holders().items():
-            for key in _numbers_in(holder):
-                value, now = values.get(name + key), holder[key]
-                if value is None:
-                    del holder[key]
-                elif isinstance(now, torch.Tensor):
-                    now.fill_(value)
-                else:
-                    holder[key] = type(now)(value)
-
-    def _update(self, shards: Sequence[OptimizerShard], factor: float) -> None:
-        """Update the tensors of some units by one call of `step()`."""
+    def _update(self, shards: Sequence[OptimizerShard], change: Callable[[], object], factor: float) -> None:
+        """Update the tensors of some units by one call of the optimizer's method `change`."""
         masters = {shard: self._bring(shard) for shard in shards}
         own = [tensor for shard in shards for tensor in self._of_shard[shard] if tensor.is_own]
         if factor != 1.0:
@@ -237,7 +226,7 @@ class WholeTensorState:
         places = [self._load_state(tensor) for tensor in own]
         for tensor in own:
             self._change_state(tensor, closed)
-        self._optimizer.step()
+        change()
         for tensor in own:
             self._change_state(tensor, opened)
             self._separate(tensor)
@@ -270,7 +259,7 @@ class WholeTensorState:
     def _bring(self, shard: OptimizerShard) -> torch.Tensor:
         """Give this rank's tensors of one unit their gradients and masters; the master of the shard."""
         tensors, master = self._of_shard[shard], self._load(shard, shard.master)
-        grad = self._load(shard, shard.grad)
+        grad = torch.zeros_like(master) if shard.grad is None else self._load(shard, shard.grad)
         for tensor in tensors:
             if tensor.is_own and not tensor.moves:
                 tensor.param.data = tensor.part(master).view(tensor.slot.shape)
@@ -381,12 +370,3 @@ class WholeTensorState:
                 else:
                     values[index] = tier.keep(value.reshape(-1)).view(value.shape)
         self.put(tensor, tree_unflatten(values, form))
-
-
-def _numbers_in(holder: Mapping[str, object]) -> list[str]:
-    """The keys of numbers that are the optimizer's own."""
-
-    def is_number(value: object) -> bool:
-        return type(value) in (int, float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-    return [key for key, value in holder.items() if is_number(value) and key not in _TORCHS_OWN]
