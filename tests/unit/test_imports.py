@@ -97,6 +97,7 @@ INSIDE = {
         "tiles",
         "elementwise",
         "muon",
+        "numbers",
         "ownership",
         "wrappers",
         "whole_tensor",
