@@ -25,6 +25,7 @@ from zero.offload.tiers import Tier
 from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
+from zero.optim.rounding import StochasticRounding
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Residency, Schedule
 from zero.second_shards import TwiceShardedUnit
@@ -162,7 +163,7 @@ def make_reducer(
         overlap=zero.overlap_comm,
         contiguous=zero.contiguous_gradients,
         dtype=settings.communication_data_type,
-        sum_dtype=settings.data_types.grad_accum_dtype or torch.float32,
+        sum_dtype=settings.sum_dtype,
         deferred=zero.stage < 2,
         last_micro_step=last_micro_step,
     )
@@ -177,31 +178,40 @@ def make_optimizer(
     scaler: LossScaler | None,
     units: Sequence[Unit],
     schedule: Schedule,
+    steps: Callable[[], int],
 ) -> ZeroOptimizer:
-    """`kind` over `inner`, whose parameters must be the model's."""
+    """`kind` over `inner`, whose parameters must be the model's. `steps` counts the steps so far."""
     known = {param for unit in units for param in unit.params}
     if strangers := [param for param in param_group_of(inner) if param not in known and param.numel()]:
         raise UsageError(
             f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
             f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
         )
-    zero = settings.zero_optimization
+    zero, bf16 = settings.zero_optimization, settings.bf16
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
+    elementwise = updates_elements(inner, settings)
+    if bf16.without_masters and bf16.bf16_optimizer_states and not elementwise:
+        raise UsageError(
+            f"bf16.bf16_optimizer_states: {type(inner).__name__} updates whole tensors, and their state has the dtype "
+            "that the optimizer gives it; set it to false"
+        )
     return kind(
         inner,
         reducer,
         reducer.comm,
         placement,
         sub_group_size=zero.sub_group_size,
-        elementwise=updates_elements(inner, settings),
+        elementwise=elementwise,
         clipping=settings.gradient_clipping,
         scaler=scaler,
         reduce_op=settings.gradient_allreduce_op,
-        checks_overflow=settings.bf16.check_grad_overflow or not settings.bf16.enabled,
+        checks_overflow=bf16.check_grad_overflow or not bf16.enabled,
         overlap=_overlaps_step(offload, reducer.comm.device),
         read_ahead=offload.pipeline_read,
         write_behind=offload.pipeline_write,
         forward_order=lambda: [units[i] for i in schedule.recorded(("train", True))],
+        rounding=StochasticRounding(bf16.rounding_seed, steps) if bf16.without_masters else None,
+        bf16_state=bf16.bf16_optimizer_states,
     )
 
 

@@ -124,7 +124,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
-            parts = self.reducer, placement, self.scaler, self.units, self.schedule
+            parts = self.reducer, placement, self.scaler, self.units, self.schedule, lambda: self.global_steps
             self.optimizer = construction.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
         self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
         self.lr_scheduler = construction.make_scheduler(lr_scheduler, optimizer)

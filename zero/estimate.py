@@ -172,7 +172,7 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     if zero.offloads_optimizer and zero.stage:
         place = _place(zero.offload_optimizer.device, shard * 4)
         ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio
-    gradient = (config.data_types.grad_accum_dtype or torch.float32).itemsize
+    gradient = config.sum_dtype.itemsize
 
     def add(part: str, nbytes: float) -> None:
         found.add(place, part, nbytes * ratio)
@@ -181,9 +181,11 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     add("gradients", shard * gradient)
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
         found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
-    if item < 4 or place != home:  # an fp32 shard in the same place is its own master
-        add("masters", shard * 4)
-    add("optimizer state", shard * 4 * _moments(config, plan))
+    master = 2 if config.bf16.without_masters else 4
+    if item < master or place != home:  # a shard of that dtype in the same place is its own master
+        add("masters", shard * master)
+    moment = 2 if config.bf16.without_masters and config.bf16.bf16_optimizer_states else 4
+    add("optimizer state", shard * moment * _moments(config, plan))
 
 
 def _moments(config: Config, plan: UnitPlan) -> float:

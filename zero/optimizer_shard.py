@@ -1,4 +1,4 @@
-"""What the optimizer keeps of one unit on this rank: the fp32 master, the reduced gradient, and where they live.
+"""What the optimizer keeps of one unit on this rank: the master, the reduced gradient, and where they live.
 
 This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
 
@@ -30,9 +30,10 @@ class LateUpdates(Protocol):
 class OptimizerShard:
     """This rank's part of a unit's optimization.
 
-    Attributes: tier: where master, gradient and optimizer state live. master: 1-D fp32, or None before `make_master`;
-    if the unit's shard is fp32 and in the same place, it is the master. grad: 1-D, the reduced gradient in the dtype of
-    the reducer's sums, or None. `grad` times `comm.mean_factor` is the mean over ranks.
+    Attributes: tier: where master, gradient and optimizer state live. master: 1-D, fp32 unless bf16 is configured, or
+    None before `make_master`; if the unit's shard has that dtype and is in the same place, it is the master. grad: 1-D,
+    the reduced gradient in the dtype of the reducer's sums, or None. `grad` times `comm.mean_factor` is the mean over
+    ranks.
     """
 
     def __init__(self, unit: Unit, tier: Tier):
@@ -58,18 +59,18 @@ class OptimizerShard:
     # -- master
 
     @torch.no_grad()
-    def make_master(self, updates: LateUpdates) -> None:
-        """Make the fp32 master. From now on `updates` change it, and the unit's next all-gather waits for them.
+    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
+        """Make the master. From now on `updates` change it, and the unit's next all-gather waits for them.
 
-        An fp32 shard in the same place is its own master. So is an fp32 shard in host memory if the tier is a file: the
+        A shard of this dtype in the same place is its own master. So is one in host memory if the tier is a file: the
         weights are in memory anyway.
         """
         shard = self.unit.shard
         in_another_file = self.unit.tier.holds_in_file(shard) and self.unit.tier.file is not self.tier.file
-        if shard.dtype == torch.float32 and shard.device == self.tier.device and not in_another_file:
+        if shard.dtype == dtype and shard.device == self.tier.device and not in_another_file:
             self.master = shard
         else:
-            self.master = self.tier.keep(shard, torch.float32)
+            self.master = self.tier.keep(shard, dtype)
         self._updates = updates
         self.unit.attach(self)
 

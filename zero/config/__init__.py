@@ -5,8 +5,8 @@ from zero.config.offload import AioConfig as AioConfig
 from zero.config.offload import OffloadConfig as OffloadConfig
 from zero.config.offload import OffloadOptimizerConfig as OffloadOptimizerConfig
 from zero.config.offload import OffloadParamConfig as OffloadParamConfig
-from zero.config.settings import BF16Config as BF16Config
+from zero.config.precision import BF16Config as BF16Config
+from zero.config.precision import FP16Config as FP16Config
 from zero.config.settings import Config as Config
-from zero.config.settings import FP16Config as FP16Config
 from zero.config.settings import LeafModuleConfig as LeafModuleConfig
 from zero.config.settings import ZeroConfig as ZeroConfig

@@ -10,17 +10,86 @@ from collections import defaultdict
 import torch
 
 from zero.errors import UsageError
+from zero.offload.memory import HostMemory
 from zero.optim import cpu_adam
+from zero.optim.rounding import StochasticRounding
+from zero.optim.tiles import is_elementwise
 from zero.optim.updates import TileInMemory
+from zero.pending import Pending
 
 
-def frozen(group: dict) -> dict:
-    """A param group as it is now, without parameters: schedulers change groups, and tensors in them."""
+class TileUpdate:
+    """The update of one step, tile by tile, with the settings that `optimizer` has now: a scheduler may change them
+    while tiles are still to be updated.
+
+    Args: factor: of gradients. by_kernel: `cpu_adam` updates tiles in host memory. torch_sqrt: with torch's roots.
+    rounded: host memory for rounded values. rounding: for masters that are not fp32, else None. bf16_state: with such
+    masters, the optimizer's state is rounded too.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        factor: float,
+        *,
+        by_kernel: bool,
+        torch_sqrt: bool,
+        rounded: HostMemory,
+        rounding: StochasticRounding | None = None,
+        bf16_state: bool = False,
+    ):
+        self._groups = [_frozen(group) for group in optimizer.param_groups]
+        self._torch_step = TorchStep(optimizer, self._groups)
+        self._factor, self._by_kernel, self._torch_sqrt = factor, by_kernel, torch_sqrt
+        self._rounded, self._rounding, self._bf16_state = rounded, rounding, bf16_state
+
+    def __call__(self, values: TileInMemory) -> Pending:
+        """Update one tile in memory, and start to round it into the unit's shard."""
+        tile, narrow = values.tile, values.master
+        if self._rounding is not None:
+            values.master = narrow.float()
+            values.put_state({k: v.float() if is_elementwise(v) else v for k, v in values.state.items()})
+        group, result = self._groups[tile.group], values.master
+        if self._by_kernel and tile.master.device.type == "cpu":
+            out = self._target(values)
+            _adam(values, group, self._factor, out, self._torch_sqrt)
+            result = values.master if out is None else out
+        else:
+            self._torch_step(values, group, self._factor)
+        if self._rounding is not None:
+            result = self._narrow(values, narrow)
+        return tile.shard.round_into_shard(tile.start, result)
+
+    def _target(self, values: TileInMemory) -> torch.Tensor | None:
+        """Host memory for the updated values in the weights' dtype: the shard's own if it is there; None for fp32."""
+        tile = values.tile
+        shard = tile.unit.shard[tile.start : tile.end]
+        if shard.dtype == torch.float32 or self._rounding is not None:
+            return None
+        in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
+        return shard if in_memory else self._rounded.take(shard.nbytes).view(shard.dtype)
+
+    def _narrow(self, values: TileInMemory, master: torch.Tensor) -> torch.Tensor:
+        """Round the updated values, and the state if that is wanted, to bf16; `master` gets the values."""
+        self._rounding.store(master, values.master, values.tile.shard, values.tile.start)
+        values.master = master
+        if self._bf16_state:
+            state = dict(values.state)
+            for key, value in state.items():
+                if is_elementwise(value):
+                    state[key] = torch.empty_like(value, dtype=master.dtype)
+                    self._rounding.store(state[key], value, values.tile.shard, values.tile.start, key)
+            values.put_state(state)
+        return master
+
+
+def _frozen(group: dict) -> dict:
+    """A param group as it is now, without parameters."""
     values = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
     return values | {"params": []}
 
 
-def adam(values: TileInMemory, group: dict, factor: float, out: torch.Tensor | None, torch_sqrt: bool) -> None:
+def _adam(values: TileInMemory, group: dict, factor: float, out: torch.Tensor | None, torch_sqrt: bool) -> None:
     """Adam on host memory in one pass. Args: as for `TorchStep`; out, torch_sqrt: as for `cpu_adam.adam`."""
     state = values.state
     if not state:

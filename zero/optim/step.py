@@ -1,4 +1,4 @@
-"""The optimizer step on shards: fp32 masters, a tile at a time by element-wise torch optimizers, as a whole by others.
+"""The optimizer step on shards: masters, a tile at a time by element-wise torch optimizers, as a whole by others.
 
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
@@ -15,7 +15,6 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,11 +30,11 @@ from zero.offload.tiers import Tier
 from zero.optim import arithmetic, cpu_adam
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
+from zero.optim.rounding import StochasticRounding
 from zero.optim.tiles import Tile, TiledState
-from zero.optim.updates import TileInMemory, Updates
+from zero.optim.updates import Updates
 from zero.optim.whole_tensor import WholeTensorState
 from zero.optimizer_shard import OptimizerShard
-from zero.pending import Pending
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
@@ -75,7 +74,7 @@ class ZeroOptimizer:
     depends on nothing but its own history; checks_overflow: False takes a step even if
     gradients are not finite; overlap: units that are not persistent are updated during the next forward;
     read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
-    them, as far as is known.
+    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; bf16_state: so is the state.
 
     Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
     optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step.
@@ -98,6 +97,8 @@ class ZeroOptimizer:
         read_ahead: bool = False,
         write_behind: bool = False,
         forward_order: Callable[[], Sequence[Unit]] = tuple,
+        rounding: StochasticRounding | None = None,
+        bf16_state: bool = False,
     ):
         self.optimizer, self.reducer, self.comm = optimizer, reducer, comm
         self.shards = {shard.unit: shard for shard in placement.shards}
@@ -118,12 +119,13 @@ class ZeroOptimizer:
         self._has_kernel = (
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
+        self._rounding, self._bf16_state = rounding, bf16_state
         self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
-            shard.make_master(self._updates)
+            shard.make_master(self._updates, torch.float32 if rounding is None else torch.bfloat16)
             _optimizer_of[unit] = weakref.ref(self)
-        self.whole = None if elementwise else WholeTensorState(optimizer, placement.shards, group_of, comm)
+        self.whole = None if elementwise else WholeTensorState(optimizer, placement.shards, group_of, comm, rounding)
         self._state = self.whole or TiledState(optimizer, placement.shards, group_of, sub_group_size)
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
@@ -257,6 +259,8 @@ class ZeroOptimizer:
         self._updates.fail(RuntimeError(why))
 
     def _update(self, factor: float) -> None:
+        if self._rounding is not None:
+            self._rounding.begin_step()
         if self.whole is not None:
             try:
                 self.whole.update(factor)
@@ -266,13 +270,18 @@ class ZeroOptimizer:
             for unit in self.shards:
                 unit.refresh()
             return
-        # The settings as they are now: a scheduler may change them while tiles are still to be updated.
-        groups = [arithmetic.frozen(group) for group in self.param_groups]
         self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called
-        # Checked in each step: scripts put hooks on their optimizers at any time.
-        by_kernel = self._has_kernel and cpu_adam.serves(self.optimizer)
-        torch_step = arithmetic.TorchStep(self.optimizer, groups)
-        update = partial(self._update_tile, factor, groups, by_kernel, torch_step)
+        update = arithmetic.TileUpdate(
+            self.optimizer,
+            factor,
+            # Checked in each step: scripts put hooks on their optimizers at any time.
+            by_kernel=self._has_kernel and cpu_adam.serves(self.optimizer),
+            # If the model computes on the CPU, updates have torch's bits, offloaded or not.
+            torch_sqrt=self.comm.device.type == "cpu",
+            rounded=self._rounded,
+            rounding=self._rounding,
+            bf16_state=self._bf16_state,
+        )
         self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], self._state, update)
         for unit in self.shards:
             unit.refresh()
@@ -283,33 +292,6 @@ class ZeroOptimizer:
     def _can_wait(self, unit: Unit) -> bool:
         """Persistent units are gathered in the step, by all ranks at the same time."""
         return self._overlap and not unit.persistent
-
-    def _update_tile(
-        self,
-        factor: float,
-        groups: list[dict],
-        by_kernel: bool,
-        torch_step: arithmetic.TorchStep,
-        values: TileInMemory,
-    ) -> Pending:
-        """Update one tile in memory, and start to round it into the unit's shard."""
-        tile, result = values.tile, values.master
-        if by_kernel and tile.master.device.type == "cpu":
-            out = self._rounding_target(tile)
-            # If the model computes on the CPU, updates have torch's bits, offloaded or not.
-            arithmetic.adam(values, groups[tile.group], factor, out, torch_sqrt=self.comm.device.type == "cpu")
-            result = values.master if out is None else out
-        else:
-            torch_step(values, groups[tile.group], factor)
-        return tile.shard.round_into_shard(tile.start, result)
-
-    def _rounding_target(self, tile: Tile) -> torch.Tensor | None:
-        """Host memory for the updated values in the weights' dtype: the shard's own if it is there; None for fp32."""
-        shard = tile.unit.shard[tile.start : tile.end]
-        if shard.dtype == torch.float32:
-            return None
-        in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
-        return shard if in_memory else self._rounded.take(shard.nbytes).view(shard.dtype)
 
     # -- moves
 

@@ -77,7 +77,7 @@ class TileInMemory:
             if not is_elementwise(value):
                 stored[key] = value
                 continue
-            if not (is_elementwise(place) and tier.holds_in_file(place)):
+            if not (is_elementwise(place) and tier.holds_in_file(place) and place.dtype == value.dtype):
                 place = tier.file.empty(value.numel(), value.dtype) if in_file else value
             if place is not value:
                 writes.append(tier.store(place, value))

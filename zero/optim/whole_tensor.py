@@ -35,6 +35,7 @@ from zero.layout import Piece, Slot
 from zero.offload.tiers import Tier
 from zero.optim.numbers import numbers_of, set_numbers
 from zero.optim.ownership import owners
+from zero.optim.rounding import StochasticRounding
 from zero.optim.tiles import Tile
 from zero.optim.wrappers import closed, opened
 from zero.optimizer_shard import OptimizerShard
@@ -124,8 +125,9 @@ class WholeTensorState:
         shards: Sequence[OptimizerShard],
         group_of: Mapping[nn.Parameter, int],
         comm: Communicator,
+        rounding: StochasticRounding | None = None,
     ):
-        self._optimizer, self._comm = optimizer, comm
+        self._optimizer, self._comm, self._rounding = optimizer, comm, rounding
         self.of_param = dict(_tensors(shards, group_of, comm))
         self._is_divided = comm.shard_group.size > 1 and not any(shard.unit.layout.replicated for shard in shards)
         if self._is_divided:
@@ -234,6 +236,9 @@ class WholeTensorState:
             self._store_state(tensor, of_state)
         for shard, master in masters.items():
             self._return(shard, master)
+            if self._rounding is not None:
+                wide, master = master, torch.empty_like(master, dtype=shard.master.dtype)
+                self._rounding.store(master, wide, shard, 0)
             if master is not shard.master:
                 shard.tier.store(shard.master, master).wait()
             shard.round_into_shard(0, master).wait()
@@ -258,7 +263,7 @@ class WholeTensorState:
 
     def _bring(self, shard: OptimizerShard) -> torch.Tensor:
         """Give this rank's tensors of one unit their gradients and masters; the master of the shard."""
-        tensors, master = self._of_shard[shard], self._load(shard, shard.master)
+        tensors, master = self._of_shard[shard], self._load(shard, shard.master).float()
         grad = torch.zeros_like(master) if shard.grad is None else self._load(shard, shard.grad)
         for tensor in tensors:
             if tensor.is_own and not tensor.moves:

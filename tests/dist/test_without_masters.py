@@ -1,0 +1,106 @@
+"""bf16 training without fp32 masters: where values lie changes no bit, and small updates count."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import Adafactor
+
+from tests.dist.training import adamw, assert_same_weights, ds_config, split, start, step
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.processes import run_on
+from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero.errors import UsageError
+from zero.offload import tiers
+
+STEPS = 4
+LR = 1e-4  # small, so that updates are much smaller than the distance between bf16 numbers
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+MAKE = {
+    "AdamW": adamw,
+    "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "Adafactor": partial(Adafactor, lr=1e-3, relative_step=False, scale_parameter=False),
+}
+
+
+def trained(rank: int, world_size: int, name: str, states: bool, sections: dict, folder: str) -> dict:
+    """Return the weights after some steps in which all ranks have the same batches. Half-way a new engine resumes."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    config = ds_config(bf16=BF16 | {"bf16_optimizer_states": states}, accumulation=2, **SMALL | sections)
+    data = [split(batch, 2) for batch in batches("llama", STEPS)]
+    engine, _ = start(build("llama"), config, make=MAKE[name])
+    for number, parts in enumerate(data):
+        if number == STEPS // 2:
+            engine.save_checkpoint(folder)
+            engine, _ = start(build("llama"), config, make=MAKE[name])
+            engine.load_checkpoint(folder)
+        step(engine, parts)
+    assert all(shard.master.dtype == torch.bfloat16 for shard in engine.optimizer.shards.values())
+    values = [value for state in engine.optimizer.state.values() for value in state.values()]
+    dtypes = {value.dtype for value in values if torch.is_tensor(value) and value.dim()}
+    assert dtypes == ({torch.bfloat16} if states else {torch.float32})
+    return engine._zero3_consolidated_16bit_state_dict()
+
+
+NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+
+
+@pytest.mark.parametrize(("name", "states"), [("AdamW", True), ("SGD", False), ("Adafactor", False)])
+def test_ranks_stages_and_tiers_change_no_bit(name, states, tmp_path):
+    expected = run_on(1, trained, name, states, {}, str(tmp_path / "one"))[0]
+    assert not all((value - build("llama").state_dict()[key]).abs().max() == 0 for key, value in expected.items())
+    on_files = {key: value | {"nvme_path": str(tmp_path)} for key, value in NVME.items()}
+    for ranks, sections in ((2, {"stage": 1}), (2, on_files), (4, {"offload_optimizer": {"device": "cpu"}})):
+        found = run_on(ranks, trained, name, states, sections, str(tmp_path / f"{ranks} {len(sections)}"))[0]
+        assert_same_weights(found, expected)
+
+
+def after_steps(rank: int, world_size: int, masters: bool, steps: int) -> dict[str, torch.Tensor]:
+    """Return the precise weights after steps of SGD with one batch, as fp32."""
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": not masters}
+    config = ds_config(bf16=bf16, stage=0)
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    engine, _ = start(build("llama"), config, make=partial(torch.optim.SGD, lr=LR))
+    if masters:  # the same start: rounded weights
+        for param in engine.module.parameters():
+            safe_set_full_fp32_param(param, param.detach().float())
+    for batch in batches("llama", 1) * steps:
+        step(engine, [batch])
+    return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+
+
+def test_a_step_gives_a_neighbour_of_the_fp32_result():
+    found, expected = (run_on(1, after_steps, masters, 1)[0] for masters in (False, True))
+    differs = False
+    for name, value in found.items():
+        low = (expected[name].view(torch.int32) & -(1 << 16)).view(torch.float32)
+        high = (low.view(torch.int32) + (1 << 16)).view(torch.float32)
+        exact = low == expected[name]
+        assert ((value == low) | ((value == high) & ~exact)).all(), name
+        differs |= bool((value == high).any())
+    assert differs
+
+
+def test_updates_smaller_than_bf16_count_on_the_average():
+    """Each update is about a hundredth of the distance between bf16 numbers: rounding to nearest would lose all."""
+    found, expected = (run_on(1, after_steps, masters, 30)[0] for masters in (False, True))
+    started = {name: value.bfloat16().float() for name, value in build("llama").state_dict().items()}
+    moved = torch.cat([(found[name] - started[name]).view(-1) for name in found]).double()
+    wanted = torch.cat([(expected[name] - started[name]).view(-1) for name in found]).double()
+    assert (moved == 0).double().mean() > 0.5, "most are still where they were"
+    # The projection on the wanted movement is 1 on the average.
+    assert (moved @ wanted / (wanted @ wanted)).item() == pytest.approx(1, abs=0.25)
+
+
+def refused(rank: int, world_size: int) -> str:
+    config = ds_config(bf16=BF16 | {"bf16_optimizer_states": True})
+    with pytest.raises(UsageError) as raised:
+        start(build("llama"), config, make=MAKE["Adafactor"])
+    return str(raised.value)
+
+
+def test_state_of_whole_tensors_keeps_its_dtype():
+    assert "bf16.bf16_optimizer_states: Adafactor updates whole tensors" in run_on(1, refused)[0]
