@@ -13,6 +13,7 @@ reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -55,6 +56,8 @@ class SlicedExperts:
         self._numel_of_one = numel_of_one(unit)
         self._step = max(1, most // self._numel_of_one)
         unit.modules.clear()
+        # Disabled here and not by a decorator, because that would import the compiler with this file.
+        self._run = torch.compiler.disable(partial(_InSlices.apply, self))
         self.module.forward = self
 
     def remove(self) -> None:
@@ -62,12 +65,11 @@ class SlicedExperts:
         self.unit.modules.append(self.module)
         del self.module.forward
 
-    @torch.compiler.disable
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The names are those of the forward in transformers."""
-        return _InSlices.apply(self, hidden_states, top_k_index, top_k_weights, *self.params)
+        return self._run(hidden_states, top_k_index, top_k_weights, *self.params)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the module has ordinary parameters, and its own forward."""
