@@ -55,6 +55,18 @@ def adamw_8bit(model: nn.Module) -> torch.optim.Optimizer:
     return AdamW8bit(model.parameters(), lr=2e-3)
 
 
+def adamw_4bit(model: nn.Module) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW4bit
+
+    return AdamW4bit(model.parameters(), lr=2e-3)
+
+
+def adamw_8bit_of_bitsandbytes(model: nn.Module) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=2e-3, weight_decay=0.01)
+
+
 def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
     from schedulefree import AdamWScheduleFree
 
@@ -68,7 +80,9 @@ VARIANTS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str
     "AdamW": (adamw, {}),
     "Adafactor": (adafactor, {}),
     "Muon": (muon, {}),
-    "AdamW, 8-bit state": (adamw_8bit, {}),
+    "AdamW, 8-bit state (torchao)": (adamw_8bit, {}),
+    "AdamW, 4-bit state (torchao)": (adamw_4bit, {}),
+    "AdamW, 8-bit state (bitsandbytes)": (adamw_8bit_of_bitsandbytes, {}),
     "AdamW, schedule-free": (schedule_free, {}),
     "AdamW, bf16": (adamw, BF16),
     "AdamW, bf16 without masters": (adamw, NO_MASTERS),
