@@ -1,6 +1,7 @@
 """From settings to the parts of an engine: units, schedule, reducer, placement.
 
-This file decides what the configuration's keys mean for each part. It runs nothing, and knows nothing of DeepSpeed.
+This file decides what the configuration's keys mean for each part. `make_units` shards the model, and `place_buffers`
+broadcasts its buffers. Nothing is trained here. This file knows nothing of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config
 
 
 def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
-    """Whether updates run after `step` has returned: by default, if they do not use the cores that compute."""
+    """Whether updates run after `step` has returned: by default with files, and if other cores compute the forward."""
     if offload.overlap_step is not None and offload.device != "none":
         return offload.overlap_step
     return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))

@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
+from zero.config.settings import ZeroConfig
+from zero.deepspeed.optimizers import build_optimizer
 from zero.errors import UsageError
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan, plan_units
@@ -33,10 +35,6 @@ from zero.optim.muon import is_hidden_matrix
 from zero.schedule import Residency, Schedule
 from zero.unit import State
 
-# Fp32 tensors of an optimizer's state for each parameter, and settings that add one.
-MOMENTS = {"adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "rprop": 2, "lion": 1}
-MOMENTS |= {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
-_ADDING = {"sgd": ("momentum",), "rmsprop": ("momentum", "centered"), "adam": ("amsgrad",), "adamw": ("amsgrad",)}
 DEVICE, HOST, DISK = "device", "host", "disk"
 
 
@@ -181,22 +179,32 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     add("gradients", shard * gradient)
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
         found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
-    if item < 4 or place != home:  # an fp32 shard in the same place is its own master
-        add("masters", shard * 4)
+    found.add(place, "masters", 0 if item == 4 and _is_own_master(zero, home, place) else shard * 4 * ratio)
+    found.add(DEVICE, "masters", 0 if item == 4 and home == DEVICE else shard * 4 * (1 - ratio))
     add("optimizer state", shard * 4 * _moments(config, plan))
+
+
+def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:
+    """Whether an fp32 shard at `home` is the master at `place`: the rule of `OptimizerShard.make_master`."""
+    if home == DISK:
+        return place == DISK and zero.offload_param.nvme_path == zero.offload_optimizer.nvme_path
+    return home == place or (home, place) == (HOST, DISK)
 
 
 def _moments(config: Config, plan: UnitPlan) -> float:
     """Values of the optimizer's state for each parameter element. Without a section: AdamW, the Trainer's own."""
     if config.optimizer is None:
         return 2
-    kind, params = config.optimizer.type.lower(), config.optimizer.params
-    if kind == "muon":  # and AdamW for all but the hidden matrices
+    if config.optimizer.type == "Muon":  # and AdamW for all but the hidden matrices
         matrices = sum(
             p.numel() for p, name in zip(plan.params, plan.param_names, strict=True) if is_hidden_matrix(p, name)
         )
         return 2 - matrices / sum(param.numel() for param in plan.params)
-    return MOMENTS[kind] + sum(bool(getattr(params, name, None)) for name in _ADDING.get(kind, ()))
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    optimizer = build_optimizer(config, None, [param], nn.Module())
+    optimizer.step()
+    return sum(value.dim() for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))
 
 
 def _place(device: str, nbytes: int) -> str:

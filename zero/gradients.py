@@ -31,7 +31,7 @@ class _Reduction:
     pending: Pending
 
 
-# Most elements of a unit that are kept apart, if its gradients are to be contiguous. Copying them together is one call.
+# With `contiguous`, a unit's gradients are copied to its flat buffer, in one call, when this many elements wait.
 MOST_APART = 1 << 26
 
 

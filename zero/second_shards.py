@@ -1,8 +1,8 @@
 """Second shards (ZeRO++ hpZ, arXiv 2306.10209): all-gathers after a step's first one stay within a group of ranks.
 
-The first all-gather after an update is among all ranks. Of what it brings, each rank keeps a slice in the memory of the
-compute device: the unit cut over the group. Until the next update, all-gathers are among the group. Each gives the same
-bits. This file knows nothing of when a unit is gathered.
+The first all-gather after an update is among all ranks. Each rank keeps 1/k of the gathered unit on its device, where k
+is the size of its group. Until the next update, all-gathers are among the group. Each gives the same bits. This file
+knows nothing of when a unit is gathered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ class TwiceShardedUnit(Unit):
     """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the shard group of `near`.
 
     Attributes: second: 1-D, of the compute dtype, `layout.padded / near.shard_group.size` elements; None until a first
-    all-gather, and after a change of the values. It serves all-gathers by the communicator that brought it: values may
-    be rounded for use, but not for those who read or change them.
+    all-gather, and after a change of the values. A quantized second shard is not used for exact all-gathers.
     """
 
     def __init__(self, *args: object, near: Communicator, **options: object):
