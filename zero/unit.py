@@ -213,10 +213,7 @@ class Unit:
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
-        """Start to round updated values into the shard, from `start` on.
-
-        In the same step all ranks must call `refresh`, before or after. The next all-gather waits for late updates.
-        """
+        """Start to round values into the shard from `start` on. All ranks call `refresh` in this step, before or after."""
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
     def refresh(self) -> None:

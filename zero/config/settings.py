@@ -291,8 +291,7 @@ class Config(SectionsWithoutEffect):
     train_batch_size: Positive | None = acts(
         None, auto="per_device_train_batch_size x gradient_accumulation_steps x ranks"
     )
-    """Samples of a step: micro-batch x accumulation x processes / `sequence_parallel_size`. What is left out is
-    computed."""
+    """Samples of a step: micro-batch x accumulation x processes / `sequence_parallel_size`. What is missing follows."""
     train_micro_batch_size_per_gpu: Positive | None = acts(None, auto="per_device_train_batch_size")
     """Samples of one forward on one process (the micro-batch)."""
     gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")
