@@ -213,7 +213,7 @@ class Unit:
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
-        """Start to round values into the shard from `start` on. All ranks call `refresh` in this step, before or after."""
+        """Start to round values into the shard from `start` on. All ranks call `refresh` in the same step."""
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
     def refresh(self) -> None:
