@@ -28,7 +28,7 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Residency, Schedule
-from zero.second_shards import TwiceShardedUnit
+from zero.second_shards import HpzUnit
 from zero.unit import Unit
 
 
@@ -66,7 +66,7 @@ def make_units(
             param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
     second = zero.second_shards_over(comm.world_size)
-    make = partial(TwiceShardedUnit, near=comm.within(second)) if second else Unit
+    make = partial(HpzUnit, group_comm=comm.within(second)) if second else Unit
     return [
         make(
             plan.name,

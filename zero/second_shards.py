@@ -16,22 +16,22 @@ from zero.pending import Pending
 from zero.unit import Unit
 
 
-class TwiceShardedUnit(Unit):
-    """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the shard group of `near`.
+class HpzUnit(Unit):
+    """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the k of `group_comm.shard_group`.
 
-    Attributes: second: 1-D, of the compute dtype, `layout.padded / near.shard_group.size` elements; None until a first
-    all-gather, and after a change of the values. A quantized second shard is not used for exact all-gathers.
+    Attributes: second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first all-gather, and after
+    a change of the values. A quantized second shard is not used for exact all-gathers.
     """
 
-    def __init__(self, *args: object, near: Communicator, **options: object):
-        self._near = near
+    def __init__(self, *args: object, group_comm: Communicator, **options: object):
+        self._group_comm = group_comm
         self.second: torch.Tensor | None = None
         self._second_source: object = None
         super().__init__(*args, **options)
 
     def _start_all_gather(self) -> Pending:
         if self.second is not None and self._second_source is self.source:
-            return self._near.all_gather(self.full, self.second, self)
+            return self._group_comm.all_gather(self.full, self.second, self)
         return super()._start_all_gather()
 
     def wait_for_all_gather(self) -> None:
@@ -39,7 +39,8 @@ class TwiceShardedUnit(Unit):
         if self.second is None:
             self._second_source = self.source
             with torch.inference_mode(False), torch.no_grad():
-                self.second = self.full.view(self._near.shard_group.size, -1)[self._near.shard_group.rank].clone()
+                ranks = self._group_comm.shard_group
+                self.second = self.full.view(ranks.size, -1)[ranks.rank].clone()
 
     # -- changes of the values
 
