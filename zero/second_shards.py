@@ -17,9 +17,9 @@ from zero.unit import Unit
 
 
 class HpzUnit(Unit):
-    """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the k of `group_comm.shard_group`.
+    """A `Unit` cut over the ranks of `comm`, and a second time over the k ranks of `group_comm.shard_group`.
 
-    Attributes: second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first all-gather, and after
+    Attributes: second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first all-gather and after
     a change of the values. A quantized second shard is not used for exact all-gathers.
     """
 
