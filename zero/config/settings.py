@@ -96,7 +96,7 @@ class ZeroConfig(Section):
     stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3)
     """Most elements that all of these small parameters may have in sum."""
     stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3)
-    """Most elements that stay gathered beside those in use."""
+    """A block stays gathered after its use only while no more elements than this are gathered in all."""
     stage3_max_reuse_distance: Count = acts(int(1e9), needs=_STAGE_3)
     """Keep a gathered unit if fewer elements are used before it is needed again. 0: free each unit after its use."""
     stage3_gather_16bit_weights_on_model_save: bool = acts(
