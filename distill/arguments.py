@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from torch import accelerator
 
-import zero.config
 from distill.config import DistillationConfig
 from distill.config import check as check_distillation
 from translation import arguments as shared
@@ -173,8 +172,8 @@ def _settings_in(path: str) -> dict[str, object]:
 
 def _check(given: argparse.Namespace) -> None:
     for argument in ("deepspeed", "teacher_deepspeed"):
-        if (path := getattr(given, argument)) is not None:
-            _check_ds_config(argument, path, given)
+        if getattr(given, argument) is not None:
+            shared.load_ds_config(argument, given)
     for name in ("max_length", "max_train_tokens", "max_eval_samples", "teacher_steps"):
         value = getattr(given, name)
         if value is not None and value < 2:
@@ -220,18 +219,6 @@ def _check_job(given: argparse.Namespace) -> None:
         raise InputError("--init_student_from_teacher needs --teacher_model_name_or_path")
     if DistillationConfig.needs_teacher(given) and not (given.teacher_model_name_or_path or given.teacher_cache):
         raise InputError("there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or --kd_alpha 0")
-
-
-def _check_ds_config(argument: str, path: str, given: argparse.Namespace) -> None:
-    try:
-        config = zero.config.load_config(path, allow_auto=True)
-        if argument == "deepspeed":
-            batch, steps = given.per_device_train_batch_size, given.gradient_accumulation_steps
-            config.train_micro_batch_size_per_gpu = config.train_micro_batch_size_per_gpu or batch
-            config.gradient_accumulation_steps = config.gradient_accumulation_steps or steps
-            config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
-    except (ValueError, OSError) as error:
-        raise InputError(f"--{argument}: {error}") from error
 
 
 def _check_output_is_new(given: argparse.Namespace) -> None:

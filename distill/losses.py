@@ -66,16 +66,19 @@ class Divergence:
 
 
 def _forward_kl(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """KL(p || q), arXiv 1503.02531."""
     p = log_p.exp()
     return ValueAndSlope(torch.linalg.vecdot(p, log_p - log_q), p.neg_())
 
 
 def _reverse_kl(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """KL(q || p), arXiv 2306.08543."""
     weighted = (log_q - log_p).mul_(log_q.exp())
     return ValueAndSlope(weighted.sum(-1), weighted)
 
 
 def _jsd(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, arXiv 2306.13649."""
     beta = divergence.beta
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     of_teacher = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
@@ -84,6 +87,7 @@ def _jsd(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> Va
 
 
 def _skew_forward_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """KL(p || a p + (1 - a) q), arXiv 2402.03898."""
     alpha = divergence.skew_alpha
     log_m = torch.logaddexp(log_p + _log(alpha), log_q + math.log1p(-alpha))
     value = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
@@ -91,6 +95,7 @@ def _skew_forward_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.T
 
 
 def _skew_reverse_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """KL(q || a q + (1 - a) p), arXiv 2402.03898."""
     alpha = divergence.skew_alpha
     log_m = torch.logaddexp(log_q + _log(alpha), log_p + math.log1p(-alpha))
     log_ratio = torch.sub(log_q, log_m, out=log_m)
@@ -100,6 +105,7 @@ def _skew_reverse_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.T
 
 
 def _uld(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+    """The sum of |differences| of sorted, zero-padded probabilities, arXiv 2402.12030."""
     q, order = log_q.exp().sort(dim=-1, descending=True)
     p = log_p.exp().sort(dim=-1, descending=True).values
     width = max(q.shape[-1], p.shape[-1])
@@ -213,52 +219,3 @@ def token_divergence(
         if top_k:
             teacher = top_k_with_tail(teacher, top_k)
     return _TokenDivergence.apply(student_logits, teacher, divergence, temperature)
-
-
-def forward_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """T^2 KL(p || q) of each token, (N,), arXiv 1503.02531."""
-    return token_divergence(student_logits, teacher_logits, Divergence("forward_kl"), temperature)
-
-
-def reverse_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """T^2 KL(q || p) of each token, (N,), arXiv 2306.08543."""
-    return token_divergence(student_logits, teacher_logits, Divergence("reverse_kl"), temperature)
-
-
-def generalised_jsd(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, beta: float = 0.5
-) -> torch.Tensor:
-    """T^2 (beta KL(p || m) + (1 - beta) KL(q || m)), m = beta p + (1 - beta) q, of each token, arXiv 2306.13649."""
-    return token_divergence(student_logits, teacher_logits, Divergence("jsd", beta=beta), temperature)
-
-
-def skew_forward_kl(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, skew_alpha: float = 0.1
-) -> torch.Tensor:
-    """T^2 KL(p || a p + (1 - a) q) of each token, arXiv 2402.03898."""
-    return token_divergence(
-        student_logits, teacher_logits, Divergence("skew_forward_kl", skew_alpha=skew_alpha), temperature
-    )
-
-
-def skew_reverse_kl(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0, skew_alpha: float = 0.1
-) -> torch.Tensor:
-    """T^2 KL(q || a q + (1 - a) p) of each token, arXiv 2402.03898."""
-    return token_divergence(
-        student_logits, teacher_logits, Divergence("skew_reverse_kl", skew_alpha=skew_alpha), temperature
-    )
-
-
-def top_k_forward_kl(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, top_k: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """T^2 KL(p || q) over the teacher's k most probable tokens and one bin for all others, (N,)."""
-    return token_divergence(student_logits, teacher_logits, Divergence("forward_kl"), temperature, top_k)
-
-
-def universal_logit_distance(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
-    """T^2 times the sum of |differences| of sorted, zero-padded probabilities, (N,), arXiv 2402.12030."""
-    return token_divergence(student_logits, teacher_logits, Divergence("uld"), temperature)

@@ -191,7 +191,7 @@ def _demonstration_defaults(given: argparse.Namespace) -> dict:
 def check_arguments(given: argparse.Namespace) -> None:
     """Check all that needs no process group. So each rank finds the same fault at once."""
     if given.deepspeed is not None:
-        _check_ds_config(given)
+        _check_optimizer(given, load_ds_config("deepspeed", given))
     if not (given.do_train or given.do_eval or given.do_predict):
         raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
     if is_from_scratch(given) and not given.do_train:
@@ -208,17 +208,22 @@ def check_arguments(given: argparse.Namespace) -> None:
     _check_output_is_new(given)
 
 
-def _check_ds_config(given: argparse.Namespace) -> None:
+def load_ds_config(argument: str, given: argparse.Namespace) -> zero.config.Config:
+    """The configuration that `--argument` names. For `--deepspeed` the batch sizes must multiply out."""
     try:
-        config = zero.config.load_config(given.deepspeed, allow_auto=True)
-        # The Trainer will replace "auto" by its own values. Check their product now.
-        config.train_micro_batch_size_per_gpu = (
-            config.train_micro_batch_size_per_gpu or given.per_device_train_batch_size
-        )
-        config.gradient_accumulation_steps = config.gradient_accumulation_steps or given.gradient_accumulation_steps
-        config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
+        config = zero.config.load_config(getattr(given, argument), allow_auto=True)
+        if argument == "deepspeed":
+            # The Trainer will replace "auto" by its own values. Check their product now.
+            batch, steps = given.per_device_train_batch_size, given.gradient_accumulation_steps
+            config.train_micro_batch_size_per_gpu = config.train_micro_batch_size_per_gpu or batch
+            config.gradient_accumulation_steps = config.gradient_accumulation_steps or steps
+            config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
     except (ValueError, OSError) as error:
-        raise InputError(f"--deepspeed: {error}") from error
+        raise InputError(f"--{argument}: {error}") from error
+    return config
+
+
+def _check_optimizer(given: argparse.Namespace, config: zero.config.Config) -> None:
     if config.optimizer is not None and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default:
         # The Trainer would take the configured optimizer without a message.
         raise InputError(

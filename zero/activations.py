@@ -5,18 +5,15 @@ to host memory, pinned if there is a GPU, and back when backward needs it. (With
 inputs of the checkpointed blocks and little else.) So values and gradients keep the same bits. Views of unsharded
 parameters are not copied: the schedule decides about their memory. The other keys of the section cut or pack
 activations over model-parallel ranks, of which there are none here. This file knows nothing of hooks or gathering.
-
-Models that call `deepspeed.checkpointing.checkpoint(function, *args)` get torch's non-reentrant checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero.device import is_accelerator
 from zero.unit import Unit
@@ -59,27 +56,3 @@ class HostActivations:
         return isinstance(tensor, torch.nn.Parameter) or any(
             unit.full.untyped_storage().data_ptr() == storage for unit in self.units
         )
-
-
-_configured = False
-
-
-def configure(*args: object, **settings: object) -> None:
-    """For models that ask whether it was called; the engine reads its own configuration."""
-    global _configured
-    _configured = True
-
-
-def is_configured() -> bool:
-    return _configured
-
-
-def reset() -> None:
-    """Undo `configure`."""
-    global _configured
-    _configured = False
-
-
-def checkpoint(function: Callable, *args: object) -> object:
-    """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
-    return torch_checkpoint(function, *args, use_reentrant=False)

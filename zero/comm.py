@@ -1,11 +1,11 @@
 """The only caller of `torch.distributed` for parameters and gradients.
 
 [Note: collectives]
-Every operation works in place on flat 1-D tensors: nothing is copied before or after it. It returns a `Pending`, whose
-`wait()` makes the result usable. On an accelerator the collectives are torch's own. On gloo the same exchange is made
-of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-(benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and more
-precise. Broadcasts and all-reduces are torch's on every backend.
+Operations work on flat 1-D tensors. Those of the training path return a `Pending`, whose `wait()` makes the result
+usable. The others block, and say so. On an accelerator the collectives are torch's own. On gloo the same exchange is
+made of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5
+times (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and
+more precise. Broadcasts and all-reduces are torch's on every backend.
 
 [Note: groups of ranks]
 world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
@@ -142,7 +142,7 @@ class Communicator:
         self._order.start_over()
 
     def _next_tag(self, kind: str, unit: object) -> int:
-        """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
+        """The tag of the next message of `kind` about `unit`: 22 bits unit, 1 bit kind, 8 bits counter.
 
         Messages of ranks that run different modules never match. Their ranks wait, and the watchdog finds them.
         """
@@ -187,7 +187,7 @@ class Communicator:
     ) -> Pending:
         """As `all_gather`, from a shard in host memory: it is copied on a stream of its own, for which NCCL waits."""
         self._copies = self._copies or new_stream(self.device)
-        # The memory of `full` may still be in use there for what it held before.
+        # Kernels of the compute stream may still read the former content of `full`.
         self._copies.wait_stream(compute_stream(self.device))
         with self._copies:
             own.copy_(shard, non_blocking=True)
@@ -361,7 +361,7 @@ class Communicator:
         return tensor
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks. Blocking, and slow: for what goes into an error."""
+        """Every rank's value, in the order of the ranks. Blocking, and slow: use it for error messages only."""
         values = [value] * self.world_size
         self._blocking("an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts))
         return values

@@ -1,6 +1,7 @@
 """From settings to the parts of an engine: units, schedule, reducer, placement.
 
-This file decides what the configuration's keys mean for each part. It runs nothing, and knows nothing of DeepSpeed.
+This file decides what the configuration's keys mean for each part. `make_units` shards the model, and `place_buffers`
+broadcasts its buffers. Nothing is trained here. This file knows nothing of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Residency, Schedule
-from zero.second_shards import TwiceShardedUnit
+from zero.second_shards import HpzUnit
 from zero.unit import Unit
 
 
@@ -66,7 +67,7 @@ def make_units(
             param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
     second = zero.second_shards_over(comm.world_size)
-    make = partial(TwiceShardedUnit, near=comm.within(second)) if second else Unit
+    make = partial(HpzUnit, group_comm=comm.within(second)) if second else Unit
     return [
         make(
             plan.name,
@@ -232,7 +233,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config
 
 
 def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
-    """Whether updates run after `step` has returned: by default, if they do not use the cores that compute."""
+    """Whether updates run after `step` has returned: by default with files, and if other cores compute the forward."""
     if offload.overlap_step is not None and offload.device != "none":
         return offload.overlap_step
     return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))

@@ -1,4 +1,4 @@
-"""The compute device. Every question to torch about an accelerator goes through this file.
+"""The compute device: what the engine needs of an accelerator (streams, events, free and pinned memory) is here.
 
 It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator computes on "cpu".
 Nothing is asynchronous there: streams and events are not needed, and synchronizing does nothing.

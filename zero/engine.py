@@ -59,7 +59,8 @@ class StepMonitor(Protocol):
 class ZeroEngine(Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
 
-    Use it as the model; call `backward(loss)` and `step()` for each micro-batch.
+    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. `zero.initialize` makes it, and acts
+    on the sections `optimizer`, `scheduler`, `leaf_module`, `sequence_parallel_size`, `log_level` and the monitors.
 
     Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
     function of the optimizer that makes one, or None.
@@ -270,10 +271,6 @@ class ZeroEngine(Accumulation, nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """2-norm over all parameters of the last step's mean gradient, before clipping; None before the first."""
         return None if self.optimizer is None else self.optimizer.grad_norm
-
-    def allreduce_gradients(self) -> None:
-        """Wait for the reductions that backward has started."""
-        self.reducer.drain()
 
     def reshard(self) -> None:
         """Free all gathered parameters that are not in use."""

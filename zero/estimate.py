@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
+from zero.config.settings import ZeroConfig
+from zero.deepspeed.optimizers import build_optimizer
 from zero.errors import UsageError
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan, plan_units
@@ -33,10 +35,6 @@ from zero.optim.muon import is_hidden_matrix
 from zero.schedule import Residency, Schedule
 from zero.unit import State
 
-# Fp32 tensors of an optimizer's state for each parameter, and settings that add one.
-MOMENTS = {"adam": 2, "adamw": 2, "adamax": 2, "nadam": 2, "radam": 2, "adadelta": 2, "rprop": 2, "lion": 1}
-MOMENTS |= {"adagrad": 1, "rmsprop": 1, "asgd": 1, "sgd": 0}
-_ADDING = {"sgd": ("momentum",), "rmsprop": ("momentum", "centered"), "adam": ("amsgrad",), "adamw": ("amsgrad",)}
 DEVICE, HOST, DISK = "device", "host", "disk"
 
 
@@ -182,23 +180,33 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
         found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
     master = 2 if config.bf16.without_masters else 4
-    if item < master or place != home:  # a shard of that dtype in the same place is its own master
-        add("masters", shard * master)
+    found.add(place, "masters", 0 if item == master and _is_own_master(zero, home, place) else shard * master * ratio)
+    found.add(DEVICE, "masters", 0 if item == master and home == DEVICE else shard * master * (1 - ratio))
     moment = 2 if config.bf16.without_masters and config.bf16.bf16_optimizer_states else 4
     add("optimizer state", shard * moment * _moments(config, plan))
+
+
+def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:
+    """Whether a shard at `home`, in the dtype of masters, is the master at `place`: the rule of `OptimizerShard.make_master`."""
+    if home == DISK:
+        return place == DISK and zero.offload_param.nvme_path == zero.offload_optimizer.nvme_path
+    return home == place or (home, place) == (HOST, DISK)
 
 
 def _moments(config: Config, plan: UnitPlan) -> float:
     """Values of the optimizer's state for each parameter element. Without a section: AdamW, the Trainer's own."""
     if config.optimizer is None:
         return 2
-    kind, params = config.optimizer.type.lower(), config.optimizer.params
-    if kind == "muon":  # and AdamW for all but the hidden matrices
+    if config.optimizer.type == "Muon":  # and AdamW for all but the hidden matrices
         matrices = sum(
             p.numel() for p, name in zip(plan.params, plan.param_names, strict=True) if is_hidden_matrix(p, name)
         )
         return 2 - matrices / sum(param.numel() for param in plan.params)
-    return MOMENTS[kind] + sum(bool(getattr(params, name, None)) for name in _ADDING.get(kind, ()))
+    param = nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    optimizer = build_optimizer(config, None, [param], nn.Module())
+    optimizer.step()
+    return sum(value.dim() for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))
 
 
 def _place(device: str, nbytes: int) -> str:

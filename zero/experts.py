@@ -2,8 +2,8 @@
 
 transformers packs the experts of a layer into parameters whose first dimension is the expert. A slice is a range of
 experts. It is run by the module's own forward, on a copy of the module that holds just these experts, in the way in
-which transformers runs the experts of one rank under expert parallelism: `num_experts` is that of the slice, and a
-token that chose another expert has this number as its choice. The results of all slices are added.
+which transformers runs the experts of one rank under expert parallelism: `num_experts` is that of the slice, and
+tokens of other experts get the index `num_experts`. The results of all slices are added.
 
 Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All ranks run all slices
 in the same order, whatever their tokens chose, so their gathers match. The gradient of all experts is whole until it is

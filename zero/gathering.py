@@ -1,7 +1,7 @@
 """When to unshard which unit: carries out the schedule's decisions on the units of one engine.
 
-This file knows nothing of modules, hooks, gradients or the optimizer. No decision depends on whether a transfer has
-finished: all ranks must start the same all-gathers in the same order.
+This file knows nothing of modules, hooks, gradients or the optimizer. With several ranks, no decision depends on
+whether a transfer or an update has finished: all ranks must start the same all-gathers in the same order.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class _Reduction:
     pending: Pending
 
 
-# Most elements of a unit that are kept apart, if its gradients are to be contiguous. Copying them together is one call.
+# With `contiguous`, a unit's gradients are copied to its flat buffer, in one call, when this many elements wait.
 MOST_APART = 1 << 26
 
 
@@ -57,7 +57,7 @@ class GradientReducer:
     full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once;
     last_micro_step: whether the current micro-batch is the last one of its step.
 
-    Attributes: backwards: how many have ended since the last step. buffered, peak_buffered: elements in flat buffers.
+    Attributes: backwards: how many have ended since the last step.
     """
 
     def __init__(
@@ -84,8 +84,6 @@ class GradientReducer:
         self._offloading: deque[Pending] = deque()
         self._fresh: set[Unit] = set()
         self.backwards = 0
-        self.buffered = 0
-        self.peak_buffered = 0
 
     def begin_backward(self, factor: float) -> None:
         """A backward begins, whose gradients are to be multiplied by `factor`."""
@@ -145,7 +143,6 @@ class GradientReducer:
             flat.mul_(self._factor)
         if self.deferred:
             if unit in self._carried:
-                self.buffered -= flat.numel()
                 flat = self._carried.pop(unit).add_(flat)
             if not self.last_micro_step():
                 self._carried[unit] = flat.to(self.sum_dtype)
@@ -180,7 +177,6 @@ class GradientReducer:
     def _finish(self, reduction: _Reduction) -> None:
         with self.comm.clock.waiting("reduce"):
             reduction.pending.wait()
-        self.buffered -= reduction.numel
         if len(self._offloading) == 2:
             self._wait_for_offload()
         with label("gradients out"):
@@ -249,7 +245,7 @@ class GradientReducer:
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
-        self.buffered = self.backwards = 0
+        self.backwards = 0
 
     def free(self) -> None:
         """Forget all gradients, and free their memory."""
@@ -258,8 +254,6 @@ class GradientReducer:
             shard.free_gradient()
 
     def _flat(self, unit: Unit) -> torch.Tensor:
-        self.buffered += unit.layout.padded
-        self.peak_buffered = max(self.peak_buffered, self.buffered)
         return torch.empty(unit.layout.padded, dtype=self.dtype or unit.dtype, device=self.comm.device)
 
     @staticmethod

@@ -21,6 +21,7 @@ from zero.agreement import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
+from zero.parameters import written_by
 from zero.schedule import Residency
 from zero.unit import Unit, unit_of
 
@@ -30,11 +31,8 @@ class _InPlaceOnSharded(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        target = args[0] if args else kwargs.get("tensor")
-        in_place = name.endswith("_") and not name.endswith("__") and isinstance(target, nn.Parameter)
-        unit = unit_of(target) if in_place else None
-        if unit is None or name == "requires_grad_":
+        unit = next(filter(None, map(unit_of, written_by(func, args, kwargs))), None)
+        if unit is None:
             return func(*args, **kwargs)
         with unit.unsharded():
             result = func(*args, **kwargs)

@@ -3,7 +3,7 @@
 This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
 
     gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by `zero.gradients`)
-    master    out: `round_into_shard` for each updated piece -> `unit.refresh`       (by `zero.optim.step`)
+    master    out: `unit.refresh`, and `round_into_shard` for each updated piece     (by `zero.optim.step`)
 """
 
 from __future__ import annotations

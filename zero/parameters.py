@@ -16,7 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zero.errors import UsageError
 
 # Called with a sharded parameter and the function that is about to read it.
 ReadHook = Callable[[nn.Parameter, Callable], None]
@@ -45,7 +47,7 @@ _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of NaN that has `shape` and occupies one element; an in-place write to it raises."""
+    """A tensor of NaN that has `shape`. All placeholders of a dtype and device share one element: never write to it."""
     key = (dtype, device)
     if key not in _nan_scalars:
         _nan_scalars[key] = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -69,6 +71,42 @@ def needs_values(func: Callable) -> bool:
     return name not in _METHODS_WITHOUT_VALUES and name not in ("__set__", "__delete__")
 
 
+_WRITING_OPERATORS = {"__setitem__"} | {
+    f"__i{name}__" for name in "add and div floordiv lshift mod mul or pow rshift sub truediv xor".split()
+}
+
+
+def written_by(func: Callable, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that `func`, as `__torch_function__` gets it, changes in place."""
+    name, out = getattr(func, "__name__", ""), kwargs.get("out")
+    target = None
+    if name in _WRITING_OPERATORS or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+        target = args[0] if args else kwargs.get("tensor")
+    return [leaf for leaf in tree_leaves((target, out)) if isinstance(leaf, torch.Tensor)]
+
+
+class PlaceholderView(torch.Tensor):
+    """A view of a placeholder, such as `param.data` of a sharded parameter. It may be read, but not written."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        kwargs = kwargs or {}
+        if any(isinstance(each, (PlaceholderView, ShardedParameter)) for each in written_by(func, args, kwargs)):
+            raise UsageError(
+                f"{func.__name__} would write to a sharded parameter, which shows NaN here: write inside of "
+                "`zero.GatheredParameters(param, modifier_rank=0)`"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            # A copy or a pickle must be an ordinary tensor.
+            args, kwargs = tree_map_only(cls, lambda view: view.as_subclass(torch.Tensor), (args, kwargs))
+            return tree_map_only(torch.Tensor, _refuse_writes, func(*args, **kwargs))
+
+
+def _refuse_writes(tensor: torch.Tensor) -> torch.Tensor:
+    shared = type(tensor) is torch.Tensor and any(torch._C._is_alias_of(tensor, nan) for nan in _nan_scalars.values())
+    return tensor.as_subclass(PlaceholderView) if shared else tensor
+
+
 class ShardedParameter(nn.Parameter):
     """The class of a parameter while it shows no values. A function that needs them tells the owner first."""
 
@@ -84,6 +122,7 @@ class ShardedParameter(nn.Parameter):
                     owner.before_read(param, func)
             if not any(isinstance(param, ShardedParameter) for param in sharded):
                 return func(*args, **kwargs)
+            return PlaceholderView.__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

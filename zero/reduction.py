@@ -5,17 +5,16 @@ This file knows nothing of modules or of what is gathered. How a reduction is ma
 [Note: order of reductions]
 Every rank starts its reductions in one agreed order, each as soon as it and all before it are complete. So ranks whose
 graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first this is the
-reversed order of the units. After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its units
-completed, as DistributedDataParallel rebuilds its buckets.
+reversed order of the units; persistent and shared ones come last. After backward 1, 2, 4, 8, ... rank 0 tells the
+others the order in which its units completed, as DistributedDataParallel rebuilds its buckets.
 
 [Note: place of a reduction]
-NCCL can block for ever if ranks start operations of two communicators in different orders. On gloo, a rank that waits
-for room for its reductions takes no part in all-gathers. So it must not wait for a reduction that others start only
-after later all-gathers. Where operations match by order, and where ranks may use different parts of a leaf module,
-rank 0 therefore also tells between which two uses of units each reduction starts. All-gathers start at uses, the same
-on all ranks. If a rank's gradients are not complete when the later of both uses comes, the reduction starts without
-those that are missing: an expert that was not used has none. Before rank 0 has told, in the first backward, reductions
-start as they can, or at the end if the model has leaf modules.
+NCCL can block for ever if ranks start operations of two communicators in different orders. On gloo, while a rank waits
+because `reduce_bucket_size` is used up, it joins no all-gather. So it must not wait for a reduction that others start
+only after later all-gathers. On NCCL, and with leaf modules, rank 0 broadcasts after which unit use each reduction
+starts. All-gathers start at uses, the same on all ranks. If a rank's gradients are not complete at the use after that,
+the reduction starts without those that are missing: an expert that was not used has none. Before the first broadcast,
+in the first backward, reductions start as they can, or at the end if the model has leaf modules.
 """
 
 from __future__ import annotations

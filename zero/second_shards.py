@@ -1,8 +1,8 @@
 """Second shards (ZeRO++ hpZ, arXiv 2306.10209): all-gathers after a step's first one stay within a group of ranks.
 
-The first all-gather after an update is among all ranks. Of what it brings, each rank keeps a slice in the memory of the
-compute device: the unit cut over the group. Until the next update, all-gathers are among the group. Each gives the same
-bits. This file knows nothing of when a unit is gathered.
+The first all-gather after an update is among all ranks. Each rank keeps 1/k of the gathered unit on its device, where k
+is the size of its group. Until the next update, all-gathers are among the group. Each gives the same bits. This file
+knows nothing of when a unit is gathered.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from zero.pending import Pending
 from zero.unit import Unit
 
 
-class TwiceShardedUnit(Unit):
-    """A `Unit` whose shard is cut over the ranks of `comm`, and its second one over the shard group of `near`.
+class HpzUnit(Unit):
+    """A `Unit` cut over the ranks of `comm`, and a second time over the k ranks of `group_comm.shard_group`.
 
-    Attributes: second: 1-D, of the compute dtype, `layout.padded / near.shard_group.size` elements; None until a first
-    all-gather, and after a change of the values. It serves all-gathers by the communicator that brought it: values may
-    be rounded for use, but not for those who read or change them.
+    Attributes: second: 1-D, of the compute dtype, `layout.padded / k` elements; None until a first all-gather and after
+    a change of the values. A quantized second shard is not used for exact all-gathers.
     """
 
-    def __init__(self, *args: object, near: Communicator, **options: object):
-        self._near = near
+    def __init__(self, *args: object, group_comm: Communicator, **options: object):
+        self._group_comm = group_comm
         self.second: torch.Tensor | None = None
         self._second_source: object = None
         super().__init__(*args, **options)
 
     def _start_all_gather(self) -> Pending:
         if self.second is not None and self._second_source is self.source:
-            return self._near.all_gather(self.full, self.second, self)
+            return self._group_comm.all_gather(self.full, self.second, self)
         return super()._start_all_gather()
 
     def wait_for_all_gather(self) -> None:
@@ -40,7 +39,8 @@ class TwiceShardedUnit(Unit):
         if self.second is None:
             self._second_source = self.source
             with torch.inference_mode(False), torch.no_grad():
-                self.second = self.full.view(self._near.shard_group.size, -1)[self._near.shard_group.rank].clone()
+                ranks = self._group_comm.shard_group
+                self.second = self.full.view(ranks.size, -1)[ranks.rank].clone()
 
     # -- changes of the values
 

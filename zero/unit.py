@@ -1,6 +1,6 @@
 """One unit: parameters that are unsharded and resharded as one, and the legal transitions between their states.
 
-This file knows nothing of modules, schedules or gradients. Of the optimizer it knows only a `ShardWriter` to wait for.
+This file does not know when a unit is used, nor its gradients. Of the optimizer it knows only a `ShardWriter`.
 
 [Note: states]
     SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
@@ -12,9 +12,9 @@ This file knows nothing of modules, schedules or gradients. Of the optimizer it 
 `unshard` makes all missing transitions. A persistent unit is always UNSHARDED.
 
 [Note: storage under autograd]
-`full` is allocated once. Resharding empties its *storage* (`untyped_storage().resize_(0)`), and the next all-gather
-refills the same storage. Tensors that autograd saved during forward, such as `weight.t()`, are views of that storage.
-They are valid again whenever backward unshards the unit.
+`full` stays the same tensor from forward to backward. Resharding empties its *storage*
+(`untyped_storage().resize_(0)`), and the next all-gather refills the same storage. Tensors that autograd saved during
+forward, such as `weight.t()`, are views of that storage. They are valid again whenever backward unshards the unit.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShardWriter(Protocol):
     """What updates a unit's shard between its uses. A unit knows nothing else of its optimizer."""
 
     def is_ready(self) -> bool:
-        """Whether the shard has the values of the last step."""
+        """Whether the values of the last step are computed. They may not be in the shard's file yet."""
 
     def wait(self) -> None:
         """Block until the shard has them."""
@@ -78,7 +78,7 @@ class Unit:
     (which part of each parameter is in the shard), state, users (how many callers need the parameters
     unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
     strict (a change of unsharded values that would be lost is an error), source (the communicator by which `full` was
-    gathered; only the unit's own one is sure to bring exact values).
+    gathered; another one than the unit's own may quantize).
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Unit:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the shard has the values of the last step."""
+        """Whether the values of the last step are computed. They may not be in the shard's file yet."""
         return self._writer is None or self._writer.is_ready()
 
     def wait_for_update(self) -> None:
@@ -213,7 +213,7 @@ class Unit:
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
-        """Start to round updated values into the shard, from `start` on. All ranks must call `refresh` after it."""
+        """Start to round values into the shard from `start` on. All ranks call `refresh` in the same step."""
         return self.tier.store(self.shard[start : start + values.numel()], values)
 
     def refresh(self) -> None:
@@ -378,7 +378,7 @@ class Unit:
 def unsharded(units: Sequence[Unit]) -> Iterator[None]:
     """Context in which all parameters of `units` show their values. Units that were sharded are resharded after it.
 
-    The values are exact, unless a unit is in use with others.
+    The values are exact, unless a forward uses the unit with quantized values.
     """
     for unit in units:
         if unit.source is not unit.comm and unit.users == 0 and unit.state is not State.SHARDED:

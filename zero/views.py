@@ -1,7 +1,7 @@
 """What the parameters of one unit show: views of the unsharded buffer, NaN, or a copy of one parameter.
 
-Observers hear of each change: so a face can give parameters attributes of its own. This file knows nothing of units and
-their states.
+Observers hear of each change, so `zero.deepspeed` can set `ds_*` attributes. This file knows nothing of units and their
+states.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Shown(Enum):
     NAN_UNTIL_GATHERED = "NaN, while its values are being gathered"
 
 
-# Called with a parameter when it shows something else, and with the parameters of a unit, its shard, the pieces in it
-# and whether the unit is persistent when the shard has a new place.
+# Called when a parameter shows something else.
 _shown_changed: list[Callable[[nn.Parameter, Shown], None]] = []
+# Called when a shard has a new place: parameters of the unit, shard, pieces in it, whether the unit is persistent.
 _shard_placed: list[Callable[[Sequence[nn.Parameter], torch.Tensor, Sequence[Piece], bool], None]] = []
 
 

@@ -145,8 +145,8 @@ class Watchdog:
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         here = frames[-1]
         blocked = self._is_past is not None and not self._is_past()
-        device = f"has a device that has not come to an end for {time.monotonic() - self._moved:.0f} s, " * blocked
-        return f"{device}is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}"
+        device = f"; its device has not finished for {time.monotonic() - self._moved:.0f} s" * blocked
+        return f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: {self.position}{device}"
 
     def _answer(self, first: bool) -> None:
         self._store.set(self._key(self.rank), self._status())
@@ -159,7 +159,7 @@ class Watchdog:
                 for rank in range(self.world_size)
             ]
             print(
-                f"zero: the ranks have gone different ways: nothing moved for {self.timeout:g} s "
+                f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
                 "(`watchdog_timeout` in the configuration).\n"
                 + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
                 + f"\n{ADVICE}",

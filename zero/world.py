@@ -33,7 +33,7 @@ class Group(NamedTuple):
 
 
 def compute_device() -> torch.device:
-    """This rank's accelerator, also beside a default process group without it: the engine makes groups of its own.
+    """This rank's accelerator, even if the default group is gloo only: the engine makes groups of its own.
 
     The CPU if torch sees none, or none with collectives: gloo, which torch names for Apple's MPS, works on host memory.
     """

@@ -14,6 +14,7 @@ from tests.processes import run_on
 from zero.__main__ import main
 from zero.activation_trace import trace
 from zero.config import load_config
+from zero.config.optim import TYPES
 from zero.estimate import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config
 from zero.estimate import build as build_fake
 
@@ -99,6 +100,23 @@ def test_what_is_offloaded_is_on_the_host_or_on_disk():
     assert parts[DISK] == {"parameters": on_device["parameters"] - parts[DEVICE]["parameters"]}
     sections["offload_param"] = nvme | {"max_in_cpu": 1 << 30}
     assert not estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts[DISK]
+
+
+def test_fp32_weights_on_the_host_are_the_masters_of_an_optimizer_on_disk():
+    sections = {"stage": 3, "offload_param": CPU, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    model = torch.nn.Linear(2048, 1024)
+    for enabled in (True, False):
+        settings = load_config(config(sections, bf16={"enabled": enabled}))
+        assert ("masters" in estimate(model, settings, Question(2)).parts[DISK]) is enabled
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_named_optimizer_has_an_estimate(kind):
+    known = {"SGD": 0, "Adagrad": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1, "Muon": 1}
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(16, 16, bias=False), torch.nn.Identity())
+    settings = config({"stage": 0}, optimizer={"type": kind, "params": {}})
+    parts = estimate(model, load_config(settings), Question(1)).parts[DEVICE]
+    assert parts.get("optimizer state", 0) == 4 * 256 * known.get(kind, 2)
 
 
 def saved_by_autograd(name: str, rows: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Own training loops: `loss.backward()`, several forwards, reads outside of modules, `zero.fragments`, leaves."""
+"""Own training loops: `loss.backward()`, several forwards, reads outside of modules, `zero.fragments`, generation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.dist.training import ds_config
-from tests.processes import run_on, torchrun
+from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero.activations import MIN_BYTES, HostActivations
 from zero.deepspeed import fragments
 from zero.deepspeed.labels import ZeroParamStatus
-from zero.deepspeed.leaf import set_z3_leaf_modules
 from zero.deepspeed.utilities import unwrap_model_for_generation
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
@@ -324,116 +323,6 @@ def generation(rank: int, world_size: int) -> None:
 
 def test_generation_without_hooks():
     run_on(2, generation)
-
-
-def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
-    """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
-    model, reference = build(Experts), build(Experts)
-    with pytest.raises(ValueError, match="no module of class Expertz"):
-        engine_of(build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}})
-    set_z3_leaf_modules(model, [nn.ModuleList])
-    engine = engine_of(model, stage)
-    assert {leaf: len(params) for leaf, params in engine.optimizer.leaf_parameters.items()} == {model.experts: 6}
-    for step in range(4):
-        batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
-        engine.backward(engine(batches[rank], rank if step else 0))
-        for part in range(world_size):
-            reference(batches[part], part if step else 0).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
-        engine.step()
-        with torch.no_grad():
-            for param in reference.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad / world_size
-                param.grad = None
-    assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3 for param in model.parameters())
-
-
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0)])
-def test_ranks_that_choose_differently(world_size, stage):
-    run_on(world_size, chosen_by_rank, stage)
-
-
-class Mixture(nn.Module):
-    """Each call uses some of its experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
-        return self.out(sum(self.experts[i](x) for i in which))
-
-
-class Mixtures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Mixture() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, which)
-        return x.square().mean()
-
-
-def without_room(rank: int, world_size: int) -> None:
-    """One rank uses all experts and another only some, and each reduction must wait for the one before it."""
-    model, reference = build(Mixtures), build(Mixtures)
-    set_z3_leaf_modules(model, [Mixture])
-    zero_optimization = {**ds_config(**SMALL)["zero_optimization"], "reduce_bucket_size": 1}
-    engine = engine_of(model, zero_optimization=zero_optimization)
-    for step in range(4):
-        used = [[0, 1] if (part + step) % 2 else [0] for part in range(world_size)]
-        batches = [torch.full((ROWS, WIDTH), 0.1 * (step + 1) + part) for part in range(world_size)]
-        engine.backward(engine(batches[rank], used[rank]))
-        for part in range(world_size):
-            reference(batches[part], used[part]).backward()
-        for name, param in reference.named_parameters():
-            found = fragments.safe_get_full_grad(dict(model.named_parameters())[name])
-            expected = torch.zeros_like(param) if param.grad is None else param.grad / world_size
-            assert torch.equal(found, expected), f"{name} in step {step}"
-        engine.zero_grad()
-        reference.zero_grad()
-
-
-def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other():
-    run_on(2, without_room, timeout=60)
-
-
-DIVERGING = """
-import torch, zero
-from tests.dist.test_own_loops import Experts, engine_of, build
-zero.world.init_distributed()
-engine = engine_of(build(Experts), watchdog_timeout=2)
-engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
-"""
-
-
-def test_ranks_that_part_are_named(tmp_path):
-    script = tmp_path / "diverging.py"
-    script.write_text(DIVERGING)
-    done = torchrun(script, nproc=2, timeout=60)
-    assert done.returncode == 1
-    for rank, expert in ((0, 1), (1, 2)):
-        assert f"rank {rank} has waited" in done.stderr
-        assert f"experts.{expert}.weight" in done.stderr
-    assert "set_z3_leaf_modules" in done.stderr
-
-
-def unused(rank: int, world_size: int) -> str:
-    engine = engine_of(build(Experts), 2, zero_optimization={"ignore_unused_parameters": False})
-    with pytest.raises(ValueError, match="ignore_unused_parameters is false") as raised:
-        engine.backward(engine(torch.ones(ROWS, WIDTH), 0))
-    return str(raised.value)
-
-
-def test_unused_parameters_are_refused_on_request():
-    (message,) = run_on(1, unused)
-    assert message.startswith("parameter 'experts.2.weight' got no gradient")
 
 
 class Wide(nn.Module):

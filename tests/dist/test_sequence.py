@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -285,3 +290,24 @@ def test_mistakes_are_named():
     assert found[0] == found[1]
     for message, part in zip(found[0], expected, strict=True):
         assert part in message
+
+
+def replicas(rank: int, world_size: int) -> bool:
+    """Whether rank 0 alone warns of replicas that accelerate has asked for beside `sp_size`."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("zero").addHandler(handler)
+    parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_replicate_size=2)
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # accelerate asks for them, also where a group exists
+    plugin = TorchDynamoPlugin(backend="no")
+    AcceleratorState(cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True)
+    zero.initialize(model=llama(), config=ds_config() | {"sequence_parallel_size": 2})
+    return any("dp_replicate_size 2" in each and "mics_shard_size" in each for each in warnings)
+
+
+def test_replicas_that_nothing_would_make_are_named():
+    assert run_on(2, replicas) == [True, False]

@@ -29,6 +29,7 @@ class Case(NamedTuple):
     key_value_heads: int = 2
     size: int = 2
     window: int | None = None
+    shard_group: int = -1
 
 
 def build(case: Case) -> Any:
@@ -76,7 +77,8 @@ def share(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[floa
 def share_one(rank: int, world_size: int, case: Case) -> tuple[list[float], list[float]]:
     model = build(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = ds_config(stage=case.stage, clip=CLIP, accumulation=ACCUMULATION, stage3_param_persistence_threshold=30)
+    zero_keys = {"stage3_param_persistence_threshold": 30, "mics_shard_size": case.shard_group}
+    config = ds_config(stage=case.stage, clip=CLIP, accumulation=ACCUMULATION, **zero_keys)
     config |= {"sequence_parallel_size": case.size, "train_micro_batch_size_per_gpu": ROWS}
     config.pop("train_batch_size", None)
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
@@ -120,13 +122,14 @@ def reference(ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
 TWO_RANKS = [*(Case(stage, "sdpa") for stage in range(4)), Case(1, "eager"), Case(3, "eager")]
 TWO_RANKS += [Case(3, "eager", key_value_heads=3), Case(2, "sdpa", window=4)]
 FOUR_RANKS = [Case(3, "sdpa"), Case(1, "eager", key_value_heads=1), Case(3, "sdpa", key_value_heads=6, size=4)]
+FOUR_RANKS += [Case(3, "sdpa", shard_group=2), Case(2, "sdpa", key_value_heads=6, size=4, shard_group=2)]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
 def test_losses_and_norms_are_those_of_one_process(ranks, cases):
     shared = run_on(ranks, share, cases)
     for number, case in enumerate(cases):
-        losses, norms = reference(ranks, case._replace(stage=0))
+        losses, norms = reference(ranks, case._replace(stage=0, shard_group=-1))
         assert max(norms) > CLIP, "clipping must be at work"
         for rank in range(ranks):
             found_losses, found_norms = shared[rank][number]

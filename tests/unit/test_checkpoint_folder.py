@@ -19,8 +19,9 @@ from zero.__main__ import main
 from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
+from zero.checkpoint.files import SliceReader
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
-from zero.checkpoint.resumable import find_intact, offer, read_verified
+from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
 
 DATA = "rank00000.safetensors"
@@ -221,9 +222,10 @@ FORGERIES = {
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_manifest_is_refused_by_name(forgery, tmp_path):
     change, message = FORGERIES[forgery]
-    forge(save(tmp_path, "global_step1"), change)
+    folder = save(tmp_path, "global_step1")
+    forge(folder, change)
     with pytest.raises(DamagedCheckpointError, match=f"checkpoint.json is damaged: .*{message}"):
-        read_verified(tmp_path / "global_step1")
+        SliceReader(folder, read_manifest(folder)).verify()
 
 
 class Planted:

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
 from zero.optim import cpu_adam
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
@@ -362,63 +360,6 @@ def test_threads(cores, ranks, omp, expected, monkeypatch):
         if value is not None:
             monkeypatch.setenv(name, value)
     assert cpu_adam.thread_count() == expected
-
-
-# -- which optimizers
-
-
-class Derived(torch.optim.AdamW):
-    """A subclass may do more than its base class."""
-
-
-def made(kind=torch.optim.AdamW, **settings):
-    return kind([torch.nn.Parameter(torch.ones(2))], **settings)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, FusedAdam, DeepSpeedCPUAdam])
-def test_plain_adam_is_served_also_under_a_scheduler(kind):
-    optimizer = made(kind, lr=0.1)
-    assert cpu_adam.serves(optimizer)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    assert cpu_adam.serves(optimizer)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        made(Derived),
-        made(Lion),
-        made(torch.optim.NAdam),
-        made(amsgrad=True),
-        made(maximize=True),
-        made(capturable=True),
-        made(differentiable=True),
-        made(lr=torch.tensor(0.1)),
-        made(betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=False),
-    ],
-)
-def test_others_are_not(optimizer):
-    assert not cpu_adam.serves(optimizer)
-
-
-def test_a_group_of_its_own_kind_is_not_served():
-    optimizer = made()
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "maximize": True})
-    assert not cpu_adam.serves(optimizer)
-
-
-def test_steps_that_somebody_listens_to_are_not_served():
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
-        optimizer = made()
-        handle = getattr(optimizer, register)(lambda *args: None)
-        assert not cpu_adam.serves(optimizer)
-        handle.remove()
-        assert cpu_adam.serves(optimizer)
-    handle = register_optimizer_step_post_hook(lambda *args: None)
-    assert not cpu_adam.serves(optimizer)
-    handle.remove()
-    optimizer.step = lambda closure=None: None
-    assert not cpu_adam.serves(optimizer)
 
 
 @needs_compiler

@@ -23,6 +23,7 @@ from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal
 from zero.checkpoint.state import Trained
 from zero.device import beside, is_accelerator, ready_for_thread
+from zero.layout import round_up
 
 logger = logging.getLogger("zero")
 
@@ -52,7 +53,7 @@ class BackgroundSaves:
 
         The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks whoever would change it.
         """
-        nbytes = sum(_aligned(part.nbytes) for entry in slices.values() for part in entry.parts.values())
+        nbytes = sum(round_up(part.nbytes, 64) for entry in slices.values() for part in entry.parts.values())
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before the new one comes
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device))
@@ -61,7 +62,7 @@ class BackgroundSaves:
         for key, entry in slices.items():
             for start, part in entry.parts.items():
                 target = copies[key].parts[start] = self._memory[position : position + part.nbytes].view(part.dtype)
-                position += _aligned(part.nbytes)
+                position += round_up(part.nbytes, 64)
                 if key.startswith("optimizer/"):
                     self._later.append((target, part))
                 else:
@@ -121,10 +122,6 @@ class BackgroundSaves:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 def check_background_save(engine: Trained) -> None:

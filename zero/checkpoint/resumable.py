@@ -25,26 +25,13 @@ import xxhash
 from zero.checkpoint import disk
 from zero.checkpoint.files import SliceReader, check_sizes
 from zero.checkpoint.folder import LATEST, RECOVERY_SCRIPT, job_folder, locate, newest_first, number_of, of_trainer
-from zero.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
+from zero.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
 TRAINER_STATE, SCHEDULER, SEAL = "trainer_state.json", "scheduler.pt", "zero_seal.json"
 _SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
-
-
-def read_verified(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all have the right checksums.
-
-    Raises DamagedCheckpointError that names the file, and the newest earlier checkpoint that is intact.
-    """
-    try:
-        manifest = read_manifest(folder)
-        SliceReader(folder, manifest).verify()
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error}{offer(folder)}") from error
-    return manifest
 
 
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:

@@ -40,7 +40,7 @@ class OffloadParamConfig(OffloadConfig):
     buffer_count: Positive = acts(5, needs=_FILES)
     """With `buffer_size`: their product is how many elements are read from files ahead of use."""
     buffer_size: Positive = acts(int(1e8), "See `buffer_count`. In elements.", needs=_FILES)
-    max_in_cpu: Count = acts(int(1e9), "This many elements of each process stay in host memory.", needs=_FILES)
+    max_in_cpu: Count = acts(int(1e9), "At most this many elements of each process stay in host memory.", needs=_FILES)
 
 
 class OffloadOptimizerConfig(OffloadConfig):
@@ -54,8 +54,8 @@ class OffloadOptimizerConfig(OffloadConfig):
     """Fraction of the optimizer state that is offloaded. `"auto"` (not a value of DeepSpeed): offload only as much as
     needed to keep a tenth of device memory (at least 1 GiB) free."""
     overlap_step: bool | None = None
-    """Not a key of DeepSpeed. Run the update in a background thread during the next forward. Default: true, unless the
-    update would use the CPU cores that also compute the forward."""
+    """Not a key of DeepSpeed. Run the update in a background thread during the next forward. Default: true with `nvme`,
+    and with `cpu` if there is a GPU."""
     super_offload: bool = unused(False, NOT_YET)
     cpuadam_cores_perc: Fraction = unused(0.8, "the cores of the machine are divided among its ranks")
 

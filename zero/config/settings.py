@@ -97,7 +97,7 @@ class ZeroConfig(Section):
     stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3)
     """Most elements that all of these small parameters may have in sum."""
     stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3)
-    """Most elements that stay gathered, beyond the unit in use."""
+    """A block stays gathered after its use only while no more elements than this are gathered in all."""
     stage3_max_reuse_distance: Count = acts(int(1e9), needs=_STAGE_3)
     """Keep a gathered unit if fewer elements are used before it is needed again. 0: free each unit after its use."""
     stage3_gather_16bit_weights_on_model_save: bool = acts(
@@ -242,7 +242,7 @@ class Config(SectionsWithoutEffect):
     train_batch_size: Positive | None = acts(
         None, auto="per_device_train_batch_size x gradient_accumulation_steps x ranks"
     )
-    """Samples of a step: micro-batch x accumulation x processes. What is left out is computed from the others."""
+    """Samples of a step: micro-batch x accumulation x processes / `sequence_parallel_size`. What is missing follows."""
     train_micro_batch_size_per_gpu: Positive | None = acts(None, auto="per_device_train_batch_size")
     """Samples of one forward on one process (the micro-batch)."""
     gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")

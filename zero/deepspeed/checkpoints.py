@@ -91,9 +91,9 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return item
 
 
-# Lightning makes one file of a checkpoint by the two functions below. Its converter unpickles a file of the optimizer,
-# for the stage, and one of the model, for what the script saved beside the weights. A checkpoint here has no pickle
-# files. These functions make them, and they are removed at the end of the process.
+# Lightning makes one file of a checkpoint by the two functions below. Its converter reads the stage from an optimizer
+# file and `client_state` from a model file, both pickled. A checkpoint here has no pickle files. These functions make
+# them, and they are removed at the end of the process.
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:

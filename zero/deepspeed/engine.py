@@ -76,6 +76,10 @@ class DeepSpeedEngine(ZeroEngine):
         """Free all gathered parameters that are not in use."""
         self.reshard()
 
+    def allreduce_gradients(self) -> None:
+        """Wait for the reductions that backward has started."""
+        self.reducer.drain()
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

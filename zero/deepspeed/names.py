@@ -22,7 +22,7 @@ _ZERO = "zero GatheredParameters Init register_external_parameter unregister_ext
 _TILES = ".tiling TiledLinear TiledLinearReturnBias"
 _OFFLOAD = """zero.config DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig
     DeepSpeedZeroOffloadParamConfig=OffloadParamConfig"""
-_CHECKPOINTING = "zero.activations checkpoint configure is_configured reset non_reentrant_checkpoint=checkpoint"
+_CHECKPOINTING = ".utilities checkpoint configure is_configured reset non_reentrant_checkpoint=checkpoint"
 
 # A line without indentation has: DeepSpeed's module, the module here, the names. `new=old`: the name is `new` in
 # DeepSpeed's module and `old` in the module here. A module that begins with a dot is one of `zero.deepspeed`. `*`

@@ -5,6 +5,8 @@ An `mpu` is what `initialize` takes to know of other dimensions than data: this 
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from torch import nn
@@ -13,6 +15,8 @@ from zero import world
 from zero.config import Config
 from zero.errors import UsageError
 from zero.sequence import SequenceGroup, attach, current_group, detach, make_group
+
+logger = logging.getLogger("zero")
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
@@ -103,5 +107,18 @@ def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None
         size = of_mpu
     detach(model)
     if size > 1:
+        _warn_of_replicas()
         vars(settings)["sequence_parallel_size"] = size  # not as an attribute, which would count as given
         attach(model, make_group(size), in_eval=getattr(mpu, "in_eval", True))
+
+
+def _warn_of_replicas() -> None:
+    """accelerate makes no mesh of a `ParallelismConfig` with `sp_size`: nothing would tell the engine of replicas."""
+    state = sys.modules.get("accelerate.state")
+    parallel = state.AcceleratorState().parallelism_config if state is not None and state.is_initialized() else None
+    if getattr(parallel, "dp_replicate_size", 1) > 1 and world.get_rank() == 0:
+        logger.warning(
+            "ParallelismConfig: dp_replicate_size %d makes no replicas beside sp_size: ZeRO shards over all processes. "
+            "Set zero_optimization.mics_shard_size for groups that hold all shards, and give dp_shard_size instead",
+            parallel.dp_replicate_size,
+        )

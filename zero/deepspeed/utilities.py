@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from zero import world
 from zero.deepspeed.accelerator import get_accelerator
@@ -84,6 +85,30 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | None = None) -> None:
     """Set the level of `custom_logger`, or of the engine's logger. ValueError for a word that is no level."""
     (custom_logger or logger).setLevel(log_level.upper())
+
+
+_configured = False
+
+
+def configure(*args: object, **settings: object) -> None:
+    """For models that ask whether `deepspeed.checkpointing` was configured; the engine reads its own configuration."""
+    global _configured
+    _configured = True
+
+
+def is_configured() -> bool:
+    return _configured
+
+
+def reset() -> None:
+    """Undo `configure`."""
+    global _configured
+    _configured = False
+
+
+def checkpoint(function: Callable, *args: object) -> object:
+    """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 class OnDevice:

@@ -19,7 +19,8 @@ from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 from zero.pending import Pending
 
-# With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay.
+# With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay. For the moments of tiles
+# the bytes of the whole master count.
 LEAST_BYTES_IN_A_FILE = 1 << 20
 
 # Pinned buffers between a file and a GPU.

@@ -28,9 +28,9 @@ STEPS_TO_RETURN = 50
 class Placement:
     """Decides for each unit where its optimizer's part lives.
 
-    Args: units: in the order in which a forward needs them: the first ones stay on the device, because their update
-    cannot overlap with anything; device_tier: the compute device; offload_tier: where state is offloaded to; ratio: a
-    number from 0 to 1, or "auto".
+    Args: units: in the model's order, which is taken for that of a forward. Units stay on the device, from the first
+    one on, as long as they fit: the update of the first ones cannot overlap with anything; device_tier: the compute
+    device; offload_tier: where state is offloaded to; ratio: a number from 0 to 1, or "auto".
 
     Attributes: shards: one for each unit, in the same order. offloads: whether anything may be offloaded.
     """

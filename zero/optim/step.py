@@ -310,7 +310,7 @@ class ZeroOptimizer:
         return self._state.nbytes(shard) + sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def move(self, tier: Tier, *, gradients: bool, masters: bool, moments: bool) -> None:
-        """Move these parts of all shards that are not offloaded to `tier`. Masters that are weights go with those."""
+        """Move these parts of all shards that are not offloaded. `move_weights` moves a master that is the shard."""
         for unit, shard in self.shards.items():
             if shard.is_offloaded:
                 continue

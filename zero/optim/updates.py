@@ -5,8 +5,8 @@ This file does not know what an update computes.
 [Note: late updates]
 Once norm and overflow are known, the update of a tile depends on nothing but the tile. So `step` may return at once. A
 thread then updates the tiles, in the order in which the next forward needs them. An all-gather waits for its own unit
-only, whose tiles are then updated first. The results are those of a step that waits. On an accelerator the thread has a
-stream of its own: on the default one its copies would lie between the kernels of the forward.
+only, whose tiles are then updated first. Results equal those of a synchronous step. On an accelerator the thread has a
+stream of its own: on the default one its copies would delay the forward's kernels.
 
 [Note: files]
 Tensors of a tile that are in a file are read into host buffers, updated there, and written back. While one tile is

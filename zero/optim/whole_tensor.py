@@ -198,8 +198,8 @@ class WholeTensorState:
             unequal += differences(self._comm, {key: after[key] for key in after if after[key] != before.get(key)})
         if unequal:
             raise UsageError(
-                f"optimizer {type(self._optimizer).__name__} changes a number of its own in step() by the tensors that "
-                f"it gets ({unequal[0]}), and these are divided among ranks or units: train in one process without "
+                f"optimizer {type(self._optimizer).__name__} keeps a global value that depends on which tensors this "
+                f"rank has ({unequal[0]}), and tensors are divided among ranks or units: train in one process without "
                 "offload_optimizer, or take an optimizer that keeps such numbers in its state"
             )
 

@@ -1,8 +1,8 @@
 """Attention of transformers' models over sequences that a group of ranks shares.
 
 transformers has a register of attention functions by name ("sdpa", "eager", ...), and one of functions that make their
-masks. The functions here stand before those of the model: they act for the models that `attach` was called with, and
-pass the calls of all others on.
+masks. The functions here wrap the registered ones. They act for the models that `attach` was called with, and pass the
+calls of all others on.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class _Model:
         if self.has_chunks and whole_mask is not None:
             raise UsageError("sequence parallelism: attention in chunks takes padding on the right only")
         if mask is None or self.has_chunks:
-            # With a mask, transformers does not look for packed sequences in this piece. Its chunks would begin after
-            # what this piece shows of the padding.
+            # With a mask, transformers does not look for packed sequences in this piece. Otherwise chunk borders would
+            # shift by this piece's padding.
             mask = torch.ones(piece.shape[:2], dtype=torch.bool, device=piece.device)
         return args, {**kwargs, "attention_mask": mask, "position_ids": positions}
 
@@ -127,7 +127,7 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
     for module in model.modules():
         _models[module] = known
         if implementation := getattr(getattr(module, "config", None), "_attn_implementation", None):
-            _stand_before(implementation)
+            _wrap(implementation)
 
 
 def detach(model: nn.Module) -> None:
@@ -138,7 +138,7 @@ def detach(model: nn.Module) -> None:
                 handle.remove()
 
 
-def _stand_before(implementation: str) -> None:
+def _wrap(implementation: str) -> None:
     """Register the functions here in place of those of that name, once."""
     if implementation in _cores:
         return
@@ -163,7 +163,7 @@ def _stand_before(implementation: str) -> None:
 
 
 def _eager_function(module: nn.Module) -> Callable:
-    """Each file of models has one of its own, which is not registered."""
+    """Each modeling file defines its own eager attention, which is not registered."""
     files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
     found = next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
     if found is None:
@@ -216,7 +216,9 @@ def _of_the_whole(given: dict[str, Any]) -> dict[str, Any]:
     if given["q_length"] != given["kv_length"]:
         raise UsageError("sequence parallelism: attention to a cache of earlier tokens is not supported")
     if given.get("use_vmap"):
-        raise UsageError("sequence parallelism: this model adds a mask of its own, for which there is no whole one")
+        raise UsageError(
+            "sequence parallelism: this model adds its own mask, which cannot be built for the whole sequence"
+        )
     length = given["q_length"] * ranks.size
     given = {**given, "q_length": length, "kv_length": length, "attention_mask": mask}
     if documents is not None:
@@ -231,7 +233,7 @@ def _if_it_matters(mask: torch.Tensor) -> torch.Tensor | None:
 
 
 def _documents(positions: torch.Tensor) -> torch.Tensor | None:
-    """Numbers of the packed sequences, which begin where positions do not go on by one. None if all are unpacked."""
+    """Numbers of packed sequences: a new one starts where position is not the previous + 1. None without packing."""
     starts = positions.diff(dim=1) != 1
     return nn.functional.pad(starts.cumsum(dim=1), (1, 0)) if starts.any() else None
 

@@ -26,8 +26,8 @@ class SequenceGroup:
             raise UsageError(f"sequence_parallel_size: {size} does not divide the number of ranks, {ranks}")
         self.device = world.compute_device()
         backend = world.default_backend(self.device)
-        # Under the plain name, the gradient of torch's differentiable all-gather takes numbers in the group for numbers
-        # in the world. The Trainer makes its loss by it.
+        # Under the plain name, the backward of torch's differentiable all-gather confuses group ranks with global
+        # ranks. The Trainer's loss uses this function.
         backend = "cpu:gloo" if backend == "gloo" else backend
         self.group, _ = dist.new_subgroups(size, timeout=world.group_timeout(), backend=backend)
         self.size, self.rank = size, dist.get_rank(self.group)
@@ -67,7 +67,7 @@ class SequenceGroup:
     def mean_loss(self, loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
         """The mean over the tokens of whole sequences, from each rank's mean over the tokens of its piece.
 
-        Args: loss: a scalar, the mean over the tokens here; what it is does not matter if none counts. shift_labels:
+        Args: loss: a scalar, the mean over the tokens here, ignored if no token here has a label. shift_labels:
         the labels here, of any shape; -100 does not count. The value is equal on all ranks of the group. The mean of
         its gradients over all ranks of the job is the gradient of the mean.
         """
