@@ -8,13 +8,14 @@ of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as 
 precise. Broadcasts and all-reduces are torch's on every backend.
 
 [Note: groups of ranks]
-world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
+whole            all ranks of the job.
+world            the ranks that train the same parameters, each with batches of its own; gradients are averaged over all
+                 of them. It is the whole, unless a mesh has smaller worlds, such as one for each pipeline stage.
 shard group      the ranks over which a unit is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
 replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
 
 The shard group is the world, and each rank is alone in its replicate group, unless `within` has made smaller groups.
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
-Of a unit, this file knows only a number and a text for messages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ from zero.errors import UsageError
 from zero.order import CollectiveOrder, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
-from zero.world import Group, compute_device, default_backend, group_timeout, init_distributed, is_initialized
+from zero.world import (
+    Group,
+    compute_device,
+    default_backend,
+    group_timeout,
+    init_distributed,
+    is_initialized,
+    new_group,
+)
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -50,30 +59,36 @@ SUMMED_MESSAGE = 8 << 20
 
 
 class Communicator:
-    """Collectives of one job on one kind of device.
+    """Collectives of one world on one kind of device. `worlds`: the ranks of all of them, if it is not the whole.
 
-    Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
-    operations, and of elements of the full buffers they moved, by operation name. sent: elements of this rank's
-    messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines that
-    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
+    Attributes: rank, world_size: of the world. ranks: the world, by numbers in the job. shard_group, replicate_group:
+    see the note. calls, elements: number of operations, and of elements of the full buffers they moved, by operation
+    name. sent: elements of this rank's messages in all-gathers and reductions on gloo, by (operation name, receiver).
+    clock: the time of all engines that use these ranks. matches_by_order: operations of different ranks match by their
+    order alone, so it must be the same.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, whole: Communicator | None = None, worlds: Sequence[range] = ()):
         use(device)
-        self.device = device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if device == CPU and (unused := accelerator()) is not None and self.rank == 0:
+        self.device, self._whole, rank = device, whole, dist.get_rank()
+        self._worlds = worlds = worlds or [range(dist.get_world_size())]
+        self.ranks = next(ranks for ranks in worlds if rank in ranks)
+        self.rank, self.world_size = self.ranks.index(rank), len(self.ranks)
+        if device == CPU and (unused := accelerator()) is not None and rank == 0:
             logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
-        self.shard_group = Group(self.rank, range(self.world_size))
-        self.replicate_group = Group(0, range(self.rank, self.rank + 1))
-        self.clock = Clock(shows=self.rank == 0)
+        self.shard_group = Group(self.rank, self.ranks)
+        self.replicate_group = Group(0, range(rank, rank + 1))
+        self.clock = Clock(shows=rank == 0) if whole is None else whole.clock
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
         backend, self._native = default_backend(device), is_accelerator(device)
-        mark_device = partial(mark, device) if self._native else None
-        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
-        weakref.finalize(self, self.watchdog.stop)
+        if whole is None:
+            mark_device = partial(mark, device) if self._native else None
+            self.watchdog = Watchdog(rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
+            weakref.finalize(self, self.watchdog.stop)
+        else:
+            self.watchdog = whole.watchdog
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         self._messages: Counter[tuple[str, int]] = Counter()
@@ -81,9 +96,9 @@ class Communicator:
         self._sums: torch.Stream | None = None
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
-        self._group = dist.new_group(backend=backend, timeout=group_timeout())
-        self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
-        self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
+        self._group = new_group(worlds, backend)
+        self._reductions = new_group(worlds, backend) if self._native else self._group
+        self._hosts = new_group(worlds, "gloo") if self._native else self._group
         self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
         # Of `shard_group`, and natively of `replicate_group`.
         self._shards, self._replicas = self._group, None
@@ -97,21 +112,30 @@ class Communicator:
         if size == self.shard_group.size:
             return self
         if size not in self._within:
-            made = self._within[size] = copy.copy(self)
+            made, backend = copy.copy(self), default_backend(self.device)
+            self._within[size] = made
             first, place = self.rank - self.rank % size, self.rank % size
-            made.shard_group = Group(place, range(first, first + size))
-            made.replicate_group = Group(self.rank // size, range(place, self.world_size, size))
-            shards = [range(start, start + size) for start in range(0, self.world_size, size)]
-            made._shards = made._reductions = self._new_group(shards)
+            made.shard_group = Group(place, self.ranks[first : first + size])
+            made.replicate_group = Group(self.rank // size, self.ranks[place::size])
+            starts = range(0, self.world_size, size)
+            shards = [ranks[start : start + size] for ranks in self._worlds for start in starts]
+            made._shards = made._reductions = new_group(shards, backend)
             if self._native:
-                made._reductions = self._new_group(shards)
-                made._replicas = self._new_group([range(each, self.world_size, size) for each in range(size)])
+                made._reductions = new_group(shards, backend)
+                made._replicas = new_group(
+                    [ranks[each::size] for ranks in self._worlds for each in range(size)], backend
+                )
         return self._within[size]
 
-    def _new_group(self, groups: Sequence[range]) -> dist.ProcessGroup:
-        """This rank's one of new process groups of these ranks."""
-        options = {"backend": default_backend(self.device), "timeout": group_timeout()}
-        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
+    @property
+    def whole(self) -> Communicator:
+        """The communicator of all ranks of the job."""
+        return self._whole or self
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks of the job train other parameters."""
+        return self.world_size < self.whole.world_size
 
     @property
     def is_destroyed(self) -> bool:
@@ -299,20 +323,20 @@ class Communicator:
             return
         if self._native:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
+            dist.scatter(buffer, slices if self.rank == src else None, src=self.ranks[src], group=self._group)
             shard.copy_(buffer)
             return
         tag, others = self._next_tag("gather", None), [rank for rank in range(self.world_size) if rank != src]
         if self.rank == src:
-            works = [dist.isend(slices[rank], rank, group=self._group, tag=tag) for rank in others]
+            works = [dist.isend(slices[rank], self.ranks[rank], group=self._group, tag=tag) for rank in others]
         else:
-            works = [dist.irecv(shard, src, group=self._group, tag=tag)]
+            works = [dist.irecv(shard, self.ranks[src], group=self._group, tag=tag)]
         Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""
         self._count("broadcast", tensor.numel())
-        self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
+        self._blocking("a broadcast", lambda: dist.broadcast(tensor, self.ranks[src], group=self._group))
 
     def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Start to copy each (place, tensor) from that place in the shard group to all of it, in place.
@@ -380,16 +404,19 @@ def _add_up(out: torch.Tensor, terms: Sequence[torch.Tensor], accumulate: bool) 
     return out if total is out else out.copy_(total)
 
 
-_communicators: dict[torch.device, Communicator] = {}
+_communicators: dict[tuple[torch.device, tuple[range, ...]], Communicator] = {}
 
 
-def communicator() -> Communicator:
-    """The communicator of this process's compute device, made (with the process group, if need be) on first use."""
+def communicator(worlds: Sequence[range] = ()) -> Communicator:
+    """The communicator of this process's compute device, made (with the process group, if need be) on first use.
+
+    `worlds` divide the ranks of the job, all of which must call it: the communicator is that of this rank's world.
+    """
     if not is_initialized():
         init_distributed()
-    device = compute_device()
+    key = compute_device(), tuple(worlds if len(worlds) > 1 else ())
     if not _communicators:
         end_with_launcher()
-    if device not in _communicators or _communicators[device].is_destroyed:
-        _communicators[device] = Communicator(device)
-    return _communicators[device]
+    if key not in _communicators or _communicators[key].is_destroyed:
+        _communicators[key] = Communicator(key[0], communicator() if key[1] else None, key[1])
+    return _communicators[key]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zero.agreement import flat, hyper_parameters, versions
+from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
 from zero.compression import CompressedCommunicator
 from zero.config import Config, OffloadOptimizerConfig
@@ -29,6 +29,17 @@ from zero.optim.step import ZeroOptimizer, param_group_of
 from zero.schedule import Residency, Schedule
 from zero.second_shards import TwiceShardedUnit
 from zero.unit import Unit
+
+
+def require_agreement(
+    comm: Communicator, settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raise UsageError unless the ranks of `comm` train the same, and all of the job in the same way."""
+    found = facts(settings, model, optimizer)
+    require_same(comm, found)
+    if comm.is_part:
+        of_model = [key for key in found if key.startswith("parameter ") or key.endswith(", params")]
+        require_same(comm.whole, {key: each for key, each in found.items() if key not in of_model})
 
 
 def facts(settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:

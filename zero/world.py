@@ -6,6 +6,7 @@ Also which device this rank computes on, and groups of ranks by number. This fil
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -52,6 +53,12 @@ def group_timeout() -> timedelta:
     world = dist.group.WORLD
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return default_timeout() if options is None else options._timeout
+
+
+def new_group(groups: Iterable[Iterable[int]], backend: str) -> dist.ProcessGroup:
+    """This rank's one of new process groups of these ranks. All ranks of the job must call it."""
+    options = {"backend": backend, "timeout": group_timeout()}
+    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
 
 
 def init_distributed(

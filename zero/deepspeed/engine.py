@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import monitor, world
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
+from zero.comm import Communicator, communicator
 from zero.config import Config, load_config
 from zero.deepspeed.leaf import mark_configured
 from zero.deepspeed.lr_schedules import build_scheduler
@@ -27,7 +28,7 @@ from zero.deepspeed.sequence import share_sequences
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
-from zero.mesh import Mesh, mesh_of_accelerate, shard_size
+from zero.mesh import Mesh, mesh_of_accelerate, worlds
 from zero.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
@@ -48,14 +49,14 @@ class DeepSpeedEngine(ZeroEngine):
     _config = property(attrgetter("settings"), doc="The configuration.")
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
-    global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
-    world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
+    global_rank = property(attrgetter("comm.whole.rank"), doc="This rank's number.")
+    world_size = property(attrgetter("comm.whole.world_size"), doc="The number of ranks.")
     sequence_parallel_size = property(attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence.")
 
     @property
     def dp_world_size(self) -> int:
         """How many ranks, or groups of ranks that share sequences, have batches of their own."""
-        return self.world_size // self.sequence_parallel_size
+        return self.comm.world_size // self.sequence_parallel_size
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
@@ -224,31 +225,38 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     share_sequences(model, settings, mpu)
-    settings.resolve_batch(world.get_world_size())
-    _cut_into_groups(settings, mesh)
+    comm = _communicator(settings, mesh)
+    settings.resolve_batch(comm.world_size)
+    settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
-    engine = make_engine(model, settings, optimizer, lr_scheduler)
+    engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
 
 
-def _cut_into_groups(settings: Config, mesh: Mesh | None) -> None:
-    """Take the size of the shard groups from the mesh, if there is one. Raises UsageError if it divides no world."""
+def _communicator(settings: Config, mesh: Mesh | None) -> Communicator:
+    """Of the ranks that train the same parameters, as the mesh says; the size of the shard groups is taken from it."""
     mesh = mesh_of_accelerate() if mesh is None else mesh
-    if mesh is not None:
-        settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
-    settings.zero_optimization.shards_over(world.get_world_size())
+    if mesh is None:
+        return communicator()
+    found = worlds(mesh, world.get_world_size())
+    if len(found.ranks) > 1 and settings.sequence_parallel_size > 1:
+        raise UsageError(
+            "initialize: sequence_parallel_size and a mesh with pipeline or tensor are not available together"
+        )
+    settings.zero_optimization.use_shard_size(found.shard_size)
+    return communicator(found.ranks)
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
     """Micro-batches of this rank's part of `dataset`. `loader.sampler.set_epoch` shuffles it again."""
     sampler = None
     if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
+        sampler = DistributedSampler(dataset, engine.comm.world_size, engine.comm.rank)
     loader = DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)
     return loader if engine.sequence_parallel_size == 1 else DataLoader(MicroBatches(loader, current_group()), None)

@@ -26,6 +26,7 @@ from zero.comm import Communicator
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
+from zero.layout import COUNTED_ELSEWHERE
 from zero.offload.memory import HostMemory
 from zero.offload.tiers import Tier
 from zero.optim import arithmetic, cpu_adam
@@ -78,7 +79,8 @@ class ZeroOptimizer:
     them, as far as is known.
 
     Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
-    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step.
+    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step. before_norm: called in
+    each step, on all ranks, when gradients are reduced.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class ZeroOptimizer:
         self._replicated = any(unit.layout.replicated for unit in self.shards)
         self.overflow, self._checks_overflow = False, checks_overflow
         self.grad_norm: float | None = None
+        self.before_norm: list[Callable[[], None]] = []
         self.read_by_saves = threading.Event()  # not set while a save in the background still copies the state
         self.read_by_saves.set()
         self.model_params = [list(group["params"]) for group in optimizer.param_groups]
@@ -133,6 +136,8 @@ class ZeroOptimizer:
         if idle and self.comm.rank == 0:
             logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
         self._names = [names[param] for param in group_of if param in names]
+        counted = [not getattr(param, COUNTED_ELSEWHERE, False) for param in group_of if param in names]
+        self._counted = torch.tensor(counted, dtype=torch.bool, device=self.comm.device)
         number_of = {param: number for number, param in enumerate(param for param in group_of if param in names)}
         self._pieces = [
             (number_of[unit.params[piece.slot]], shard, piece.start, piece.start + piece.numel)
@@ -188,6 +193,8 @@ class ZeroOptimizer:
             self.reducer.collect_from_script(unit)
             self.reducer.complete(unit)
         self.reducer.drain()
+        for act in self.before_norm:
+            act()
         self._place()
         to_mean = self.gradient_factor
         self.grad_norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
@@ -345,11 +352,19 @@ class ZeroOptimizer:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
         self._param_norms = squares.sqrt_().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
+        if self.comm.is_part:
+            square, sums = self._sums_over_job(own).split([1, len(own)])
+            norm = square.sqrt()
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
-        if disagree(totals, self.comm.world_size):
-            require_same(self.comm, facts)
+        if disagree(totals, self.comm.whole.world_size):
+            require_same(self.comm.whole, facts)
         return norm
+
+    def _sums_over_job(self, own: torch.Tensor) -> torch.Tensor:
+        """[squared norm of the whole model, *own], summed over all ranks; parameters of each world count once."""
+        square = self._param_norms[self._counted].double().square().sum()
+        return self.comm.whole.all_reduce(torch.cat([square.view(1) * (self.comm.rank == 0), own]))
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
         """2-norms of this rank's pieces of gradients, scalars on the compute device."""
@@ -366,7 +381,8 @@ class ZeroOptimizer:
 
     def _explain_non_finite(self) -> str:
         """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
-        name = self._names[int(torch.argmin(self._param_norms.isfinite().int()))]
+        finite = self._param_norms.isfinite()
+        name = "on ranks with other parameters" if finite.all() else self._names[int(torch.argmin(finite.int()))]
         if self.scaler is None:
             return f"the gradient of parameter {name!r} is not finite; this step was skipped on every rank"
         return (

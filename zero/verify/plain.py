@@ -13,7 +13,7 @@ from torch import nn
 
 from zero.accumulation import Accumulation
 from zero.clock import Throughput
-from zero.comm import communicator
+from zero.comm import Communicator, communicator
 from zero.config import Config
 from zero.construction import make_scheduler, place_buffers
 from zero.deepspeed.engine import DeepSpeedEngine
@@ -48,9 +48,12 @@ class PlainEngine(DeepSpeedEngine):
         settings: Config,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: object | None = None,
+        comm: Communicator | None = None,
     ):
         Accumulation.__init__(self)
-        self.comm = communicator()
+        self.comm = comm or communicator()
+        if self.comm.is_part:
+            raise UsageError("zero verify: not available for a mesh whose ranks train different parameters")
         self.settings = settings.resolve_batch(self.comm.world_size)
         self.config, self.module, self.optimizer = settings.raw, model, optimizer
         self.global_steps = self.skipped_steps = 0
