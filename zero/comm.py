@@ -38,15 +38,7 @@ from zero.errors import UsageError
 from zero.order import CollectiveOrder, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
-from zero.world import (
-    Group,
-    compute_device,
-    default_backend,
-    group_timeout,
-    init_distributed,
-    is_initialized,
-    new_group,
-)
+from zero.world import Group, compute_device, group_timeout, init_distributed, is_initialized, new_group
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -82,7 +74,7 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
-        backend, self._native = default_backend(device), is_accelerator(device)
+        self._native = is_accelerator(device)
         if whole is None:
             mark_device = partial(mark, device) if self._native else None
             self.watchdog = Watchdog(rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
@@ -96,9 +88,9 @@ class Communicator:
         self._sums: torch.Stream | None = None
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
-        self._group = new_group(worlds, backend)
-        self._reductions = new_group(worlds, backend) if self._native else self._group
-        self._hosts = new_group(worlds, "gloo") if self._native else self._group
+        self._group = new_group(worlds, device)
+        self._reductions = new_group(worlds, device) if self._native else self._group
+        self._hosts = new_group(worlds, CPU) if self._native else self._group
         self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
         # Of `shard_group`, and natively of `replicate_group`.
         self._shards, self._replicas = self._group, None
@@ -112,19 +104,16 @@ class Communicator:
         if size == self.shard_group.size:
             return self
         if size not in self._within:
-            made, backend = copy.copy(self), default_backend(self.device)
-            self._within[size] = made
+            made = self._within[size] = copy.copy(self)
             first, place = self.rank - self.rank % size, self.rank % size
             made.shard_group = Group(place, self.ranks[first : first + size])
             made.replicate_group = Group(self.rank // size, self.ranks[place::size])
-            starts = range(0, self.world_size, size)
-            shards = [ranks[start : start + size] for ranks in self._worlds for start in starts]
-            made._shards = made._reductions = new_group(shards, backend)
+            shards = [ranks[start : start + size] for ranks in self._worlds for start in range(0, len(ranks), size)]
+            made._shards = made._reductions = new_group(shards, self.device)
             if self._native:
-                made._reductions = new_group(shards, backend)
-                made._replicas = new_group(
-                    [ranks[each::size] for ranks in self._worlds for each in range(size)], backend
-                )
+                made._reductions = new_group(shards, self.device)
+                replicas = [ranks[each::size] for ranks in self._worlds for each in range(size)]
+                made._replicas = new_group(replicas, self.device)
         return self._within[size]
 
     @property
@@ -313,25 +302,17 @@ class Communicator:
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
         """Give every rank its slice of rank `src`'s `full`; other ranks may pass None. Blocking."""
-        n, size = shard.numel(), self.shard_group.size
+        n, size, slices = shard.numel(), self.shard_group.size, None
         self._count("scatter", n * size)
         if self.rank == src:
             # By rank of the world: each replica gets the same.
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
-        if self.world_size == 1:
-            return
-        if self._native:
+        if self.world_size > 1:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(buffer, slices if self.rank == src else None, src=self.ranks[src], group=self._group)
+            scatter = partial(dist.scatter, buffer, slices, src=self.ranks[src], group=self._group)
+            self._blocking("the distribution of initial values", scatter)
             shard.copy_(buffer)
-            return
-        tag, others = self._next_tag("gather", None), [rank for rank in range(self.world_size) if rank != src]
-        if self.rank == src:
-            works = [dist.isend(slices[rank], self.ranks[rank], group=self._group, tag=tag) for rank in others]
-        else:
-            works = [dist.irecv(shard, self.ranks[src], group=self._group, tag=tag)]
-        Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""

@@ -212,7 +212,7 @@ def make_optimizer(
         overlap=_overlaps_step(offload, reducer.comm.device),
         read_ahead=offload.pipeline_read,
         write_behind=offload.pipeline_write,
-        forward_order=lambda: [units[i] for i in schedule.recorded(("train", True))],
+        forward_order=lambda: [units[i] for i in schedule.recorded(("train", True, None))],
     )
 
 

@@ -29,6 +29,7 @@ from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, mode
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator
+from zero.errors import UsageError
 from zero.gathered import gather_range
 from zero.layout import Slot
 from zero.optim.step import precise_values
@@ -82,6 +83,10 @@ class Weights:
         dtype: torch.dtype | str | None = None,
         exclude_frozen: bool = False,
     ):
+        if comm.is_part:
+            raise UsageError(
+                "each rank has a part of this model only: use save_checkpoint, and `zero consolidate` on its folder"
+            )
         self.units = [unit for unit in units if unit.trainable or not exclude_frozen]
         if isinstance(dtype, str) and dtype not in DTYPES:
             raise ValueError(f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None")

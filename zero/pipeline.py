@@ -26,7 +26,8 @@ from zero.errors import UsageError
 from zero.layout import COUNTED_ELSEWHERE
 from zero.mesh import Mesh, dimension
 from zero.parameter_state import GRADIENT, ParameterState
-from zero.world import default_backend, new_group
+from zero.unit import Unit
+from zero.world import new_group
 
 IGNORED = -100  # a label that does not count
 _PLACE = "_zero_pipeline"  # attribute of a model that was split
@@ -63,6 +64,11 @@ class Place:
         """Drop the modules of other ranks' stages."""
         for parent, child, module in self._modules(model, self.own):
             parent._modules[child] = module
+
+    def modules_of(self, stage: int) -> Iterator[nn.Module]:
+        """All modules that only this stage has."""
+        for *_, module in self.switches[stage]:
+            yield from module.modules()
 
     @contextmanager
     def only(self, stage: int) -> Iterator[None]:
@@ -127,12 +133,13 @@ def split(model: nn.Module, mesh: Mesh, stages_per_rank: int = 1) -> nn.Module:
 class _Stage(nn.Module):
     """One stage of the engine's model, as torch's schedules call it: ids or hidden states in, hidden or logits out."""
 
-    def __init__(self, engine: DeepSpeedEngine, place: Place, number: int):
+    def __init__(self, engine: DeepSpeedEngine, place: Place, number: int, before: Callable[[int], None]):
         super().__init__()
         object.__setattr__(self, "engine", engine)  # not as a submodule
-        self.place, self.number = place, number
+        self.place, self.number, self.before = place, number, before
 
     def forward(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.before(self.number)
         name = "input_ids" if self.number == 0 else "inputs_embeds"
         with self.place.only(self.number):
             return self.engine(**{name: tensor}, use_cache=False, **kwargs).logits
@@ -141,10 +148,10 @@ class _Stage(nn.Module):
 class _TorchStage(PipelineStage):
     """torch's stage, which tells the pipeline of each backward."""
 
-    before_backward: Callable[[], None]
+    before_backward: Callable[[int], None]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.before_backward()
+        self.before_backward(self.stage_index)
         super().backward_one_chunk(*args, **kwargs)
 
 
@@ -193,6 +200,7 @@ class Pipeline:
                 f"Pipeline: gradient_accumulation_steps is {self._micro_batches}; a pipeline of {place.ranks} ranks "
                 "needs as many micro-batches at least"
             )
+        self._absent = {stage: self._absent_from(stage) for stage in place.own}
         self.is_first, self.is_last = 0 in place.own, place.count - 1 in place.own
         group = mesh.get_group(dimension(mesh, "pipeline"))
         self.stages = [self._torch_stage(number, length, group) for number in place.own]
@@ -212,7 +220,7 @@ class Pipeline:
         hidden = torch.empty(rows, length, config.hidden_size, **shape)
         logits = torch.empty(rows, length, config.vocab_size, **shape)
         ends = ids if number == 0 else hidden, logits if number == place.count - 1 else hidden
-        module = _Stage(engine, place, number)
+        module = _Stage(engine, place, number, self._tell_stage)
         made = _TorchStage(module, number, place.count, engine.device, *ends, group=group)
         made.before_backward = self._before_backward
         return made
@@ -224,14 +232,25 @@ class Pipeline:
             return
         ends = ranks[:, [0, -1]].tolist()
         rest = [[rank] for rank in ranks[:, 1:-1].flatten().tolist()]
-        group = new_group(ends + rest, default_backend(self.engine.device))
+        group = new_group(ends + rest, self.engine.device)
         if self._place.tied is not None:
             self.engine.optimizer.before_norm.append(partial(_sum_gradient, self._place.tied, group))
 
-    def _before_backward(self) -> None:
+    def _tell_stage(self, stage: int) -> None:
+        """The engine's next forward or backward is one of this stage."""
+        if len(self._place.own) > 1:
+            self.engine.hooks.part, self.engine.hooks.absent = stage, self._absent[stage]
+
+    def _absent_from(self, stage: int) -> frozenset[Unit]:
+        """The units whose modules are all in other stages of this rank."""
+        others = {each for other in self._place.own if other != stage for each in self._place.modules_of(other)}
+        return frozenset(unit for unit in self.engine.units if unit.modules and others.issuperset(unit.modules))
+
+    def _before_backward(self, stage: int) -> None:
         self._left -= 1
         self.engine.set_gradient_accumulation_boundary(self._left == 0)
         self.engine.expect_scaled_gradients()
+        self._tell_stage(stage)
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.engine.scale(self._loss(logits, labels) * self._factor)

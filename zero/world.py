@@ -55,9 +55,9 @@ def group_timeout() -> timedelta:
     return default_timeout() if options is None else options._timeout
 
 
-def new_group(groups: Iterable[Iterable[int]], backend: str) -> dist.ProcessGroup:
+def new_group(groups: Iterable[Iterable[int]], device: torch.device) -> dist.ProcessGroup:
     """This rank's one of new process groups of these ranks. All ranks of the job must call it."""
-    options = {"backend": backend, "timeout": group_timeout()}
+    options = {"backend": default_backend(device), "timeout": group_timeout()}
     return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
 
 

@@ -28,6 +28,7 @@ from zero.comm import Communicator
 from zero.config import Config
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.gradients import GradientReducer
+from zero.layout import COUNTED_ELSEWHERE
 from zero.offload.tiers import HostTrimmer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import ZeroOptimizer, precise_values
@@ -78,6 +79,13 @@ def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
             name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
     return found
+
+
+def without_copies(engine: Trained, slices: dict[str, Slices]) -> dict[str, Slices]:
+    """`slices` but for those of parameters that other ranks store, because they have the same ones."""
+    named = (pair for unit in engine.units for pair in zip(unit.param_names, unit.params, strict=True))
+    copies = {name for name, param in named if getattr(param, COUNTED_ELSEWHERE, False)}
+    return {key: each for key, each in slices.items() if copies.isdisjoint(key.split("/"))}
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,6 +34,10 @@ logger = logging.getLogger("zero")
 
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
+
+
+# What differs where ranks of the job train different parts of a model.
+_OF_MODEL = ("parameters", "plain", "tied")
 
 
 # -- save
@@ -64,7 +68,7 @@ def save_checkpoint(
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
-    ranks = Ranks.of(engine.comm, what)
+    ranks = Ranks.of(engine.comm.whole, what)
     tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # What is in files does not fit into host memory. So it cannot be copied there for a save in the background.
@@ -119,17 +123,20 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
             slices |= of_optimizer
         place, size = engine.comm.replicate_group.rank, engine.comm.replicate_group.size
         if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
-            place, size = ranks.rank, ranks.world_size
-        slices = {key: entry.share(place, size) for key, entry in slices.items()}
-        if ranks.rank == 0:
+            place, size = engine.comm.rank, engine.comm.world_size
+        slices = {key: each.share(place, size) for key, each in state.without_copies(engine, slices).items()}
+        if engine.comm.rank == 0:
             for name, value in state.plain_tensors(engine.module).items():
                 slices[f"plain/{name}"] = whole(value.contiguous())
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
     slices, kinds, description = ranks.run(collect)
-    gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
-    description["random_states"] = [states for _, states in gathered]
-    for kinds, _ in gathered:  # a rank whose shards are all padding has no state
+    own = {key: description[key] for key in _OF_MODEL} if engine.comm.is_part and engine.comm.rank == 0 else {}
+    gathered = ranks.gather((kinds, state.random_states(engine.comm.device), own))
+    description["random_states"] = [states for _, states, _ in gathered]
+    for key in _OF_MODEL if engine.comm.is_part else ():
+        description[key] = {name: each for *_, part in gathered for name, each in part.get(key, {}).items()}
+    for kinds, *_ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
             merged = description["optimizer"]["state"].setdefault(key, {})
             for part, content in kind.items():
@@ -145,7 +152,7 @@ def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict
         "version": FORMAT_VERSION,
         "torch": torch.__version__,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "world_size": engine.comm.world_size,
+        "world_size": engine.comm.whole.world_size,
         "stage": engine.settings.zero_optimization.stage,
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
@@ -240,7 +247,7 @@ def load_checkpoint(
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
-    ranks, source = Ranks.of(engine.comm, f"loading a checkpoint from {load_dir}"), Path(load_dir)
+    ranks, source = Ranks.of(engine.comm.whole, f"loading a checkpoint from {load_dir}"), Path(load_dir)
     found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
     of_trainer = ranks.on_first(lambda: any(source.glob("rng_state*.pth")))
     if found is None:
@@ -250,7 +257,8 @@ def load_checkpoint(
     folder = Path(found)
     manifest = ranks.run(lambda: _open(source, folder, ranks))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict))
+    elsewhere = {name for names in ranks.gather(list(_shapes(engine))) for name in names}
+    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict, elsewhere))
     if with_optimizer:
         ranks.run(lambda: _check_optimizer(engine, manifest))
     _read(engine, ranks, SliceReader(folder, manifest), names, with_optimizer)
@@ -289,21 +297,25 @@ def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
             raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
-def _names_to_load(engine: Trained, manifest: Manifest, strict: bool) -> set[str]:
-    """Names that the model and the checkpoint have in common.
+def _shapes(engine: Trained) -> dict[str, list[int]]:
+    """Of all that a checkpoint has of the model, by name."""
+    plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
+    return plain | {name: entry["shape"] for name, entry in _parameters(engine).items()}
+
+
+def _names_to_load(engine: Trained, manifest: Manifest, strict: bool, elsewhere: Collection[str]) -> set[str]:
+    """Names that the model and the checkpoint have in common. Other ranks of the job have those in `elsewhere`.
 
     Raises ValueError if shapes differ, or, if `strict`, names.
     """
     stored = {name: entry.shape for name, entry in (manifest.parameters | manifest.plain).items()}
-    here = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
-    parameters = _parameters(engine)
-    here |= {name: entry["shape"] for name, entry in parameters.items()}
+    here, parameters = _shapes(engine), _parameters(engine)
     common = here.keys() & stored.keys()
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
         raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
     optional = {name for name, entry in parameters.items() if not entry["trainable"] and manifest.frozen_excluded}
-    missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
+    missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common - set(elsewhere))
     if strict and (missing or unexpected):
         raise ValueError(
             f"the checkpoint does not fit the model: it lacks {_some(missing)} and has {_some(unexpected)} which the "
