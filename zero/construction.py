@@ -26,6 +26,7 @@ from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.parameters import local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import TwiceShardedUnit
 from zero.unit import Unit
@@ -91,7 +92,7 @@ def _tiers(plans: Sequence[UnitPlan], settings: Config, comm: Communicator) -> l
     tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
     in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
     for plan in plans:
-        in_memory -= sum(param.numel() for param in plan.params) // comm.shard_group.size
+        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found
 

@@ -20,7 +20,7 @@ from zero.accumulation import Accumulation
 from zero.activations import HostActivations
 from zero.agreement import require_same
 from zero.clock import Throughput
-from zero.comm import communicator
+from zero.comm import Communicator, communicator
 from zero.config import Config
 from zero.config.report import announce
 from zero.device import empty_cache, is_accelerator, synchronize
@@ -62,7 +62,7 @@ class ZeroEngine(Accumulation, nn.Module):
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch.
 
     Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
-    function of the optimizer that makes one, or None.
+    function of the optimizer that makes one, or None. comm: of the ranks that share this model; default: all.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
@@ -81,9 +81,10 @@ class ZeroEngine(Accumulation, nn.Module):
         settings: Config,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: object | None = None,
+        comm: Communicator | None = None,
     ):
         super().__init__()
-        self.comm = communicator()
+        self.comm = comm or communicator()
         settings = settings.resolve_batch(self.comm.world_size)
         shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
         self.settings, self.config = settings, settings.raw
@@ -134,7 +135,7 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- construction
 
     def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.comm.rank == 0:
+        if self.comm.job.rank == 0:
             announce(self.settings, construction.describe_optimizer(optimizer, self.settings))
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
@@ -251,7 +252,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _log_skip(self) -> None:
-        if self.scaler is not None and self.comm.rank == 0:
+        if self.scaler is not None and self.comm.job.rank == 0:
             logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -35,6 +35,7 @@ from zero.optim.tiles import Tile, TiledState
 from zero.optim.updates import TileInMemory, Updates
 from zero.optim.whole_tensor import WholeTensorState
 from zero.optimizer_shard import OptimizerShard
+from zero.parameters import is_copy
 from zero.pending import Pending
 from zero.unit import Unit
 
@@ -130,10 +131,11 @@ class ZeroOptimizer:
         """Number the trained parameters in the order of the param groups, and find this rank's pieces of them."""
         names = {p: name for unit in self.shards for p, name in zip(unit.params, unit.param_names, strict=True)}
         idle = [name for param, name in names.items() if param not in group_of]
-        if idle and self.comm.rank == 0:
+        if idle and self.comm.job.rank == 0:
             logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
         self._names = [names[param] for param in group_of if param in names]
         number_of = {param: number for number, param in enumerate(param for param in group_of if param in names)}
+        self._are_copies = torch.tensor([is_copy(param) for param in number_of], device=self.comm.device, dtype=bool)
         self._pieces = [
             (number_of[unit.params[piece.slot]], shard, piece.start, piece.start + piece.numel)
             for unit, shard in self.shards.items()
@@ -343,8 +345,10 @@ class ZeroOptimizer:
             sums = self.comm.all_reduce(own)
         else:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
-        self._param_norms = squares.sqrt_().float()
+        self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
+        if self.comm.model is not None:  # parts of a parameter count once each, and copies not at all
+            norm = self.comm.model.all_reduce(squares[~self._are_copies].sum().view(1)).sqrt()
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
         if disagree(totals, self.comm.world_size):
