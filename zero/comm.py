@@ -7,15 +7,8 @@ of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as 
 (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and more
 precise. Broadcasts and all-reduces are torch's on every backend.
 
-[Note: groups of ranks]
-whole            all ranks of the job.
-world            the ranks that train the same parameters, each with batches of its own; gradients are averaged over all
-                 of them. It is the whole, unless a mesh has smaller worlds, such as one for each pipeline stage.
-shard group      the ranks over which a unit is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
-replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
-
-The shard group is the world, and each rank is alone in its replicate group, unless `within` has made smaller groups.
-Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
+Sums have one order: within each shard group by rank, then by group. So replicas have the same bits. Of a unit, this
+file knows only a number and a text for messages.
 """
 
 from __future__ import annotations
@@ -35,10 +28,10 @@ import torch.distributed as dist
 from zero.clock import Clock
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
 from zero.errors import UsageError
-from zero.order import CollectiveOrder, explain
+from zero.order import CollectiveOrder, MessageTags, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
-from zero.world import Group, compute_device, group_timeout, init_distributed, is_initialized, new_group
+from zero.world import Group, compute_device, default_backend, group_timeout, init_distributed, is_initialized
 
 T = TypeVar("T")
 logger = logging.getLogger("zero")
@@ -51,50 +44,63 @@ SUMMED_MESSAGE = 8 << 20
 
 
 class Communicator:
-    """Collectives of one world on one kind of device. `worlds`: the ranks of all of them, if it is not the whole.
+    """Collectives of one job on one kind of device.
 
-    Attributes: rank, world_size: of the world. ranks: the world, by numbers in the job. shard_group, replicate_group:
-    see the note. calls, elements: number of operations, and of elements of the full buffers they moved, by operation
-    name. sent: elements of this rank's messages in all-gathers and reductions on gloo, by (operation name, receiver).
-    clock: the time of all engines that use these ranks. matches_by_order: operations of different ranks match by their
-    order alone, so it must be the same.
+    Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups are in
+    `zero/world.py`. model: the communicator of the model group; None if this rank has the whole model. calls, elements:
+    number of operations, and of elements of the full buffers they moved, by operation name. sent: elements of this
+    rank's messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines
+    that use these ranks. matches_by_order: operations of different ranks match by their order alone.
     """
 
-    def __init__(self, device: torch.device, whole: Communicator | None = None, worlds: Sequence[range] = ()):
+    def __init__(self, device: torch.device):
         use(device)
-        self.device, self._whole, rank = device, whole, dist.get_rank()
-        self._worlds = worlds = worlds or [range(dist.get_world_size())]
-        self.ranks = next(ranks for ranks in worlds if rank in ranks)
-        self.rank, self.world_size = self.ranks.index(rank), len(self.ranks)
+        self.device, self._native = device, is_accelerator(device)
+        rank, size = dist.get_rank(), dist.get_world_size()
         if device == CPU and (unused := accelerator()) is not None and rank == 0:
             logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
-        self.shard_group = Group(self.rank, self.ranks)
-        self.replicate_group = Group(0, range(rank, rank + 1))
-        self.clock = Clock(shows=rank == 0) if whole is None else whole.clock
+        self.clock = Clock(shows=rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
-        self._native = is_accelerator(device)
-        if whole is None:
-            mark_device = partial(mark, device) if self._native else None
-            self.watchdog = Watchdog(rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
-            weakref.finalize(self, self.watchdog.stop)
-        else:
-            self.watchdog = whole.watchdog
-        # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
-        self.serials = itertools.count(1)
-        self._messages: Counter[tuple[str, int]] = Counter()
+        mark_device = partial(mark, device) if self._native else None
+        self.watchdog = Watchdog(rank, size, 0.8 * group_timeout().total_seconds(), mark_device)
+        weakref.finalize(self, self.watchdog.stop)
         self._copies: torch.Stream | None = None
         self._sums: torch.Stream | None = None
+        self._job: Communicator | None = None
+        self.model: Communicator | None = None
+        self._split: dict[str, Communicator] = {}
+        self._join([range(size)])
+
+    def _join(self, worlds: Sequence[Sequence[int]]) -> None:
+        """Make the process groups of the world that this rank is in."""
+        rank = dist.get_rank()
+        self._worlds, self._ranks = worlds, next(ranks for ranks in worlds if rank in ranks)
+        self.rank, self.world_size = self._ranks.index(rank), len(self._ranks)
+        self.shard_group, self.replicate_group = Group(self.rank, self._ranks), Group(0, [rank])
+        # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
+        self.serials = itertools.count(1)
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
-        self._group = new_group(worlds, device)
-        self._reductions = new_group(worlds, device) if self._native else self._group
-        self._hosts = new_group(worlds, CPU) if self._native else self._group
-        self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
+        self._group = self._new_group(worlds)
+        self._reductions = self._new_group(worlds) if self._native else self._group
+        self._hosts = self._new_group(worlds, "gloo") if self._native else self._group
+        self._order, self._tags = CollectiveOrder(), MessageTags()
+        self.matches_by_order = self._native and self.world_size > 1
         # Of `shard_group`, and natively of `replicate_group`.
         self._shards, self._replicas = self._group, None
         self._within: dict[int, Communicator] = {}
+
+    def split(self, worlds: Sequence[Sequence[int]], models: Sequence[Sequence[int]]) -> Communicator:
+        """The same job, cut into these worlds and model groups. All must call it. Counters and clock are shared."""
+        if (key := str((worlds, models))) not in self._split:
+            self._split[key] = made = copy.copy(self)
+            made.model = copy.copy(self)
+            for each, groups in ((made, worlds), (made.model, models)):
+                each._job = self
+                each._join(groups)
+        return self._split[key]
 
     def within(self, size: int) -> Communicator:
         """The same ranks, with shard groups of `size` consecutive ones, which must divide the world. All must call it.
@@ -106,25 +112,24 @@ class Communicator:
         if size not in self._within:
             made = self._within[size] = copy.copy(self)
             first, place = self.rank - self.rank % size, self.rank % size
-            made.shard_group = Group(place, self.ranks[first : first + size])
-            made.replicate_group = Group(self.rank // size, self.ranks[place::size])
+            made.shard_group = Group(place, self._ranks[first : first + size])
+            made.replicate_group = Group(self.rank // size, self._ranks[place::size])
             shards = [ranks[start : start + size] for ranks in self._worlds for start in range(0, len(ranks), size)]
-            made._shards = made._reductions = new_group(shards, self.device)
+            made._shards = made._reductions = self._new_group(shards)
             if self._native:
-                made._reductions = new_group(shards, self.device)
-                replicas = [ranks[each::size] for ranks in self._worlds for each in range(size)]
-                made._replicas = new_group(replicas, self.device)
+                made._reductions = self._new_group(shards)
+                made._replicas = self._new_group([ranks[each::size] for ranks in self._worlds for each in range(size)])
         return self._within[size]
 
-    @property
-    def whole(self) -> Communicator:
-        """The communicator of all ranks of the job."""
-        return self._whole or self
+    def _new_group(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """This rank's one of new process groups of these ranks."""
+        options = {"backend": backend or default_backend(self.device), "timeout": group_timeout()}
+        return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
 
     @property
-    def is_part(self) -> bool:
-        """Whether other ranks of the job train other parameters."""
-        return self.world_size < self.whole.world_size
+    def job(self) -> Communicator:
+        """The communicator of all ranks."""
+        return self._job or self
 
     @property
     def is_destroyed(self) -> bool:
@@ -154,15 +159,6 @@ class Communicator:
             raise UsageError(explain(self.exchange(self._order.recent)))
         self._order.start_over()
 
-    def _next_tag(self, kind: str, unit: object) -> int:
-        """The tag of the next message of `kind` about `unit`: 22 bits for its number, 1 for the kind, 8 that count.
-
-        Messages of ranks that run different modules never match. Their ranks wait, and the watchdog finds them.
-        """
-        key = getattr(unit, "serial", 0)
-        self._messages[kind, key] += 1
-        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
-
     def _exchange(
         self, name: str, group: Group, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
@@ -191,7 +187,7 @@ class Communicator:
             own.copy_(shard, non_blocking=True)
         if self.shard_group.size == 1:
             return Pending()
-        tag, slices = self._next_tag("gather", unit), full.view(self.shard_group.size, -1)
+        tag, slices = self._tags.next("gather", unit), full.view(self.shard_group.size, -1)
         works = self._exchange("all_gather", self.shard_group, tag, [own] * self.shard_group.size, slices)
         return Pending(works, None, (full, own), self.watchdog, unit)
 
@@ -253,7 +249,7 @@ class Communicator:
         group, replicas = self.shard_group, self.replicate_group
         rows = [full.narrow(0, place * n + first, width) for place in range(group.size)]
         terms = [row if place == group.rank else torch.empty_like(row) for place, row in enumerate(rows)]
-        tag = self._next_tag("reduce", unit)
+        tag = self._tags.next("reduce", unit)
         works = self._exchange("reduce_scatter", group, tag, rows, terms)
 
         def finish() -> None:
@@ -301,23 +297,31 @@ class Communicator:
             return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._replicas, async_op=True)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
-        """Give every rank its slice of rank `src`'s `full`; other ranks may pass None. Blocking."""
-        n, size, slices = shard.numel(), self.shard_group.size, None
+        """Give every rank of the world its slice of `full` of its rank `src`; others may pass None. Blocking."""
+        n, size = shard.numel(), self.shard_group.size
         self._count("scatter", n * size)
         if self.rank == src:
-            # By rank of the world: each replica gets the same.
+            # Each replica gets the same.
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
-        if self.world_size > 1:
+        if self.world_size == 1:
+            return
+        if self._native:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            scatter = partial(dist.scatter, buffer, slices, src=self.ranks[src], group=self._group)
-            self._blocking("the distribution of initial values", scatter)
+            dist.scatter(buffer, slices if self.rank == src else None, group=self._group, group_src=src)
             shard.copy_(buffer)
+            return
+        tag, others = self._tags.next("gather", None), [rank for rank in range(self.world_size) if rank != src]
+        if self.rank == src:
+            works = [dist.isend(slices[rank], group=self._group, group_dst=rank, tag=tag) for rank in others]
+        else:
+            works = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
+        Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""
+        """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking."""
         self._count("broadcast", tensor.numel())
-        self._blocking("a broadcast", lambda: dist.broadcast(tensor, self.ranks[src], group=self._group))
+        self._blocking("a broadcast", lambda: dist.broadcast(tensor, group=self._group, group_src=src))
 
     def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Start to copy each (place, tensor) from that place in the shard group to all of it, in place.
@@ -341,7 +345,7 @@ class Communicator:
         if self._native:
             work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
-        tag = self._next_tag("reduce", unit)
+        tag = self._tags.next("reduce", unit)
         works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 
@@ -385,19 +389,16 @@ def _add_up(out: torch.Tensor, terms: Sequence[torch.Tensor], accumulate: bool) 
     return out if total is out else out.copy_(total)
 
 
-_communicators: dict[tuple[torch.device, tuple[range, ...]], Communicator] = {}
+_communicators: dict[torch.device, Communicator] = {}
 
 
-def communicator(worlds: Sequence[range] = ()) -> Communicator:
-    """The communicator of this process's compute device, made (with the process group, if need be) on first use.
-
-    `worlds` divide the ranks of the job, all of which must call it: the communicator is that of this rank's world.
-    """
+def communicator() -> Communicator:
+    """The communicator of this process's compute device, made (with the process group, if need be) on first use."""
     if not is_initialized():
         init_distributed()
-    key = compute_device(), tuple(worlds if len(worlds) > 1 else ())
+    device = compute_device()
     if not _communicators:
         end_with_launcher()
-    if key not in _communicators or _communicators[key].is_destroyed:
-        _communicators[key] = Communicator(key[0], communicator() if key[1] else None, key[1])
-    return _communicators[key]
+    if device not in _communicators or _communicators[device].is_destroyed:
+        _communicators[device] = Communicator(device)
+    return _communicators[device]

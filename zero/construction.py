@@ -26,6 +26,7 @@ from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.parameters import local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import TwiceShardedUnit
 from zero.unit import Unit
@@ -37,9 +38,9 @@ def require_agreement(
     """Raise UsageError unless the ranks of `comm` train the same, and all of the job in the same way."""
     found = facts(settings, model, optimizer)
     require_same(comm, found)
-    if comm.is_part:
+    if comm.model is not None:
         of_model = [key for key in found if key.startswith("parameter ") or key.endswith(", params")]
-        require_same(comm.whole, {key: each for key, each in found.items() if key not in of_model})
+        require_same(comm.job, {key: each for key, each in found.items() if key not in of_model})
 
 
 def facts(settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
@@ -102,7 +103,7 @@ def _tiers(plans: Sequence[UnitPlan], settings: Config, comm: Communicator) -> l
     tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
     in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
     for plan in plans:
-        in_memory -= sum(param.numel() for param in plan.params) // comm.shard_group.size
+        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found
 

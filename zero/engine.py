@@ -61,7 +61,7 @@ class ZeroEngine(Accumulation, nn.Module):
     Use it as the model; call `backward(loss)` and `step()` for each micro-batch.
 
     Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
-    function of the optimizer that makes one, or None. comm: of the ranks that train this model.
+    function of the optimizer that makes one, or None. comm: of the ranks that share this model; default: all.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
@@ -134,7 +134,7 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- construction
 
     def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.comm.whole.rank == 0:
+        if self.comm.job.rank == 0:
             announce(self.settings, construction.describe_optimizer(optimizer, self.settings))
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
@@ -255,7 +255,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _log_skip(self) -> None:
-        if self.scaler is not None and self.comm.whole.rank == 0:
+        if self.scaler is not None and self.comm.job.rank == 0:
             logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -83,7 +83,7 @@ class Weights:
         dtype: torch.dtype | str | None = None,
         exclude_frozen: bool = False,
     ):
-        if comm.is_part:
+        if comm.model is not None:
             raise UsageError(
                 "each rank has a part of this model only: use save_checkpoint, and `zero consolidate` on its folder"
             )

@@ -127,8 +127,6 @@ LEAF_FLAG = "_z3_leaf"
 # inside a leaf.
 TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
-# Of a parameter: other ranks of the job have the same one, which counts there in the norm and in checkpoints.
-COUNTED_ELSEWHERE = "_zero_counted_elsewhere"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -1,24 +1,29 @@
-"""What a `torch.distributed.device_mesh.DeviceMesh` says about groups of ranks. Nothing is communicated.
+"""What a `torch.distributed.device_mesh.DeviceMesh` says: which ranks share what. Nothing is communicated.
 
 [Note: dimensions]
-replicate, shard   data: ranks with batches of their own. They are one world of the engine, which shards over `shard`.
-pipeline, tensor   the model: ranks that differ there hold different parameters, or parts of them.
+pp         pipeline stages: each rank has some of the layers.
+replicate  groups of ranks that hold the same shards.
+shard      ranks over which ZeRO cuts what each of them has of the model.
+tp         tensor parallelism: each rank has a part of each layer.
 
-Every other place along the model's dimensions is a world of its own. `dp_replicate`, `dp_shard`, `pp` and `tp` are
-accepted too.
+`replicate` and `shard` together are the data-parallel ranks, each with batches of its own. The other two make a model
+group: ranks that hold one copy of the model together and work on the same batch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
 from zero.errors import UsageError
 
-DATA, MODEL = ("replicate", "shard"), ("pipeline", "tensor")
-_LONG = {"dp_replicate": "replicate", "dp_shard": "shard", "pp": "pipeline", "tp": "tensor"}
+_OTHER_NAMES = {"dp": "shard", "fsdp": "shard", "dp_shard": "shard", "dp_replicate": "replicate"}
+DIMENSIONS = ("pp", "replicate", "shard", "tp")
+_DATA = ("replicate", "shard")
 
 
 class Mesh(Protocol):
@@ -28,50 +33,39 @@ class Mesh(Protocol):
     mesh_dim_names: tuple[str, ...] | None
 
 
-class Worlds(NamedTuple):
-    """Which ranks train the same parameters: one world for each place along the model's dimensions."""
-
-    ranks: list[range]
-    shard_size: int
-
-
 def mesh_of_accelerate() -> Mesh | None:
     """The mesh that the script's `Accelerator` has made of its `ParallelismConfig`, if that says how to shard."""
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         return None
     mesh = getattr(state.AcceleratorState(), "device_mesh", None)
-    return mesh if mesh is not None and "dp_shard" in (mesh.mesh_dim_names or ()) else None
+    return mesh if mesh is not None and {"dp_shard", "tp"} & {*(mesh.mesh_dim_names or ())} else None
 
 
-def dimension(mesh: Mesh, name: str) -> int:
-    """The position of the dimension `name` in the mesh; UsageError if there is none."""
-    names = [_LONG.get(each, each) for each in mesh.mesh_dim_names or ()]
-    if name not in names:
-        raise UsageError(f"mesh: the dimensions are {mesh.mesh_dim_names}; one named {name!r} is missing")
-    return names.index(name)
+def sizes_of(mesh: Mesh, world_size: int) -> dict[str, int]:
+    """The size of each dimension of the note, by name, in the mesh's order.
 
-
-def worlds(mesh: Mesh, world_size: int) -> Worlds:
-    """The worlds of a mesh of all ranks of the job, in their order; one world if the mesh has only data dimensions.
-
-    Raises UsageError for other dimensions, for `replicate` and `shard` apart or in another order, for other ranks.
+    The names of accelerate (`dp_shard`), transformers (`fsdp`) and DeepSpeed (`dp`) are known too. Raises UsageError
+    for any other dimension or order, and for a mesh that does not have all ranks of the job, in their order.
     """
-    names = tuple(_LONG.get(each, each) for each in mesh.mesh_dim_names or ())
-    data = [place for place, name in enumerate(names) if name in DATA]
-    adjacent = data == list(range(data[0], data[0] + len(data))) if data else False
-    known = len(set(names)) == len(names) and not set(names) - {*DATA, *MODEL}
-    if not known or not adjacent or tuple(names[place] for place in data) not in (("shard",), DATA):
+    given = mesh.mesh_dim_names or ()
+    names = tuple(_OTHER_NAMES.get(name, name) for name in given)
+    if not names or names != tuple(name for name in DIMENSIONS if name in names):
         raise UsageError(
-            f"mesh: the dimensions are {mesh.mesh_dim_names}; name them ('replicate', 'shard'), side by side in this "
-            "order, or ('shard',); 'pipeline' and 'tensor' may stand beside them"
+            f"mesh: the dimensions are {given}; name them 'pp', 'replicate', 'shard' and 'tp', in this order; each may "
+            "be left out"
         )
     if mesh.mesh.flatten().tolist() != list(range(world_size)):
-        sizes = " x ".join(map(str, mesh.mesh.shape))
+        product = " x ".join(map(str, mesh.mesh.shape))
         raise UsageError(
-            f"mesh: {sizes} = {mesh.mesh.numel()} ranks; it must have all {world_size} of the job, in their order"
+            f"mesh: {product} = {mesh.mesh.numel()} ranks; it must have all {world_size} of the job, in their order"
         )
-    size = mesh.mesh.shape[data[0] : data[-1] + 1].numel()
-    rows = mesh.mesh.movedim(data, list(range(-len(data), 0))).reshape(-1, size).tolist()
-    step = mesh.mesh.stride(data[-1])
-    return Worlds([range(row[0], row[-1] + 1, step) for row in rows], mesh.mesh.shape[data[-1]])
+    return dict(zip(names, mesh.mesh.shape, strict=True))
+
+
+def groups(sizes: Mapping[str, int], of_data: bool) -> list[list[int]]:
+    """The ranks of each data-parallel world, or of each model group, in the mesh's order."""
+    order = sorted(range(len(sizes)), key=lambda number: (list(sizes)[number] in _DATA) is of_data)
+    ranks = torch.arange(math.prod(sizes.values()), device="cpu").view(*sizes.values()).permute(order)
+    size = math.prod(size for name, size in sizes.items() if (name in _DATA) is of_data)
+    return ranks.reshape(-1, size).tolist()

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.errors import UsageError
-from zero.layout import COUNTED_ELSEWHERE
-from zero.mesh import Mesh, dimension
 from zero.parameter_state import GRADIENT, ParameterState
+from zero.parameters import is_copy
 from zero.unit import Unit
-from zero.world import new_group
+from zero.world import group_timeout
 
 IGNORED = -100  # a label that does not count
 _PLACE = "_zero_pipeline"  # attribute of a model that was split
@@ -43,13 +43,13 @@ class _Elsewhere(nn.Module):
 class Place:
     """What one rank has of a model of `count` stages: those of the numbers `own`.
 
-    `switches`: for each own stage, (parent module, child's name, module) of everything that only some stages have.
+    `is_tied`: whether the embedding is also the head's weight, and another rank has that. `switches`: for each own stage, (parent module, child's name, module) of everything that only some stages have.
     """
 
     def __init__(self, model: nn.Module, rank: int, ranks: int, per_rank: int):
         self.rank, self.ranks, self.count = rank, ranks, ranks * per_rank
         self.own = list(range(rank, self.count, ranks))
-        self.stage_of = _stages_of_modules(model, self.count)
+        self.is_tied, self.stage_of = False, _stages_of_modules(model, self.count)
         self.switches = {stage: self._modules(model, {stage}) for stage in self.own}
 
     def _modules(self, model: nn.Module, kept: Collection[int]) -> list[tuple[nn.Module, str, nn.Module]]:
@@ -107,24 +107,28 @@ def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
     return stages | dict.fromkeys(head, count - 1)
 
 
-def split(model: nn.Module, mesh: Mesh, stages_per_rank: int = 1) -> nn.Module:
+def _dimension(mesh: DeviceMesh) -> int:
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise UsageError(f"pipeline: the mesh's dimensions are {mesh.mesh_dim_names}; one named 'pp' is missing")
+    return mesh.mesh_dim_names.index("pp")
+
+
+def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Module:
     """Take from `model` what other ranks have; call it before `zero.initialize`, which gets the same mesh.
 
-    The layers are cut into as many equal stages as the mesh's dimension `pipeline` has ranks, times `stages_per_rank`.
+    The layers are cut into as many equal stages as the mesh's dimension `pp` has ranks, times `stages_per_rank`.
     Rank r of P has the stages r, r + P, ... The first stage has the embedding too, the last one the norm and the head.
 
     Raises UsageError if the model has no plan for pipelines, or its layers do not divide.
     """
-    at = dimension(mesh, "pipeline")
+    at = _dimension(mesh)
     rank, ranks = mesh.get_coordinate()[at], mesh.mesh.shape[at]
     place = Place(model, rank, ranks, stages_per_rank)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight and ranks > 1
-    if tied and rank == ranks - 1:
+    place.is_tied = head is not None and head.weight is embedding.weight and ranks > 1
+    if place.is_tied and rank == ranks - 1:
         # It keeps the embedding, for the name that the weight has in the whole model.
         place.stage_of = {name: at for name, at in place.stage_of.items() if model.get_submodule(name) is not embedding}
-        setattr(embedding.weight, COUNTED_ELSEWHERE, True)
-    place.tied = embedding.weight if tied and rank in (0, ranks - 1) else None
     place.prune(model)
     setattr(model, _PLACE, place)
     return model
@@ -179,7 +183,7 @@ class Pipeline:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        mesh: Mesh,
+        mesh: DeviceMesh,
         length: int,
         schedule: type = Schedule1F1B,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = next_token_loss,
@@ -202,13 +206,13 @@ class Pipeline:
             )
         self._absent = {stage: self._absent_from(stage) for stage in place.own}
         self.is_first, self.is_last = 0 in place.own, place.count - 1 in place.own
-        group = mesh.get_group(dimension(mesh, "pipeline"))
+        group = mesh.get_group(_dimension(mesh))
         self.stages = [self._torch_stage(number, length, group) for number in place.own]
         self.schedule = schedule(
             self.stages if multiple else self.stages[0], self._micro_batches, self._scaled_loss, scale_grads=False
         )
         self._left, self._factor = 0, 1.0
-        if engine.optimizer is not None:
+        if place.is_tied:
             self._tie(mesh)
 
     def _torch_stage(self, number: int, length: int, group: dist.ProcessGroup) -> _TorchStage:
@@ -225,16 +229,15 @@ class Pipeline:
         made.before_backward = self._before_backward
         return made
 
-    def _tie(self, mesh: Mesh) -> None:
+    def _tie(self, mesh: DeviceMesh) -> None:
         """Have the gradients of an embedding that is also the head's weight summed over its two owners."""
-        ranks = mesh.mesh.movedim(dimension(mesh, "pipeline"), -1).flatten(0, -2)
-        if self._place.ranks == 1:
-            return
-        ends = ranks[:, [0, -1]].tolist()
-        rest = [[rank] for rank in ranks[:, 1:-1].flatten().tolist()]
-        group = new_group(ends + rest, self.engine.device)
-        if self._place.tied is not None:
-            self.engine.optimizer.before_norm.append(partial(_sum_gradient, self._place.tied, group))
+        pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
+        ends, rest = pipelines[:, [0, -1]].tolist(), pipelines[:, 1:-1].flatten().tolist()
+        group, _ = dist.new_subgroups_by_enumeration([*ends, *([each] for each in rest)], timeout=group_timeout())
+        if self.is_first or self.is_last:
+            weight = self.engine.module.get_input_embeddings().weight
+            weight._zero_is_copy = is_copy(weight) or not self.is_first
+            self.engine.optimizer.before_norm.append(partial(_sum_gradient, weight, group))
 
     def _tell_stage(self, stage: int) -> None:
         """The engine's next forward or backward is one of this stage."""
@@ -275,7 +278,7 @@ class Pipeline:
         scale = engine.loss_scale() * whole
         engine.step()
         total = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64))
-        return engine.comm.whole.all_reduce(total.view(1).to(engine.device) / scale).item()
+        return engine.comm.job.all_reduce(total.view(1).to(engine.device) / scale).item()
 
 
 def _sum_gradient(param: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -28,12 +28,12 @@ from zero.comm import Communicator
 from zero.config import Config
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.gradients import GradientReducer
-from zero.layout import COUNTED_ELSEWHERE
 from zero.offload.tiers import HostTrimmer
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import ZeroOptimizer, precise_values
 from zero.optim.tiles import Tile
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
+from zero.parameters import is_copy
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
@@ -84,7 +84,7 @@ def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
 def without_copies(engine: Trained, slices: dict[str, Slices]) -> dict[str, Slices]:
     """`slices` but for those of parameters that other ranks store, because they have the same ones."""
     named = (pair for unit in engine.units for pair in zip(unit.param_names, unit.params, strict=True))
-    copies = {name for name, param in named if getattr(param, COUNTED_ELSEWHERE, False)}
+    copies = {name for name, param in named if is_copy(param)}
     return {key: each for key, each in slices.items() if copies.isdisjoint(key.split("/"))}
 
 
@@ -274,7 +274,7 @@ def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
         return
-    if engine.comm.rank == 0:
+    if engine.comm.job.rank == 0:
         text = "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over"
         logger.warning(text, len(settings), len(groups))
     first = {index: name for name, index in reversed(group_of(engine).items())}

@@ -68,7 +68,7 @@ def save_checkpoint(
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
-    ranks = Ranks.of(engine.comm.whole, what)
+    ranks = Ranks.of(engine.comm.job, what)
     tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # What is in files does not fit into host memory. So it cannot be copied there for a save in the background.
@@ -131,10 +131,12 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
     slices, kinds, description = ranks.run(collect)
-    own = {key: description[key] for key in _OF_MODEL} if engine.comm.is_part and engine.comm.rank == 0 else {}
+    own = (
+        {key: description[key] for key in _OF_MODEL} if engine.comm.model is not None and engine.comm.rank == 0 else {}
+    )
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device), own))
     description["random_states"] = [states for _, states, _ in gathered]
-    for key in _OF_MODEL if engine.comm.is_part else ():
+    for key in _OF_MODEL if engine.comm.model is not None else ():
         description[key] = {name: each for *_, part in gathered for name, each in part.get(key, {}).items()}
     for kinds, *_ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
@@ -152,7 +154,7 @@ def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict
         "version": FORMAT_VERSION,
         "torch": torch.__version__,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "world_size": engine.comm.whole.world_size,
+        "world_size": engine.comm.job.world_size,
         "stage": engine.settings.zero_optimization.stage,
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
@@ -247,7 +249,7 @@ def load_checkpoint(
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
-    ranks, source = Ranks.of(engine.comm.whole, f"loading a checkpoint from {load_dir}"), Path(load_dir)
+    ranks, source = Ranks.of(engine.comm.job, f"loading a checkpoint from {load_dir}"), Path(load_dir)
     found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
     of_trainer = ranks.on_first(lambda: any(source.glob("rng_state*.pth")))
     if found is None:

@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import monitor, world
 from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
-from zero.comm import Communicator, communicator
 from zero.config import Config, load_config
 from zero.deepspeed.leaf import mark_configured
 from zero.deepspeed.lr_schedules import build_scheduler
 from zero.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.deepspeed.optimizers import build_optimizer
 from zero.deepspeed.sequence import share_sequences
+from zero.deepspeed.tensor import follow, share_model
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
-from zero.mesh import Mesh, mesh_of_accelerate, worlds
+from zero.mesh import Mesh
 from zero.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
@@ -49,13 +49,13 @@ class DeepSpeedEngine(ZeroEngine):
     _config = property(attrgetter("settings"), doc="The configuration.")
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
-    global_rank = property(attrgetter("comm.whole.rank"), doc="This rank's number.")
-    world_size = property(attrgetter("comm.whole.world_size"), doc="The number of ranks.")
+    global_rank = property(attrgetter("comm.job.rank"), doc="This rank's number.")
+    world_size = property(attrgetter("comm.job.world_size"), doc="The number of ranks.")
     sequence_parallel_size = property(attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence.")
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks, or groups of ranks that share sequences, have batches of their own."""
+        """How many ranks, or groups of ranks that share sequences or the model, have batches of their own."""
         return self.comm.world_size // self.sequence_parallel_size
 
     @property
@@ -206,8 +206,9 @@ def initialize(
             `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
-        mesh: a `DeviceMesh` of the dimensions `replicate` and `shard`, for hybrid sharding. The size of `shard` means
-            the same as `mics_shard_size` in the configuration. Default: the mesh of accelerate's `ParallelismConfig`.
+        mesh: a `DeviceMesh` of the dimensions `replicate`, `shard` and `tp`, some or all of them, for hybrid sharding
+            and tensor parallelism. The size of `shard` means the same as `mics_shard_size` in the configuration, that
+            of `tp` the same as `autotp_size`. Default: the mesh of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
@@ -225,7 +226,10 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     share_sequences(model, settings, mpu)
-    comm = _communicator(settings, mesh)
+    comm, replaced = share_model(model, settings, mesh)
+    model_parameters = follow(model_parameters, replaced)
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"] = follow(group["params"], replaced)
     settings.resolve_batch(comm.world_size)
     settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:
@@ -237,20 +241,6 @@ def initialize(
     engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
-
-
-def _communicator(settings: Config, mesh: Mesh | None) -> Communicator:
-    """Of the ranks that train the same parameters, as the mesh says; the size of the shard groups is taken from it."""
-    mesh = mesh_of_accelerate() if mesh is None else mesh
-    if mesh is None:
-        return communicator()
-    found = worlds(mesh, world.get_world_size())
-    if len(found.ranks) > 1 and settings.sequence_parallel_size > 1:
-        raise UsageError(
-            "initialize: sequence_parallel_size and a mesh with pipeline or tensor are not available together"
-        )
-    settings.zero_optimization.use_shard_size(found.shard_size)
-    return communicator(found.ranks)
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:

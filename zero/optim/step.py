@@ -26,7 +26,6 @@ from zero.comm import Communicator
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.gradients import GradientReducer
-from zero.layout import COUNTED_ELSEWHERE
 from zero.offload.memory import HostMemory
 from zero.offload.tiers import Tier
 from zero.optim import arithmetic, cpu_adam
@@ -36,6 +35,7 @@ from zero.optim.tiles import Tile, TiledState
 from zero.optim.updates import TileInMemory, Updates
 from zero.optim.whole_tensor import WholeTensorState
 from zero.optimizer_shard import OptimizerShard
+from zero.parameters import is_copy
 from zero.pending import Pending
 from zero.unit import Unit
 
@@ -133,12 +133,11 @@ class ZeroOptimizer:
         """Number the trained parameters in the order of the param groups, and find this rank's pieces of them."""
         names = {p: name for unit in self.shards for p, name in zip(unit.params, unit.param_names, strict=True)}
         idle = [name for param, name in names.items() if param not in group_of]
-        if idle and self.comm.rank == 0:
+        if idle and self.comm.job.rank == 0:
             logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
         self._names = [names[param] for param in group_of if param in names]
-        counted = [not getattr(param, COUNTED_ELSEWHERE, False) for param in group_of if param in names]
-        self._counted = torch.tensor(counted, dtype=torch.bool, device=self.comm.device)
         number_of = {param: number for number, param in enumerate(param for param in group_of if param in names)}
+        self._numbered = list(number_of)
         self._pieces = [
             (number_of[unit.params[piece.slot]], shard, piece.start, piece.start + piece.numel)
             for unit, shard in self.shards.items()
@@ -350,21 +349,17 @@ class ZeroOptimizer:
             sums = self.comm.all_reduce(own)
         else:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
-        self._param_norms = squares.sqrt_().float()
+        self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
-        if self.comm.is_part:
-            square, sums = self._sums_over_job(own).split([1, len(own)])
-            norm = square.sqrt()
+        if self.comm.model is not None:  # parts of a parameter count once each, and copies not at all
+            counted = [number for number, param in enumerate(self._numbered) if not is_copy(param)]
+            sums = self.comm.model.all_reduce(torch.cat([squares[counted].sum().view(1), sums]))
+            norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
-        if disagree(totals, self.comm.whole.world_size):
-            require_same(self.comm.whole, facts)
+        if disagree(totals, self.comm.job.world_size):
+            require_same(self.comm.job, facts)
         return norm
-
-    def _sums_over_job(self, own: torch.Tensor) -> torch.Tensor:
-        """[squared norm of the whole model, *own], summed over all ranks; parameters of each world count once."""
-        square = self._param_norms[self._counted].double().square().sum()
-        return self.comm.whole.all_reduce(torch.cat([square.view(1) * (self.comm.rank == 0), own]))
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
         """2-norms of this rank's pieces of gradients, scalars on the compute device."""

@@ -50,10 +50,10 @@ class PlainEngine(DeepSpeedEngine):
         lr_scheduler: object | None = None,
         comm: Communicator | None = None,
     ):
+        if comm is not None and comm.model is not None:
+            raise UsageError("zero verify: a model that is cut over ranks cannot be compared: run it without a mesh")
         Accumulation.__init__(self)
-        self.comm = comm or communicator()
-        if self.comm.is_part:
-            raise UsageError("zero verify: not available for a mesh whose ranks train different parameters")
+        self.comm = communicator()
         self.settings = settings.resolve_batch(self.comm.world_size)
         self.config, self.module, self.optimizer = settings.raw, model, optimizer
         self.global_steps = self.skipped_steps = 0
