@@ -43,7 +43,9 @@ class _Elsewhere(nn.Module):
 class Place:
     """What one rank has of a model of `count` stages: those of the numbers `own`.
 
-    `is_tied`: whether the embedding is also the head's weight, and another rank has that. `switches`: for each own stage, (parent module, child's name, module) of everything that only some stages have.
+    Attributes: is_tied: whether the embedding is also the weight of the head, which another rank has. stage_of: the
+    stage of each module that only one stage has, by name. switches: for each own stage, (parent module, child's name,
+    module) of each of them: the module itself, or one in its place.
     """
 
     def __init__(self, model: nn.Module, rank: int, ranks: int, per_rank: int):

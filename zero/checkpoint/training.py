@@ -131,12 +131,11 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
     slices, kinds, description = ranks.run(collect)
-    own = (
-        {key: description[key] for key in _OF_MODEL} if engine.comm.model is not None and engine.comm.rank == 0 else {}
-    )
+    differing = _OF_MODEL if engine.comm.model is not None else ()
+    own = {key: description[key] for key in differing} if engine.comm.rank == 0 else {}
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device), own))
     description["random_states"] = [states for _, states, _ in gathered]
-    for key in _OF_MODEL if engine.comm.model is not None else ():
+    for key in differing:
         description[key] = {name: each for *_, part in gathered for name, each in part.get(key, {}).items()}
     for kinds, *_ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
