@@ -253,7 +253,8 @@ class Pipeline:
 
     def _before_backward(self, stage: int) -> None:
         self._left -= 1
-        self.engine.set_gradient_accumulation_boundary(self._left == 0)
+        if not self._left:  # the engine knows by this count that it is the last backward of a step
+            self.engine.micro_steps += self._micro_batches - 1
         self.engine.expect_scaled_gradients()
         self._tell_stage(stage)
 

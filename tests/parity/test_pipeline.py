@@ -216,7 +216,7 @@ def resumed_without_stages(rank: int, world_size: int, folder: str, saved_again:
 
 
 def test_a_checkpoint_loads_into_any_number_of_stages(on_four_ranks, expected, tmp_path):
-    """Into two stages of one rank, each of two parts, at another ZeRO stage; from there into an engine without stages."""
+    """Into four stages on two ranks, at another ZeRO stage; and from there into an engine without stages."""
     folder, wanted = on_four_ranks[1], expected[SAVED]
     cut = Curve(wanted.losses[:STEPS], wanted.norms[:STEPS])
     curves = run_on(2, resumed, str(folder), ScheduleInterleaved1F1B, str(tmp_path))
