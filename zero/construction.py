@@ -26,7 +26,7 @@ from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.step import ZeroOptimizer, param_group_of
-from zero.parameters import local
+from zero.parameters import cut_of, local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import TwiceShardedUnit
 from zero.unit import Unit
@@ -197,6 +197,12 @@ def make_optimizer(
             f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
             f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
         )
+    elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
+    if cut is not None and not elementwise:
+        raise UsageError(
+            f"optimizer {type(inner).__name__} updates whole tensors, and tensor parallelism cuts them, such as one of "
+            f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
+        )
     zero = settings.zero_optimization
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
     return kind(
@@ -205,7 +211,7 @@ def make_optimizer(
         reducer.comm,
         placement,
         sub_group_size=zero.sub_group_size,
-        elementwise=updates_elements(inner, settings),
+        elementwise=elementwise,
         clipping=settings.gradient_clipping,
         scaler=scaler,
         reduce_op=settings.gradient_allreduce_op,

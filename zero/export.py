@@ -31,9 +31,9 @@ from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.gathered import gather_range
-from zero.layout import Slot
+from zero.layout import PIPELINE_PLACE, Slot
 from zero.optim.step import precise_values
-from zero.parameters import ShardedParameter
+from zero.parameters import Cut, ShardedParameter, cut_of
 from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
@@ -60,8 +60,9 @@ class _Part:
     def nbytes(self) -> int:
         return (self.end - self.start) * self.dtype.itemsize
 
-    def named_slots(self) -> Iterator[tuple[str, Slot]]:
-        return zip(self.unit.param_names[self.which], self.unit.layout.slots[self.which], strict=True)
+    def named_slots(self) -> Iterator[tuple[str, Slot, Cut | None]]:
+        unit, which = self.unit, self.which
+        return zip(unit.param_names[which], unit.layout.slots[which], map(cut_of, unit.params[which]), strict=True)
 
 
 class Weights:
@@ -83,7 +84,7 @@ class Weights:
         dtype: torch.dtype | str | None = None,
         exclude_frozen: bool = False,
     ):
-        if comm.model is not None:
+        if hasattr(model, PIPELINE_PLACE):
             raise UsageError(
                 "each rank has a part of this model only: use save_checkpoint, and `zero consolidate` on its folder"
             )
@@ -97,9 +98,9 @@ class Weights:
             if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
         }
         self.specs = [
-            TensorSpec(name, slot.shape, self._dtype(unit.dtype))
+            TensorSpec(name, param.shape, self._dtype(unit.dtype))
             for unit in self.units
-            for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+            for name, param in zip(unit.param_names, unit.params, strict=True)
         ] + [TensorSpec(name, value.shape, self._dtype(value.dtype)) for name, value in self.plain.items()]
 
     def _dtype(self, own: torch.dtype) -> torch.dtype:
@@ -110,7 +111,7 @@ class Weights:
 
         An error of `act`, which may stop at any weight, is raised on every rank; `what` names the action in the text.
         """
-        ranks, stream = Ranks.of(self.comm, what), self.stream()
+        ranks, stream = Ranks.of(self.comm.job, what), self.stream()
 
         def on_rank() -> T | None:
             try:
@@ -139,8 +140,9 @@ class Weights:
             values, pending = this_one
             pending.wait()
             last = parts[number - 1]
-            for name, slot in last.named_slots():
-                yield name, values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+            for name, slot, cut in last.named_slots():
+                value = values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+                yield name, value if cut is None else cut.gather(value)
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
 
@@ -189,7 +191,7 @@ def save_16bit_model(
     Raises OSError, on every rank, if the disk has no space for it.
     """
     if not filename.endswith(".safetensors"):
-        if weights.comm.rank == 0:
+        if weights.comm.job.rank == 0:
             logger.warning("%s: written in the safetensors format, as %s", Path(folder) / filename, MODEL_FILE)
         filename = MODEL_FILE
     weights.on_first(
@@ -212,10 +214,10 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         _copies[unit] = (
             unit.version,
             [
-                functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+                functools.partial(torch.empty, param.shape, dtype=unit.dtype, device="meta")
                 if found is None
                 else weakref.ref(found[name])
-                for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+                for name, param in zip(unit.param_names, unit.params, strict=True)
             ],
         )
     if found is None:

@@ -44,12 +44,10 @@ def set_owner(param: nn.Parameter, owner: ParameterOwner) -> None:
 class Cut(Protocol):
     """How a parameter is cut over a model group. Each of its ranks has one part, and engines see that part alone.
 
-    Attributes: shape: of the whole parameter. parts: the number of ranks that have a part each. index: the number of
-    this rank's part. described: what a checkpoint needs to join the parts without a process group.
+    Attributes: index: the number of this rank's part. described: along which dimension it is cut, in how many blocks,
+    each of which is cut, and in how many parts. A part has its pieces of all blocks.
     """
 
-    shape: torch.Size
-    parts: int
     index: int
     described: list[int]
 

@@ -24,13 +24,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.errors import UsageError
+from zero.layout import PIPELINE_PLACE
 from zero.parameter_state import GRADIENT, ParameterState
 from zero.parameters import is_copy
 from zero.unit import Unit
 from zero.world import group_timeout
 
 IGNORED = -100  # a label that does not count
-_PLACE = "_zero_pipeline"  # attribute of a model that was split
 
 
 class _Elsewhere(nn.Module):
@@ -132,7 +132,7 @@ def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Mo
         # It keeps the embedding, for the name that the weight has in the whole model.
         place.stage_of = {name: at for name, at in place.stage_of.items() if model.get_submodule(name) is not embedding}
     place.prune(model)
-    setattr(model, _PLACE, place)
+    setattr(model, PIPELINE_PLACE, place)
     return model
 
 
@@ -191,7 +191,7 @@ class Pipeline:
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = next_token_loss,
         count: Callable[[torch.Tensor], torch.Tensor] = count_next_tokens,
     ):
-        place = getattr(engine.module, _PLACE, None)
+        place = getattr(engine.module, PIPELINE_PLACE, None)
         if place is None:
             raise UsageError("Pipeline: the model was not cut: call zero.pipeline.split before zero.initialize")
         self.engine, self._place, self._loss, self._count = engine, place, loss, count

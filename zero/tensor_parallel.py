@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -25,17 +24,14 @@ class DTensorCut:
     """How the parameter `param` is cut over its mesh: see `zero.parameters.Cut`."""
 
     def __init__(self, param: DTensor):
-        self.shape, self._stride = param.shape, param.stride()
         self._mesh, self._placements = param.device_mesh, param.placements
-        self.parts, self.index = self._mesh.size(), self._mesh.get_local_rank()
-        placement = param.placements[0]
-        # Along which dimension; in how many blocks, each of which is cut; in how many parts.
-        self.described = [placement.dim % len(self.shape), getattr(placement, "split_factor", 1), self.parts]
+        self._whole = {"shape": param.shape, "stride": param.stride()}
+        (placement,), self.index = param.placements, self._mesh.get_local_rank()
+        self.described = [placement.dim % param.dim(), getattr(placement, "split_factor", 1), self._mesh.size()]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole from every rank's part. All ranks of the mesh must call it."""
-        place = {"run_check": False, "shape": self.shape, "stride": self._stride}
-        return DTensor.from_local(part, self._mesh, self._placements, **place).full_tensor()
+        return DTensor.from_local(part, self._mesh, self._placements, run_check=False, **self._whole).full_tensor()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""
@@ -70,12 +66,10 @@ def prepare(model: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: tor
             param._zero_is_copy = param.placements == (Replicate(),) and mesh.get_local_rank() > 0
         else:
             param._zero_is_copy = mesh.get_local_rank() > 0
-    group = mesh.get_group()
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor) and unit_of(tensor) is None and tensor.numel():
-            values = tensor.detach().to(device).contiguous()
-            dist.broadcast(values, group=group, group_src=0)
-            tensor.data.copy_(values)
+            of_first = distribute_tensor(tensor.detach().to(device), mesh, [Replicate()])
+            tensor.copy_(of_first.to_local())
     for module in _summed_over_ranks(model):
         # transformers sums these gradients in a hook that it adds in the first forward. It must be there before the
         # engine's, which takes the gradient away.

@@ -33,7 +33,6 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.step import ZeroOptimizer, precise_values
 from zero.optim.tiles import Tile
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
-from zero.parameters import is_copy
 from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
@@ -79,13 +78,6 @@ def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
             name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
     return found
-
-
-def without_copies(engine: Trained, slices: dict[str, Slices]) -> dict[str, Slices]:
-    """`slices` but for those of parameters that other ranks store, because they have the same ones."""
-    named = (pair for unit in engine.units for pair in zip(unit.param_names, unit.params, strict=True))
-    copies = {name for name, param in named if is_copy(param)}
-    return {key: each for key, each in slices.items() if copies.isdisjoint(key.split("/"))}
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

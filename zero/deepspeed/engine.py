@@ -144,6 +144,9 @@ class DeepSpeedEngine(ZeroEngine):
         weights = Weights(self.module, self.units, self.comm, exclude_frozen=exclude_frozen_parameters)
         return consolidated_state_dict(self.module, weights)
 
+    # accelerate calls this one where tensor parallelism is configured.
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     _change_recovery_script_permissions = staticmethod(make_executable)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
