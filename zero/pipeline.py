@@ -132,6 +132,10 @@ def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Mo
         # It keeps the embedding, for the name that the weight has in the whole model.
         place.stage_of = {name: at for name, at in place.stage_of.items() if model.get_submodule(name) is not embedding}
     place.prune(model)
+    # transformers cuts modules over `tp` by their names, and those that are elsewhere cannot be cut.
+    model._tp_plan = {
+        name: style for name, style in (model._tp_plan or {}).items() if place.stage_of.get(name, rank) in place.own
+    }
     setattr(model, PIPELINE_PLACE, place)
     return model
 
@@ -278,7 +282,8 @@ class Pipeline:
         target = labels.to(engine.device) if self.is_last else None
         inputs = (ids.to(engine.device),) if self.is_first else ()
         self.schedule.step(*inputs, target=target, losses=losses if self.is_last else None, **kwargs)
-        scale = engine.loss_scale() * whole
+        copies = engine.comm.job.world_size // (engine.comm.world_size * self._place.ranks)  # by tensor parallelism
+        scale = engine.loss_scale() * whole * copies
         engine.step()
         total = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64))
         return engine.comm.job.all_reduce(total.view(1).to(engine.device) / scale).item()
