@@ -18,6 +18,7 @@ from dataclasses import is_dataclass
 import torch
 
 from zero.gathering import Gathering
+from zero.parameters import local
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
@@ -61,7 +62,7 @@ class OutsideReads:
 
     def hold_returned(self, units: Sequence[Unit], output: object) -> None:
         """Hold those of `units` whose values are in `output`: a module may return a parameter, or a view of one."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        storages = {local(tensor).untyped_storage().data_ptr() for tensor in tensors_in(output)}
         for unit in units:
             if unit.full.untyped_storage().data_ptr() in storages:
                 self.hold(unit)
