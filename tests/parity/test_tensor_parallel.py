@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from tests.dist.training import (
     train_zero,
     trainable,
 )
-from tests.parity.models import ROWS, VOCABULARY, batches
+from tests.parity.models import ROWS, VOCABULARY, batches, t5
 from tests.processes import run_on
+from zero.checkpoint.offline import consolidate
+from zero.errors import UsageError
 
 STEPS, ACCUMULATION, CLIP = 10, 3, 0.2
 STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
@@ -139,3 +141,95 @@ CASES_ON_TWO = [("llama", {"stage": 3}), ("qwen3", {"stage": 1}), ("layers", {"s
 @pytest.mark.parametrize(("ranks", "cases"), [(4, CASES_ON_FOUR), (2, CASES_ON_TWO)])
 def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
     compare(run_on(ranks, trained, cases), cases)
+
+
+# -- checkpoints
+
+
+HALF = 3
+
+
+def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
+    """Runs of `STEPS` steps: without a break, and with one, after which the mesh, the stage or both are others."""
+
+    def run(tp: int, stage: int, first: int, last: int, load: str = "", save: str = "") -> Curve:
+        config = ds_config(accumulation=ACCUMULATION, clip=CLIP, stage=stage, **NOTHING_PERSISTS)
+        config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // tp)
+        engine = start(build("tied llama"), config | {"tensor_parallel": {"autotp_size": tp}})
+        if load:
+            engine.load_checkpoint(folder, load)
+        curve = train_zero(engine, data_of("tied llama")[first:last])
+        if save:
+            engine.save_checkpoint(folder, save)
+            engine.save_16bit_model(str(Path(folder, f"model of {save}")))
+        engine.destroy()
+        return curve
+
+    return {
+        "whole": run(2, 3, 0, 2 * HALF),
+        "to cut": run(2, 3, 0, HALF, save="cut"),
+        "cut as before": run(2, 3, HALF, 2 * HALF, load="cut"),
+        "not cut any more": run(1, 2, HALF, 2 * HALF, load="cut"),
+        "not cut yet": run(1, 3, 0, HALF, save="plain"),
+        "cut now": run(2, 1, HALF, 2 * HALF, load="plain"),
+    }
+
+
+def test_checkpoints_continue_on_the_same_mesh_and_on_others(tmp_path):
+    of_ranks = run_on(4, resumed, str(tmp_path))
+    curves = {
+        name: together([found[name] for found in (of_ranks if name.startswith("not") else of_ranks[::2])])
+        for name in of_ranks[0]
+    }
+    whole = curves["whole"]
+    assert curves["cut as before"].losses == whole.losses[HALF:]
+    assert curves["cut as before"].norms == whole.norms[HALF:]
+    for name in ("cut as before", "not cut any more", "cut now"):
+        assert relative(curves[name].mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
+        assert relative(curves[name].norms, whole.norms[HALF:]) < 1e-6, name
+    expected = curves["to cut"].weights
+    consolidate(tmp_path / "cut", tmp_path / "consolidated")
+    for folder in (tmp_path / "consolidated", tmp_path / "model of cut"):
+        model = LlamaForCausalLM.from_pretrained(folder)
+        assert expected.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+# -- refusals
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    def message(model: nn.Module, make: Any = adamw, mesh: Any = None, **sections: Any) -> str:
+        config = ds_config() | {"tensor_parallel": {"autotp_size": 2}} | sections
+        with pytest.raises(UsageError) as found:
+            zero.initialize(model=model, optimizer=make(one_group(trainable(model))), config=config, mesh=mesh)
+        return str(found.value)
+
+    odd = LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3})
+    )
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    return [
+        message(odd),
+        message(t5()),
+        message(build("llama"), tensor_parallel={"autotp_size": 3}),
+        message(build("llama"), make=partial(torch.optim.Adafactor, lr=1e-2)),
+        message(build("llama"), mesh=shards),
+        message(build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))),
+        message(build("llama"), sequence_parallel_size=2),
+    ]
+
+
+def test_refusals_name_the_numbers():
+    expected = [
+        "2 ranks do not divide the model's num_attention_heads, 3",
+        "T5ForConditionalGeneration has no tp_plan",
+        "3 does not divide the number of ranks, 2",
+        "Adafactor updates whole tensors, and tensor parallelism cuts them",
+        "autotp_size is 2, and the mesh is {'shard': 2}",
+        "the dimensions are ('tp', 'shard')",
+        "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
+    ]
+    for found in run_on(2, refused):
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
