@@ -138,7 +138,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Par
             _take_back(old)
             apply_tensor_parallelism(planned, mesh, {name: style})
             found[old] = new = module._parameters[attribute]
-            new._local_tensor = new._local_tensor.clone()  # else it would keep the memory of the whole
+            if isinstance(new, DTensor):
+                new._local_tensor = new._local_tensor.clone()  # else it would keep the memory of the whole
         module._parameters[attribute] = found[old]
     return found
 
