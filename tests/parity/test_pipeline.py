@@ -27,7 +27,7 @@ from zero.pipeline import IGNORED, Pipeline, split
 
 ROWS, LENGTH, MICRO_BATCHES, CLIP = 16, 9, 4, 0.5
 STEPS, MANY_STEPS, SAVED_AFTER = 4, 20, 2
-SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": 16, "initializer_range": 0.06}
+SIZES = {"vocab_size": VOCABULARY + 1, "num_hidden_layers": 4, "max_position_embeddings": 16, "initializer_range": 0.06}
 # Units are gathered for each use, and small parameters always there: both kinds are at work.
 STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 200, "stage3_max_live_parameters": 10_000}
 
@@ -72,6 +72,7 @@ CASES = {
     "GPT, 1F1B, stage 1": Case(gpt, False, Schedule1F1B, {"stage": 1}),
 }
 TWO_RANKS = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
+EIGHT_RANKS = ["Llama, tied, GPipe, stage 1", "Llama, interleaved, stage 3"]
 SAVED = "Llama, tied, 1F1B, stage 3"
 
 
@@ -96,12 +97,13 @@ def config_of(case: Case, data_ranks: int, **sections: Any) -> dict[str, Any]:
     }
 
 
-def start(case: Case, world_size: int, **sections: Any) -> tuple[zero.ZeroEngine, Pipeline, Any]:
-    """A pipeline of two ranks, beside as many others as there are."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "shard"))
+def start(case: Case, world_size: int, tensor: int = 1, **sections: Any) -> tuple[zero.ZeroEngine, Pipeline, Any]:
+    """A pipeline of two stages, each of `tensor` ranks, beside as many others as there are."""
+    data = world_size // 2 // tensor
+    mesh = init_device_mesh("cpu", (2, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
     model = split(case.model(), mesh, 2 if case.schedule is ScheduleInterleaved1F1B else 1)
     optimizer = adamw(one_group(trainable(model)))
-    config = config_of(case, world_size // 2, **sections)
+    config = config_of(case, data, **sections)
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
     return engine, Pipeline(engine, mesh, LENGTH, case.schedule), mesh
 
@@ -119,11 +121,11 @@ def train(case: Case, pipeline: Pipeline, mesh: Any, first: int, end: int) -> Cu
     return curve
 
 
-def piped(rank: int, world_size: int, names: list[str], folder: str) -> list[Curve]:
+def piped(rank: int, world_size: int, names: list[str], folder: str, tensor: int = 1) -> list[Curve]:
     found = []
     for name in names:
         case = CASES[name]
-        engine, pipeline, mesh = start(case, world_size)
+        engine, pipeline, mesh = start(case, world_size, tensor)
         curve = train(case, pipeline, mesh, 0, SAVED_AFTER)
         if name == SAVED:
             engine.save_checkpoint(folder)
@@ -181,6 +183,14 @@ def test_two_stages_of_two_ranks_each(name, on_four_ranks, expected):
 
 def test_two_stages_of_one_rank_each(expected, tmp_path):
     for name, curves in zip(TWO_RANKS, zip(*run_on(2, piped, TWO_RANKS, str(tmp_path)), strict=True), strict=True):
+        compare(curves, expected[name])
+
+
+def test_three_dimensions(expected, tmp_path):
+    """2 x 2 x 2 ranks: stages, data, tensor."""
+    for name, curves in zip(
+        EIGHT_RANKS, zip(*run_on(8, piped, EIGHT_RANKS, str(tmp_path), 2), strict=True), strict=True
+    ):
         compare(curves, expected[name])
 
 
