@@ -27,7 +27,7 @@ from zero.errors import UsageError
 from zero.layout import PIPELINE_PLACE
 from zero.parameter_state import GRADIENT, ParameterState
 from zero.parameters import is_copy
-from zero.unit import Unit
+from zero.unit import Unit, unit_of
 from zero.world import group_timeout
 
 IGNORED = -100  # a label that does not count
@@ -75,14 +75,34 @@ class Place:
     @contextmanager
     def only(self, stage: int) -> Iterator[None]:
         """Context in which the model runs this stage alone."""
-        before = [(parent, child, parent._modules[child]) for parent, child, _ in self.switches[stage]]
-        for parent, child, module in self.switches[stage]:
-            parent._modules[child] = module
-        try:
+        with _switched(self.switches[stage]):
             yield
-        finally:
-            for parent, child, module in before:
-                parent._modules[child] = module
+
+    @torch.no_grad()
+    def require_nothing_else(self, model: nn.Module) -> None:
+        """Raise UsageError if the model changes hidden states outside of the modules that its plan names."""
+        weight = model.get_input_embeddings().weight
+        hidden = torch.randn(1, 2, model.config.get_text_config().hidden_size, dtype=weight.dtype, device=weight.device)
+        with _switched(self._modules(model, ())):
+            found = model(inputs_embeds=hidden, use_cache=False).logits
+        if not torch.equal(found, hidden):
+            raise UsageError(
+                f"pipeline: {type(model).__name__} changes hidden states or logits outside of the modules of its plan "
+                "for pipelines: each stage would do it again"
+            )
+
+
+@contextmanager
+def _switched(modules: list[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
+    """Context in which parents have these modules as their children."""
+    before = [(parent, child, parent._modules[child]) for parent, child, _ in modules]
+    for parent, child, module in modules:
+        parent._modules[child] = module
+    try:
+        yield
+    finally:
+        for parent, child, module in before:
+            parent._modules[child] = module
 
 
 def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
@@ -94,7 +114,7 @@ def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
     if not plan or not head:
         raise UsageError(
             f"pipeline: {type(model).__name__} has no plan for a pipeline (base_model_pp_plan, _pp_plan), as causal "
-            "language models of transformers have. GPT-2 adds positions and T5 an encoder's output in each stage"
+            "language models of transformers have. T5's stages would all need the encoder's output"
         )
     stages, last = {}, False
     for name in plan:
@@ -121,11 +141,17 @@ def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Mo
     The layers are cut into as many equal stages as the mesh's dimension `pp` has ranks, times `stages_per_rank`.
     Rank r of P has the stages r, r + P, ... The first stage has the embedding too, the last one the norm and the head.
 
-    Raises UsageError if the model has no plan for pipelines, or its layers do not divide.
+    Raises UsageError if the model has no plan for pipelines or does more than that says, if its layers do not divide,
+    or if it was built under `Init`.
     """
+    if sharded := next((name for name, param in model.named_parameters() if unit_of(param) is not None), None):
+        raise UsageError(
+            f"pipeline: zero.Init has sharded {sharded!r} over all ranks: build a model for a pipeline without it"
+        )
     at = _dimension(mesh)
     rank, ranks = mesh.get_coordinate()[at], mesh.mesh.shape[at]
     place = Place(model, rank, ranks, stages_per_rank)
+    place.require_nothing_else(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     place.is_tied = head is not None and head.weight is embedding.weight and ranks > 1
     if place.is_tied and rank == ranks - 1:
@@ -161,7 +187,8 @@ class _TorchStage(PipelineStage):
     before_backward: Callable[[int], None]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.before_backward(self.stage_index)
+        if self.has_backward:  # schedules also call this in evaluation
+            self.before_backward(self.stage_index)
         super().backward_one_chunk(*args, **kwargs)
 
 
@@ -263,7 +290,8 @@ class Pipeline:
         self._tell_stage(stage)
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.engine.scale(self._loss(logits, labels) * self._factor)
+        loss = self._loss(logits, labels) * self._factor
+        return self.engine.scale(loss) if loss.requires_grad else loss
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
         """Train on this rank's rows of a batch: all micro-batches, then an optimizer step. All ranks must call.
@@ -272,21 +300,36 @@ class Pipeline:
         same rows, given to each stage, such as `attention_mask`. Returns the mean loss over what counts in the whole
         batch, on all ranks.
         """
+        losses = [loss / self.engine.loss_scale() for loss in self._run(self.schedule.step, ids, labels, kwargs)]
+        for loss in losses if self.engine.monitor is not None else ():
+            self.engine.monitor.loss(loss / self._micro_batches)
+        self.engine.step()
+        return self._mean(losses)
+
+    @torch.no_grad()
+    def evaluate(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
+        """As `step`, but without a backward and an update; for `engine.eval()`."""
+        return self._mean(self._run(self.schedule.eval, ids, labels, kwargs))
+
+    def _run(self, run: Callable, ids: torch.Tensor, labels: torch.Tensor, kwargs: dict) -> list[torch.Tensor]:
+        """The micro-batches' losses, on ranks with the last stage."""
         engine = self.engine
         tokens = self._count(labels).to(engine.device, torch.float64)
         engine.comm.all_reduce(tokens)
         # The engine divides by the number of micro-batches and of ranks with batches of their own.
-        whole = self._micro_batches * engine.comm.world_size
-        self._factor, self._left = whole / tokens.item(), self._micro_batches * len(self.stages)
+        self._factor = self._micro_batches * engine.comm.world_size / tokens.item()
+        self._left = self._micro_batches * len(self.stages)
         losses: list[torch.Tensor] = []
         target = labels.to(engine.device) if self.is_last else None
         inputs = (ids.to(engine.device),) if self.is_first else ()
-        self.schedule.step(*inputs, target=target, losses=losses if self.is_last else None, **kwargs)
-        copies = engine.comm.job.world_size // (engine.comm.world_size * self._place.ranks)  # by tensor parallelism
-        scale = engine.loss_scale() * whole * copies
-        engine.step()
-        total = sum((loss.detach().double() for loss in losses), torch.zeros((), dtype=torch.float64))
-        return engine.comm.job.all_reduce(total.view(1).to(engine.device) / scale).item()
+        run(*inputs, target=target, losses=losses if self.is_last else None, **kwargs)
+        return [loss.detach() for loss in losses]
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """The mean over what counts in the whole batch, on all ranks. Ranks of tensor parallelism have equal losses."""
+        total = sum(losses, torch.zeros((), device=self.engine.device)).double().view(1)
+        job = self.engine.comm.job.all_reduce(total)
+        return job.item() * self._place.ranks / (self._micro_batches * self.engine.comm.job.world_size)
 
 
 def _sum_gradient(param: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import zero
 from tests.dist.training import Curve, adamw, one_group, relative, trainable
@@ -42,6 +49,12 @@ def gpt(tied: bool) -> nn.Module:
     return GPTNeoXForCausalLM(
         GPTNeoXConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, **no_dropout, **SIZES)
     )
+
+
+def gemma2() -> nn.Module:
+    """Build a model that does something to its logits after the last module."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return Gemma2ForCausalLM(Gemma2Config(hidden_size=32, intermediate_size=36, **heads, **SIZES))
 
 
 class Case(NamedTuple):
@@ -130,6 +143,10 @@ def piped(rank: int, world_size: int, names: list[str], folder: str, tensor: int
         if name == SAVED:
             engine.save_checkpoint(folder)
         rest = train(case, pipeline, mesh, SAVED_AFTER, case.steps)
+        ids, labels = batches(1)[0]
+        steps = engine.global_steps, engine.micro_steps
+        rest.losses.append([pipeline.evaluate(own(ids, mesh), own(labels, mesh))])
+        assert (engine.global_steps, engine.micro_steps) == steps == (case.steps, case.steps * MICRO_BATCHES)
         found.append(Curve(curve.losses + rest.losses, curve.norms + rest.norms))
         assert engine.residency.peak <= STAGE3["stage3_max_live_parameters"]
         engine.destroy()
@@ -152,6 +169,9 @@ def train_plain(case: Case) -> Curve:
         optimizer.zero_grad()
         if len(curve.norms) == SAVED_AFTER:
             curve.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    ids, labels = batches(1)[0]
+    with torch.no_grad():
+        curve.losses.append([model(input_ids=ids, labels=labels).loss.item()])
     return curve
 
 
@@ -293,6 +313,8 @@ def test_stages_with_different_learning_rates_are_named():
 def mistakes(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    with zero.Init(config_dict_or_path=config_of(CASES["GPT, 1F1B, stage 1"], 2)):
+        sharded = gpt(False)
     few = config_of(CASES["GPT, 1F1B, stage 1"], 1) | {"gradient_accumulation_steps": 1, "train_batch_size": 4}
 
     def pipeline(parts: int, cut: bool = True, **changes: Any) -> Pipeline:
@@ -308,7 +330,9 @@ def mistakes(rank: int, world_size: int) -> list[str]:
     for wrong in (
         lambda: split(build("llama"), mesh),
         lambda: split(build("t5"), mesh),
+        lambda: split(gemma2(), mesh),
         lambda: split(gpt(False), without),
+        lambda: split(sharded, mesh),
         lambda: pipeline(1),
         lambda: pipeline(2, **enough),
         lambda: pipeline(1, cut=False, **enough),
@@ -320,10 +344,12 @@ def mistakes(rank: int, world_size: int) -> list[str]:
 
 
 def test_mistakes_are_named():
-    for layers, t5, mesh, few, stages, whole in run_on(2, mistakes):
+    for layers, t5, gemma, mesh, init, few, stages, whole in run_on(2, mistakes):
         assert "3 layers (model.layers) do not divide into 2 stages" in layers
         assert "T5ForConditionalGeneration has no plan for a pipeline" in t5
+        assert "Gemma2ForCausalLM changes hidden states or logits outside of the modules of its plan" in gemma
         assert "one named 'pp' is missing" in mesh
+        assert "zero.Init has sharded" in init
         assert "gradient_accumulation_steps is 1" in few and "2 ranks" in few
         assert "Schedule1F1B runs one stage per rank" in stages
         assert "call zero.pipeline.split before" in whole

@@ -254,7 +254,7 @@ class SectionsWithoutEffect(Section):
     )
     pipeline: idle(
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
-    ) = unused(None, "there is no pipeline parallelism")
+    ) = unused(None, "pipelines are made in the script: docs/pipeline_parallelism.md")
     data_efficiency: idle(
         "enabled seed",
         data_sampling=idle(
