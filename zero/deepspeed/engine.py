@@ -230,9 +230,7 @@ def initialize(
     world.init_distributed()
     share_sequences(model, settings, mpu)
     comm, replaced = share_model(model, settings, mesh)
-    model_parameters = follow(model_parameters, replaced)
-    for group in getattr(optimizer, "param_groups", ()):
-        group["params"] = follow(group["params"], replaced)
+    optimizer, model_parameters = follow(optimizer, model_parameters, replaced)
     settings.resolve_batch(comm.world_size)
     settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:

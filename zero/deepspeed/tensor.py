@@ -87,13 +87,20 @@ def _count_batches_once(settings: Config, ranks: int, with_batches: int) -> None
         vars(settings)["train_batch_size"] = micro * steps * with_batches  # not an attribute: would count as given
 
 
-def follow(params: Any, replaced: Replaced) -> Any:
-    """The parameters or param groups of an optimizer that was made before the model was cut."""
-    if not replaced or params is None:
-        return params
-    return [
-        each | {"params": [replaced.get(param, param) for param in each["params"]]}
-        if isinstance(each, dict)
-        else replaced.get(each, each)
-        for each in params
-    ]
+def follow(optimizer: Any, params: Any, replaced: Replaced) -> tuple[Any, Any]:
+    """An optimizer and parameters that were given before the model was cut: with the new parameters.
+
+    accelerate wraps the optimizer if its `ParallelismConfig` has tensor parallelism. Here it is unwrapped.
+    """
+    if type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"] = [replaced.get(param, param) for param in group["params"]]
+    if params is not None:
+        params = [
+            each | {"params": [replaced.get(param, param) for param in each["params"]]}
+            if isinstance(each, dict)
+            else replaced.get(each, each)
+            for each in params
+        ]
+    return optimizer, params
