@@ -317,7 +317,7 @@ class Pipeline:
         tokens = self._count(labels).to(engine.device, torch.float64)
         engine.comm.all_reduce(tokens)
         # The engine divides by the number of micro-batches and of ranks with batches of their own.
-        self._factor = self._micro_batches * engine.comm.world_size / tokens.item()
+        self._factor = self._micro_batches * engine.comm.world_size / max(tokens.item(), 1)
         self._left = self._micro_batches * len(self.stages)
         losses: list[torch.Tensor] = []
         target = labels.to(engine.device) if self.is_last else None

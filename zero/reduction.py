@@ -93,7 +93,7 @@ class ReductionOrder:
 
     def missing(self) -> Iterator[str]:
         """Names of the trainable parameters without a gradient in this backward."""
-        for unit in self._order:
+        for unit in (unit for unit in self._order if unit not in self._absent):
             for i, name in enumerate(unit.param_names):
                 if unit.params[i].requires_grad and i not in self._collected[unit]:
                     yield name

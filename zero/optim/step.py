@@ -377,11 +377,13 @@ class ZeroOptimizer:
     def _explain_non_finite(self) -> str:
         """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
         finite = self._param_norms.isfinite()
-        name = "on ranks with other parameters" if finite.all() else self._names[int(torch.argmin(finite.int()))]
+        name = f"parameter {self._names[int(torch.argmin(finite.int()))]!r}"
+        if finite.all():
+            name = "a parameter of another pipeline stage"
         if self.scaler is None:
-            return f"the gradient of parameter {name!r} is not finite; this step was skipped on every rank"
+            return f"the gradient of {name} is not finite; this step was skipped on every rank"
         return (
-            f"the gradient of parameter {name!r} is not finite at the minimum loss scale {self.loss_scale:g}; "
+            f"the gradient of {name} is not finite at the minimum loss scale {self.loss_scale:g}; "
             "no step was taken. Models pre-trained in bf16, T5 among them, overflow in fp16: use bf16 (--bf16) or "
             "fp32; else look for a learning rate that is too high or for non-finite inputs"
         )
