@@ -123,6 +123,8 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
     """
+    if config.tensor_parallel.autotp_size > 1:
+        raise UsageError("tensor_parallel.autotp_size: memory with tensor parallelism is not estimated; set it to 1")
     zero = config.zero_optimization
     ranks, second = zero.shards_over(question.world_size), zero.second_shards_over(question.world_size)
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0

@@ -33,7 +33,7 @@ from zero.errors import UsageError
 from zero.gathered import gather_range
 from zero.layout import PIPELINE_PLACE, Slot
 from zero.optim.step import precise_values
-from zero.parameters import Cut, ShardedParameter, cut_of
+from zero.parameters import Cut, ShardedParameter, cut_of, local
 from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
@@ -266,20 +266,23 @@ def _warn_of_placeholders() -> None:
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights.
+    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights, or its parts of them.
 
     On rank 0, which saves it, the copy lies in a temporary file, as at stage 3. Other ranks get the values themselves.
-    One tensor under several names stays one tensor.
+    One tensor under several names stays one tensor. All ranks must call it if tensors are cut over ranks.
     """
-    if rank > 0:
-        return {name: value.detach() for name, value in state.items()}
     first: dict[object, str] = {}
     same_as = {
-        name: first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
+        name: first.setdefault((local(value).data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
         for name, value in state.items()
     }
     kept = {name: state[name].detach() for name in first.values()}
-    copies = on_disk(((name, value.cpu()) for name, value in kept.items()), sum(v.nbytes for v in kept.values()))
+    joined = ((name, value if local(value) is value else value.full_tensor()) for name, value in kept.items())
+    if rank > 0:
+        for _ in joined:  # rank 0 needs the parts
+            pass
+        return {name: value.detach() for name, value in state.items()}
+    copies = on_disk(((name, value.cpu()) for name, value in joined), sum(v.nbytes for v in kept.values()))
     return {name: copies[same_as[name]] for name in state}
 
 

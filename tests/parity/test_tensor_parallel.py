@@ -33,7 +33,7 @@ from zero.errors import UsageError
 
 STEPS, ACCUMULATION, CLIP = 10, 3, 0.2
 STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
-NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0}
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 # Two ranks do not divide the vocabulary.
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2, "head_dim": 8,
@@ -101,8 +101,10 @@ def data_of(name: str) -> list[Batch]:
 def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Curve]:
     found = []
     for name, sections in cases:
-        model = build(name)
         config = ds_config(accumulation=ACCUMULATION, clip=CLIP, **sections)
+        with zero.Init(config_dict_or_path=config, enabled=name == "llama under Init"):
+            model = build(name)
+        whole, embedding = sum(param.numel() for param in model.parameters()), next(model.parameters()).numel()
         config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // 2)
         if name == "layers":
             cut_by_torch(model, 2)
@@ -110,7 +112,18 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
             config["tensor_parallel"] = {"autotp_size": 2}
         engine = start(model, config)
         assert engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
+        before = engine.comm.elements["all_gather"]
         found.append(train_zero(engine, data_of(name)))
+        if name == "llama":  # each rank has half of all but the norms, and at stage 0 no more than that is cut
+            cut = sum(param.numel() for param in model.parameters() if hasattr(param, "full_tensor"))
+            own = whole - cut + cut // 2
+            masters = sum(shard.master.numel() for shard in engine.optimizer.shards.values())
+            shared_by = 1 if config["zero_optimization"]["stage"] == 0 else engine.comm.world_size
+            assert masters == pytest.approx(own / shared_by, rel=0.02)
+            gathered = engine.comm.elements["all_gather"] - before
+            if config["zero_optimization"]["stage"] == 3 and world_size == 4:
+                # In each forward and each backward, but for the embedding: its backward needs no values.
+                assert gathered / (ACCUMULATION * STEPS) == pytest.approx(2 * own - own * embedding / whole, rel=0.05)
         engine.destroy()
     return found
 
@@ -131,6 +144,7 @@ def compare(of_ranks: list[list[Curve]], cases: list[tuple[str, dict[str, Any]]]
 
 CASES_ON_FOUR = [
     *(("llama", case | NOTHING_PERSISTS) for case in STAGES.values()),
+    ("llama under Init", NOTHING_PERSISTS),
     ("tied llama", {}),
     ("qwen3", NOTHING_PERSISTS),
     ("layers", NOTHING_PERSISTS),

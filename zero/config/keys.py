@@ -235,7 +235,7 @@ class SectionsWithoutEffect(Section):
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
     data_parallel_size: Positive | None = unused(
-        None, "it is the number of processes divided by sequence_parallel_size; another number is an error"
+        None, "it is the number of processes that have batches of their own; another number is an error"
     )
     disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
     seq_parallel_communication_data_type: str | None = unused(

@@ -27,5 +27,5 @@ class TensorParallelConfig(
     """Tensor parallelism: neighbouring processes have a part of each layer, and work on the same batch."""
 
     autotp_size: Annotated[Count, AfterValidator(lambda size: size or 1)] = acts(
-        1, "How many processes share each layer. 0 or 1: none. See `docs/tensor_parallelism.md`."
+        1, "Neighbouring processes that share each layer. 0 or 1: none. See `docs/tensor_parallelism.md`."
     )
