@@ -51,7 +51,12 @@ def main() -> None:
     args = parser.parse_args()
 
     init_distributed()
-    data = torch.distributed.get_world_size() // (args.pipeline * args.tensor)
+    ranks, of_model = torch.distributed.get_world_size(), args.pipeline * args.tensor
+    if ranks % of_model:
+        raise SystemExit(
+            f"--pipeline {args.pipeline} x --tensor {args.tensor} = {of_model} does not divide {ranks} ranks"
+        )
+    data = ranks // of_model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (args.pipeline, data, args.tensor), mesh_dim_names=("pp", "shard", "tp"))
     config = {

@@ -63,6 +63,7 @@ class Case(NamedTuple):
     schedule: type
     zero: dict[str, Any]
     steps: int = STEPS
+    checkpointing: bool = False
 
     def model(self) -> nn.Module:
         torch.manual_seed(7)
@@ -75,7 +76,7 @@ CASES = {
     "Llama, tied, interleaved, stage 2": Case(llama, True, ScheduleInterleaved1F1B, {"stage": 2}),
     "Llama, tied, 1F1B, stage 3": Case(llama, True, Schedule1F1B, STAGE3, MANY_STEPS),
     "Llama, interleaved, stage 3": Case(llama, False, ScheduleInterleaved1F1B, STAGE3),
-    "GPT, GPipe, stage 3": Case(gpt, False, ScheduleGPipe, STAGE3),
+    "GPT, GPipe, stage 3, activations again": Case(gpt, False, ScheduleGPipe, STAGE3, checkpointing=True),
     "GPT, tied, interleaved, stage 3, offload": Case(
         gpt,
         True,
@@ -115,6 +116,8 @@ def start(case: Case, world_size: int, tensor: int = 1, **sections: Any) -> tupl
     data = world_size // 2 // tensor
     mesh = init_device_mesh("cpu", (2, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
     model = split(case.model(), mesh, 2 if case.schedule is ScheduleInterleaved1F1B else 1)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
     optimizer = adamw(one_group(trainable(model)))
     config = config_of(case, data, **sections)
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
