@@ -68,17 +68,15 @@ class Communicator:
         weakref.finalize(self, self.watchdog.stop)
         self._copies: torch.Stream | None = None
         self._sums: torch.Stream | None = None
-        self._job: Communicator | None = None
         self.model: Communicator | None = None
         self._split: dict[str, Communicator] = {}
-        self._join([range(size)])
+        self._join([range(size)], None)
 
-    def _join(self, worlds: Sequence[Sequence[int]]) -> None:
-        """Make the process groups of the world that this rank is in."""
-        rank = dist.get_rank()
-        self._worlds, self._ranks = worlds, next(ranks for ranks in worlds if rank in ranks)
-        self.rank, self.world_size = self._ranks.index(rank), len(self._ranks)
-        self.shard_group, self.replicate_group = Group(self.rank, self._ranks), Group(0, [rank])
+    def _join(self, worlds: Sequence[Sequence[int]], job: Communicator | None) -> None:
+        """Make the process groups of the world that this rank is in. `job`: None if that is the world."""
+        self._job = job
+        self._worlds, self.shard_group, self.replicate_group = worlds, Group.of(worlds), Group(0, [dist.get_rank()])
+        self.rank, self.world_size = self.shard_group.rank, self.shard_group.size
         # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
         self.serials = itertools.count(1)
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
@@ -98,8 +96,7 @@ class Communicator:
             self._split[key] = made = copy.copy(self)
             made.model = copy.copy(self)
             for each, groups in ((made, worlds), (made.model, models)):
-                each._job = self
-                each._join(groups)
+                each._join(groups, self)
         return self._split[key]
 
     def within(self, size: int) -> Communicator:
@@ -111,14 +108,12 @@ class Communicator:
             return self
         if size not in self._within:
             made = self._within[size] = copy.copy(self)
-            first, place = self.rank - self.rank % size, self.rank % size
-            made.shard_group = Group(place, self._ranks[first : first + size])
-            made.replicate_group = Group(self.rank // size, self._ranks[place::size])
             shards = [ranks[start : start + size] for ranks in self._worlds for start in range(0, len(ranks), size)]
+            replicas = [ranks[place::size] for ranks in self._worlds for place in range(size)]
+            made.shard_group, made.replicate_group = Group.of(shards), Group.of(replicas)
             made._shards = made._reductions = self._new_group(shards)
             if self._native:
-                made._reductions = self._new_group(shards)
-                made._replicas = self._new_group([ranks[each::size] for ranks in self._worlds for each in range(size)])
+                made._reductions, made._replicas = self._new_group(shards), self._new_group(replicas)
         return self._within[size]
 
     def _new_group(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:

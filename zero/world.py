@@ -34,6 +34,12 @@ class Group(NamedTuple):
     rank: int
     ranks: Sequence[int]
 
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups that this process is in."""
+        ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        return cls(ranks.index(dist.get_rank()), ranks)
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -31,7 +31,7 @@ from tests.processes import run_on
 from zero.checkpoint.offline import consolidate
 from zero.errors import UsageError
 
-STEPS, ACCUMULATION, CLIP = 10, 3, 0.2
+STEPS, ACCUMULATION, CLIP = 6, 3, 0.2
 STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 # Two ranks do not divide the vocabulary.

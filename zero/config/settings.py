@@ -305,9 +305,8 @@ class Config(SectionsWithoutEffect):
     gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
     """Largest global L2 norm of the gradients. 0: no clipping."""
     log_level: choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") | None = acts(None, "Of the logger `zero`.")
-    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = acts(
-        None, "Rank 0 prints a line of numbers every so many steps. Default: never."
-    )
+    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
+    """Rank 0 prints a line of numbers every so many steps. Default: never."""
     wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.
