@@ -7,14 +7,8 @@ made of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 time
 times (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and
 more precise. Broadcasts and all-reduces are torch's on every backend.
 
-[Note: groups of ranks]
-world            all ranks of the job. Each has batches of its own; gradients are averaged over all of them.
-shard group      the ranks over which a unit is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
-replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
-
-The shard group is the world, and each rank is alone in its replicate group, unless `within` has made smaller groups.
-Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
-Of a unit, this file knows only a number and a text for messages.
+Sums have one order: within each shard group by rank, then by group. So replicas have the same bits. Of a unit, this
+file knows only a number and a text for messages.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ import torch.distributed as dist
 from zero.clock import Clock
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
 from zero.errors import UsageError
-from zero.order import CollectiveOrder, explain
+from zero.order import CollectiveOrder, MessageTags, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
 from zero.world import Group, compute_device, default_backend, group_timeout, init_distributed, is_initialized
@@ -52,42 +46,58 @@ SUMMED_MESSAGE = 8 << 20
 class Communicator:
     """Collectives of one job on one kind of device.
 
-    Attributes: rank, world_size: of the world. shard_group, replicate_group: see the note. calls, elements: number of
-    operations, and of elements of the full buffers they moved, by operation name. sent: elements of this rank's
-    messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines that
-    use these ranks. matches_by_order: operations of different ranks match by their order alone, so it must be the same.
+    Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups are in
+    `zero/world.py`. model: the communicator of the model group; None if this rank has the whole model. calls, elements:
+    number of operations, and of elements of the full buffers they moved, by operation name. sent: elements of this
+    rank's messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines
+    that use these ranks. matches_by_order: operations of different ranks match by their order alone.
     """
 
     def __init__(self, device: torch.device):
         use(device)
-        self.device = device
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if device == CPU and (unused := accelerator()) is not None and self.rank == 0:
+        self.device, self._native = device, is_accelerator(device)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if device == CPU and (unused := accelerator()) is not None and rank == 0:
             logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
-        self.shard_group = Group(self.rank, range(self.world_size))
-        self.replicate_group = Group(0, range(self.rank, self.rank + 1))
-        self.clock = Clock(shows=self.rank == 0)
+        self.clock = Clock(shows=rank == 0)
         self.calls: Counter[str] = Counter()
         self.elements: Counter[str] = Counter()
         self.sent: Counter[tuple[str, int]] = Counter()
-        backend, self._native = default_backend(device), is_accelerator(device)
         mark_device = partial(mark, device) if self._native else None
-        self.watchdog = Watchdog(self.rank, self.world_size, 0.8 * group_timeout().total_seconds(), mark_device)
+        self.watchdog = Watchdog(rank, size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
-        # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
-        self.serials = itertools.count(1)
-        self._messages: Counter[tuple[str, int]] = Counter()
         self._copies: torch.Stream | None = None
         self._sums: torch.Stream | None = None
+        self.model: Communicator | None = None
+        self._split: dict[str, Communicator] = {}
+        self._join([range(size)], None)
+
+    def _join(self, worlds: Sequence[Sequence[int]], job: Communicator | None) -> None:
+        """Make the process groups of the world that this rank is in. `job`: None if that is the world."""
+        self._job = job
+        self._worlds, self.shard_group, self.replicate_group = worlds, Group.of(worlds), Group(0, [dist.get_rank()])
+        self.rank, self.world_size = self.shard_group.rank, self.shard_group.size
+        # Numbers of units, equal on all ranks: they are made in the same order. 0 is for what is not about a unit.
+        self.serials = itertools.count(1)
         # The engine's own process groups: its messages never match user code's. Reductions have one, as ranks may
         # start them between different all-gathers in the first backward. The hosts have one to compare these orders.
-        self._group = dist.new_group(backend=backend, timeout=group_timeout())
-        self._reductions = dist.new_group(backend=backend, timeout=group_timeout()) if self._native else self._group
-        self._hosts = dist.new_group(backend="gloo", timeout=group_timeout()) if self._native else self._group
-        self._order, self.matches_by_order = CollectiveOrder(), self._native and self.world_size > 1
+        self._group = self._new_group(worlds)
+        self._reductions = self._new_group(worlds) if self._native else self._group
+        self._hosts = self._new_group(worlds, "gloo") if self._native else self._group
+        self._order, self._tags = CollectiveOrder(), MessageTags()
+        self.matches_by_order = self._native and self.world_size > 1
         # Of `shard_group`, and natively of `replicate_group`.
         self._shards, self._replicas = self._group, None
         self._within: dict[int, Communicator] = {}
+
+    def split(self, worlds: Sequence[Sequence[int]], models: Sequence[Sequence[int]]) -> Communicator:
+        """The same job, cut into these worlds and model groups. All must call it. Counters and clock are shared."""
+        if (key := str((worlds, models))) not in self._split:
+            self._split[key] = made = copy.copy(self)
+            made.model = copy.copy(self)
+            for each, groups in ((made, worlds), (made.model, models)):
+                each._join(groups, self)
+        return self._split[key]
 
     def within(self, size: int) -> Communicator:
         """The same ranks, with shard groups of `size` consecutive ones, which must divide the world. All must call it.
@@ -98,20 +108,23 @@ class Communicator:
             return self
         if size not in self._within:
             made = self._within[size] = copy.copy(self)
-            first, place = self.rank - self.rank % size, self.rank % size
-            made.shard_group = Group(place, range(first, first + size))
-            made.replicate_group = Group(self.rank // size, range(place, self.world_size, size))
-            shards = [range(start, start + size) for start in range(0, self.world_size, size)]
+            shards = [ranks[start : start + size] for ranks in self._worlds for start in range(0, len(ranks), size)]
+            replicas = [ranks[place::size] for ranks in self._worlds for place in range(size)]
+            made.shard_group, made.replicate_group = Group.of(shards), Group.of(replicas)
             made._shards = made._reductions = self._new_group(shards)
             if self._native:
-                made._reductions = self._new_group(shards)
-                made._replicas = self._new_group([range(each, self.world_size, size) for each in range(size)])
+                made._reductions, made._replicas = self._new_group(shards), self._new_group(replicas)
         return self._within[size]
 
-    def _new_group(self, groups: Sequence[range]) -> dist.ProcessGroup:
+    def _new_group(self, groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
         """This rank's one of new process groups of these ranks."""
-        options = {"backend": default_backend(self.device), "timeout": group_timeout()}
+        options = {"backend": backend or default_backend(self.device), "timeout": group_timeout()}
         return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], **options)[0]
+
+    @property
+    def job(self) -> Communicator:
+        """The communicator of all ranks."""
+        return self._job or self
 
     @property
     def is_destroyed(self) -> bool:
@@ -141,15 +154,6 @@ class Communicator:
             raise UsageError(explain(self.exchange(self._order.recent)))
         self._order.start_over()
 
-    def _next_tag(self, kind: str, unit: object) -> int:
-        """The tag of the next message of `kind` about `unit`: 22 bits unit, 1 bit kind, 8 bits counter.
-
-        Messages of ranks that run different modules never match. Their ranks wait, and the watchdog finds them.
-        """
-        key = getattr(unit, "serial", 0)
-        self._messages[kind, key] += 1
-        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._messages[kind, key] % (1 << 8)
-
     def _exchange(
         self, name: str, group: Group, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
@@ -178,7 +182,7 @@ class Communicator:
             own.copy_(shard, non_blocking=True)
         if self.shard_group.size == 1:
             return Pending()
-        tag, slices = self._next_tag("gather", unit), full.view(self.shard_group.size, -1)
+        tag, slices = self._tags.next("gather", unit), full.view(self.shard_group.size, -1)
         works = self._exchange("all_gather", self.shard_group, tag, [own] * self.shard_group.size, slices)
         return Pending(works, None, (full, own), self.watchdog, unit)
 
@@ -240,7 +244,7 @@ class Communicator:
         group, replicas = self.shard_group, self.replicate_group
         rows = [full.narrow(0, place * n + first, width) for place in range(group.size)]
         terms = [row if place == group.rank else torch.empty_like(row) for place, row in enumerate(rows)]
-        tag = self._next_tag("reduce", unit)
+        tag = self._tags.next("reduce", unit)
         works = self._exchange("reduce_scatter", group, tag, rows, terms)
 
         def finish() -> None:
@@ -288,31 +292,31 @@ class Communicator:
             return dist.all_reduce(result, op=dist.ReduceOp.AVG, group=self._replicas, async_op=True)
 
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
-        """Give every rank its slice of rank `src`'s `full`; other ranks may pass None. Blocking."""
+        """Give every rank of the world its slice of `full` of its rank `src`; others may pass None. Blocking."""
         n, size = shard.numel(), self.shard_group.size
         self._count("scatter", n * size)
         if self.rank == src:
-            # By rank of the world: each replica gets the same.
+            # Each replica gets the same.
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
             shard.copy_(slices[src])
         if self.world_size == 1:
             return
         if self._native:
             buffer = torch.empty(n, dtype=shard.dtype, device=self.device)
-            dist.scatter(buffer, slices if self.rank == src else None, src=src, group=self._group)
+            dist.scatter(buffer, slices if self.rank == src else None, group=self._group, group_src=src)
             shard.copy_(buffer)
             return
-        tag, others = self._next_tag("gather", None), [rank for rank in range(self.world_size) if rank != src]
+        tag, others = self._tags.next("gather", None), [rank for rank in range(self.world_size) if rank != src]
         if self.rank == src:
-            works = [dist.isend(slices[rank], rank, group=self._group, tag=tag) for rank in others]
+            works = [dist.isend(slices[rank], group=self._group, group_dst=rank, tag=tag) for rank in others]
         else:
-            works = [dist.irecv(shard, src, group=self._group, tag=tag)]
+            works = [dist.irecv(shard, group=self._group, group_src=src, tag=tag)]
         Pending(works, None, (full,), self.watchdog, "the distribution of initial values").wait()
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Copy rank `src`'s `tensor` to every rank, in place. Blocking."""
+        """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking."""
         self._count("broadcast", tensor.numel())
-        self._blocking("a broadcast", lambda: dist.broadcast(tensor, src, group=self._group))
+        self._blocking("a broadcast", lambda: dist.broadcast(tensor, group=self._group, group_src=src))
 
     def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
         """Start to copy each (place, tensor) from that place in the shard group to all of it, in place.
@@ -336,7 +340,7 @@ class Communicator:
         if self._native:
             work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
-        tag = self._next_tag("reduce", unit)
+        tag = self._tags.next("reduce", unit)
         works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from zero.agreement import flat, hyper_parameters, versions
+from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
 from zero.compression import CompressedCommunicator
 from zero.config import Config, OffloadOptimizerConfig
@@ -28,9 +28,21 @@ from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.step import ZeroOptimizer, param_group_of
+from zero.parameters import cut_of, local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import HpzUnit
 from zero.unit import Unit
+
+
+def require_agreement(
+    comm: Communicator, settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raise UsageError unless the ranks of `comm` train the same, and all of the job in the same way."""
+    found = facts(settings, model, optimizer)
+    require_same(comm, found)
+    if comm.model is not None:
+        of_model = [key for key in found if key.startswith("parameter ") or key.endswith(", params")]
+        require_same(comm.job, {key: each for key, each in found.items() if key not in of_model})
 
 
 def facts(settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, object]:
@@ -93,7 +105,7 @@ def _tiers(plans: Sequence[UnitPlan], settings: Config, comm: Communicator) -> l
     tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
     in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
     for plan in plans:
-        in_memory -= sum(param.numel() for param in plan.params) // comm.shard_group.size
+        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
     return found
 
@@ -188,9 +200,14 @@ def make_optimizer(
             f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first one of shape "
             f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
         )
+    elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
+    if cut is not None and not elementwise:
+        raise UsageError(
+            f"optimizer {type(inner).__name__} updates whole tensors, and tensor parallelism cuts them, such as one of "
+            f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
+        )
     zero, bf16 = settings.zero_optimization, settings.bf16
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
-    elementwise = updates_elements(inner, settings)
     if bf16.without_masters and bf16.bf16_optimizer_states and not elementwise:
         raise UsageError(
             f"bf16.bf16_optimizer_states: {type(inner).__name__} updates whole tensors, and their state has the dtype "
@@ -210,7 +227,7 @@ def make_optimizer(
         overlap=_overlaps_step(offload, reducer.comm.device),
         read_ahead=offload.pipeline_read,
         write_behind=offload.pipeline_write,
-        forward_order=lambda: [units[i] for i in schedule.recorded(("train", True))],
+        forward_order=lambda: [units[i] for i in schedule.recorded(("train", True, None))],
         rounding=StochasticRounding(bf16.rounding_seed, steps) if bf16.without_masters else None,
         bf16_state=bf16.bf16_optimizer_states,
     )

@@ -18,9 +18,8 @@ from torch import nn
 from zero import checkpoint, construction
 from zero.accumulation import Accumulation
 from zero.activations import HostActivations
-from zero.agreement import require_same
 from zero.clock import Throughput
-from zero.comm import communicator
+from zero.comm import Communicator, communicator
 from zero.config import Config
 from zero.config.report import announce
 from zero.device import empty_cache, is_accelerator, synchronize
@@ -63,7 +62,7 @@ class ZeroEngine(Accumulation, nn.Module):
     on the sections `optimizer`, `scheduler`, `leaf_module`, `sequence_parallel_size`, `log_level` and the monitors.
 
     Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
-    function of the optimizer that makes one, or None.
+    function of the optimizer that makes one, or None. comm: of the ranks that share this model; default: all.
 
     Attributes:
         module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
@@ -82,9 +81,10 @@ class ZeroEngine(Accumulation, nn.Module):
         settings: Config,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: object | None = None,
+        comm: Communicator | None = None,
     ):
         super().__init__()
-        self.comm = communicator()
+        self.comm = comm or communicator()
         settings = settings.resolve_batch(self.comm.world_size)
         shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
         self.settings, self.config = settings, settings.raw
@@ -98,7 +98,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self._loss_was_scaled = self._step_applied = self.is_compiled = False
         self.residency = Residency()
 
-        require_same(self.comm, construction.facts(settings, model, optimizer))
+        construction.require_agreement(self.comm, settings, model, optimizer)
         self.comm = self.comm.within(shard_size)
         group_of = param_group_of(optimizer) if optimizer is not None else {}
         self.units = construction.make_units(model, settings, self.comm, self.residency, group_of)
@@ -135,7 +135,7 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- construction
 
     def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self.comm.rank == 0:
+        if self.comm.job.rank == 0:
             announce(self.settings, construction.describe_optimizer(optimizer, self.settings))
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
@@ -203,6 +203,10 @@ class ZeroEngine(Accumulation, nn.Module):
         # In fp32: the product overflows fp16 long before the gradients do.
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
+    def expect_scaled_gradients(self) -> None:
+        """The next backward begins with gradients of a loss that was scaled on other ranks."""
+        self._loss_was_scaled = True
+
     def _gradients_begin(self) -> None:
         """Called at the first gradient of a backward. Only `engine.backward` has divided the loss by the steps."""
         self.relocation.refuse_absent("backward")
@@ -252,7 +256,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
 
     def _log_skip(self) -> None:
-        if self.scaler is not None and self.comm.rank == 0:
+        if self.scaler is not None and self.comm.job.rank == 0:
             logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -121,6 +121,8 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
     """
+    if config.tensor_parallel.autotp_size > 1:
+        raise UsageError("tensor_parallel.autotp_size: memory with tensor parallelism is not estimated; set it to 1")
     zero = config.zero_optimization
     ranks, second = zero.shards_over(question.world_size), zero.second_shards_over(question.world_size)
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
@@ -187,7 +189,7 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
 
 
 def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:
-    """Whether a shard at `home`, in the dtype of masters, is the master at `place`: the rule of `OptimizerShard.make_master`."""
+    """Whether a shard at `home`, in the masters' dtype, is the master at `place`; see `OptimizerShard.make_master`."""
     if home == DISK:
         return place == DISK and zero.offload_param.nvme_path == zero.offload_optimizer.nvme_path
     return home == place or (home, place) == (HOST, DISK)

@@ -29,10 +29,11 @@ from zero.checkpoint.model import DTYPES, MODEL_FILE, TensorSpec, bytes_of, mode
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.state import plain_tensors, tied_names
 from zero.comm import Communicator
+from zero.errors import UsageError
 from zero.gathered import gather_range
-from zero.layout import Slot
+from zero.layout import PIPELINE_PLACE, Slot
 from zero.optim.step import precise_values
-from zero.parameters import ShardedParameter
+from zero.parameters import Cut, ShardedParameter, cut_of, local
 from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
@@ -59,8 +60,9 @@ class _Part:
     def nbytes(self) -> int:
         return (self.end - self.start) * self.dtype.itemsize
 
-    def named_slots(self) -> Iterator[tuple[str, Slot]]:
-        return zip(self.unit.param_names[self.which], self.unit.layout.slots[self.which], strict=True)
+    def named_slots(self) -> Iterator[tuple[str, Slot, Cut | None]]:
+        unit, which = self.unit, self.which
+        return zip(unit.param_names[which], unit.layout.slots[which], map(cut_of, unit.params[which]), strict=True)
 
 
 class Weights:
@@ -82,6 +84,10 @@ class Weights:
         dtype: torch.dtype | str | None = None,
         exclude_frozen: bool = False,
     ):
+        if hasattr(model, PIPELINE_PLACE):
+            raise UsageError(
+                "each rank has a part of this model only: use save_checkpoint, and `zero consolidate` on its folder"
+            )
         self.units = [unit for unit in units if unit.trainable or not exclude_frozen]
         if isinstance(dtype, str) and dtype not in DTYPES:
             raise ValueError(f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None")
@@ -92,9 +98,9 @@ class Weights:
             if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
         }
         self.specs = [
-            TensorSpec(name, slot.shape, self._dtype(unit.dtype))
+            TensorSpec(name, param.shape, self._dtype(unit.dtype))
             for unit in self.units
-            for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+            for name, param in zip(unit.param_names, unit.params, strict=True)
         ] + [TensorSpec(name, value.shape, self._dtype(value.dtype)) for name, value in self.plain.items()]
 
     def _dtype(self, own: torch.dtype) -> torch.dtype:
@@ -105,7 +111,7 @@ class Weights:
 
         An error of `act`, which may stop at any weight, is raised on every rank; `what` names the action in the text.
         """
-        ranks, stream = Ranks.of(self.comm, what), self.stream()
+        ranks, stream = Ranks.of(self.comm.job, what), self.stream()
 
         def on_rank() -> T | None:
             try:
@@ -134,8 +140,9 @@ class Weights:
             values, pending = this_one
             pending.wait()
             last = parts[number - 1]
-            for name, slot in last.named_slots():
-                yield name, values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+            for name, slot, cut in last.named_slots():
+                value = values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+                yield name, value if cut is None else cut.gather(value)
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
 
@@ -184,7 +191,7 @@ def save_16bit_model(
     Raises OSError, on every rank, if the disk has no space for it.
     """
     if not filename.endswith(".safetensors"):
-        if weights.comm.rank == 0:
+        if weights.comm.job.rank == 0:
             logger.warning("%s: written in the safetensors format, as %s", Path(folder) / filename, MODEL_FILE)
         filename = MODEL_FILE
     weights.on_first(
@@ -207,10 +214,10 @@ def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, tor
         _copies[unit] = (
             unit.version,
             [
-                functools.partial(torch.empty, slot.shape, dtype=unit.dtype, device="meta")
+                functools.partial(torch.empty, param.shape, dtype=unit.dtype, device="meta")
                 if found is None
                 else weakref.ref(found[name])
-                for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+                for name, param in zip(unit.param_names, unit.params, strict=True)
             ],
         )
     if found is None:
@@ -259,20 +266,23 @@ def _warn_of_placeholders() -> None:
 
 
 def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights.
+    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights, or its parts of them.
 
     On rank 0, which saves it, the copy lies in a temporary file, as at stage 3. Other ranks get the values themselves.
-    One tensor under several names stays one tensor.
+    One tensor under several names stays one tensor. All ranks must call it if tensors are cut over ranks.
     """
-    if rank > 0:
-        return {name: value.detach() for name, value in state.items()}
     first: dict[object, str] = {}
     same_as = {
-        name: first.setdefault((value.data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
+        name: first.setdefault((local(value).data_ptr(), value.shape, value.stride()) if value.numel() else name, name)
         for name, value in state.items()
     }
     kept = {name: state[name].detach() for name in first.values()}
-    copies = on_disk(((name, value.cpu()) for name, value in kept.items()), sum(v.nbytes for v in kept.values()))
+    joined = ((name, value if local(value) is value else value.full_tensor()) for name, value in kept.items())
+    if rank > 0:
+        for _ in joined:  # rank 0 needs the parts
+            pass
+        return {name: value.detach() for name, value in state.items()}
+    copies = on_disk(((name, value.cpu()) for name, value in joined), sum(v.nbytes for v in kept.values()))
     return {name: copies[same_as[name]] for name in state}
 
 

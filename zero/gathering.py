@@ -39,6 +39,11 @@ class Gathering:
         """A pass of `kind` begins; `wraps`: parameters do not change before the next one of this kind."""
         self._schedule.begin(kind, wraps)
 
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is being recorded."""
+        return self._schedule.records
+
     def end_pass(self) -> None:
         """The pass is over: reshard what was prefetched and not used."""
         self._schedule.end()

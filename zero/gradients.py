@@ -17,6 +17,7 @@ from zero.clock import label
 from zero.comm import Communicator
 from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
+from zero.parameters import local
 from zero.pending import Pending
 from zero.unit import Unit
 
@@ -97,7 +98,7 @@ class GradientReducer:
     def collect(self, unit: Unit, index: int) -> None:
         """Take the gradient that autograd put on the unit's parameter number `index`."""
         param = unit.params[index]
-        grad, param.grad = param.grad, None
+        grad, param.grad = local(param.grad), None
         if grad.is_sparse:
             grad = grad.to_dense()
         entry = self._collected.setdefault(unit, _Collected())

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -63,7 +63,8 @@ class ModuleHooks:
     whether the parameters change before the next forward; `gradients_begin` is called at the first gradient of each
     backward. Unless `ignore_unused`, a trainable parameter without a gradient is an error.
 
-    Attributes: forward_hooks, backward_hooks: the handles of what is installed.
+    Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: which part of the model the next
+    forward or backward runs, if scripts run several ones; absent: units that the next backward gives no gradients.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class ModuleHooks:
         self._is_first = True
         self._unfrozen: set[Unit] = set()
         self._backward_is_open = self._has_gradients = False
+        self.part: Hashable = None
+        self.absent: Collection[Unit] = frozenset()
         self.forward_hooks: list = []
         self.backward_hooks: list = []
         self.install()
@@ -141,13 +144,16 @@ class ModuleHooks:
         self._release_modules()
         if not self._awaited:
             self._release_reads()
-        self._begin_pass("train" if torch.is_grad_enabled() else "infer")
+        self._begin_pass(("train again" if self._awaited else "train") if torch.is_grad_enabled() else "infer")
 
     def _begin_pass(self, name: str) -> None:
         self._in_pass, self._training = True, torch.is_grad_enabled()
         if self._training:
             self._warn_of_unfrozen()
-        kind = (name, self.module.training)
+        self._record(name)
+
+    def _record(self, name: str) -> None:
+        kind = (name, self.module.training, self.part)
         self._gathering.begin_pass(kind, wraps=not self._training or not self._last_micro_step())
 
     def _warn_of_unfrozen(self) -> None:
@@ -247,7 +253,10 @@ class ModuleHooks:
         if not self._backward_is_open:
             self._backward_is_open = self._in_pass = True
             self._has_gradients = False
-            self._reductions.begin()
+            if self._awaited > 1 or not self._gathering.in_pass:  # it belongs to an earlier forward than the last one
+                self._gathering.end_pass()
+                self._record("backward")
+            self._reductions.begin(self.absent)
             self._reads.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 

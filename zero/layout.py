@@ -127,6 +127,8 @@ LEAF_FLAG = "_z3_leaf"
 # inside a leaf.
 TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
+# Of a model that `zero.pipeline` has split, and that lacks what other ranks have.
+PIPELINE_PLACE = "_zero_pipeline"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -7,7 +7,7 @@ numbers, which the ranks compare. This file does not know what is exchanged, nor
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -39,6 +39,22 @@ class _Channel:
     def __init__(self) -> None:
         self.digest = self.count = 0
         self.recent: deque[Operation] = deque(maxlen=KEPT)
+
+
+class MessageTags:
+    """Numbers the messages of gloo, so that messages about different units never match.
+
+    Ranks that run different modules then wait for each other, and the watchdog finds them.
+    """
+
+    def __init__(self) -> None:
+        self._sent: Counter[tuple[str, int]] = Counter()
+
+    def next(self, kind: str, unit: object) -> int:
+        """The tag of the next message of `kind` about `unit`: 22 bits unit, 1 bit kind, 8 bits counter."""
+        key = getattr(unit, "serial", 0)
+        self._sent[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
 
 
 class CollectiveOrder:

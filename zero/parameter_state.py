@@ -16,6 +16,7 @@ from zero.errors import UsageError
 from zero.layout import Piece
 from zero.optim.step import optimizer_of
 from zero.optimizer_shard import OptimizerShard
+from zero.parameters import cut_of, local
 from zero.unit import Unit, unit_of
 
 FP32, GRADIENT = "fp32 value", "gradient"
@@ -116,12 +117,13 @@ class ParameterState:
             return self._read_whole()
         if not self.exists:
             return None
-        comm, full = self.unit.comm, torch.zeros(self.param.numel(), device=self.unit.comm.device)
+        comm, full = self.unit.comm, torch.zeros(local(self.param).numel(), device=self.unit.comm.device)
         part = full[self.piece.inside : self.piece.inside + self.piece.numel]
         part.copy_(self.read_local()[: part.numel()])
         if not self.unit.layout.replicated:
             comm.all_reduce(full, of_shards=True)
-        return full.view(self.param.shape)
+        full, cut = full.view(local(self.param).shape), cut_of(self.param)
+        return full if cut is None else cut.gather(full)
 
     def _read_whole(self) -> torch.Tensor | None:
         """The state of a whole tensor, which its owner has. The last element says whether there is one."""
@@ -160,5 +162,8 @@ class ParameterState:
         if self._whole is not None:
             self._owned().copy_(value)
             return
-        part = value.reshape(-1)[self.piece.inside : self.piece.inside + self.piece.numel]
+        cut = cut_of(self.param)
+        part = (value if cut is None else cut.of(value)).reshape(-1)[
+            self.piece.inside : self.piece.inside + self.piece.numel
+        ]
         self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))

@@ -43,6 +43,38 @@ def set_owner(param: nn.Parameter, owner: ParameterOwner) -> None:
     param._zero_owner = owner
 
 
+class Cut(Protocol):
+    """How a parameter is cut over a model group. Each of its ranks has one part, and engines see that part alone.
+
+    Attributes: index: the number of this rank's part. described: along which dimension it is cut, in how many blocks,
+    each of which is cut, and in how many parts. A part has its pieces of all blocks.
+    """
+
+    index: int
+    described: list[int]
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole from every rank's part. All ranks that have one must call it."""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole."""
+
+
+def cut_of(param: torch.Tensor) -> Cut | None:
+    """How `param` is cut over this rank's model group; None if the rank has all of it."""
+    return getattr(param, "_zero_cut", None)
+
+
+def is_copy(param: torch.Tensor) -> bool:
+    """Whether another rank of the model group has the same parameter, and counts and saves it."""
+    return getattr(param, "_zero_is_copy", False)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a `DTensor` that is on this rank; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 _nan_scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -140,15 +172,18 @@ def _sharded_class(plain: type) -> type:
 
 
 def show(param: nn.Parameter, values: torch.Tensor) -> None:
-    """Make `values` (the parameter's shape) what `param` shows."""
+    """Make `values` (the shape of the parameter, or of its local part) what `param` shows."""
     if isinstance(param, ShardedParameter):
         param.__class__ = type(param).__bases__[-1]
-    param.data = values
+    if local(param) is param:
+        param.data = values
+    else:
+        param._local_tensor = values
 
 
 def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
     """Make an ordinary parameter, whatever device it is on, show the placeholder `nan`. It must not be in any graph."""
-    if not torch._has_compatible_shallow_copy_type(param, nan):
+    if local(param) is param and not torch._has_compatible_shallow_copy_type(param, nan):
         # `param.data` cannot change to a device that torch does not have itself (PrivateUse1). The object stays.
         fresh = nn.Parameter(nan, param.requires_grad)
         fresh.__class__, fresh.__dict__ = type(param), dict(param.__dict__)

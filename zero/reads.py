@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.gathering import Gathering
+from zero.parameters import local
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
@@ -61,7 +63,11 @@ class OutsideReads:
 
     def hold_returned(self, units: Sequence[Unit], output: object) -> None:
         """Hold those of `units` whose values are in `output`: a module may return a parameter, or a view of one."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(output)}
+        tensors = [local(tensor) for tensor in tensors_in(output)]
+        # The result of a collective that is not awaited yet has no storage of its own.
+        storages = {
+            tensor.untyped_storage().data_ptr() for tensor in tensors if not is_traceable_wrapper_subclass(tensor)
+        }
         for unit in units:
             if unit.full.untyped_storage().data_ptr() in storages:
                 self.hold(unit)

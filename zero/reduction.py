@@ -19,7 +19,7 @@ in the first backward, reductions start as they can, or at the end if the model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -49,11 +49,11 @@ class ReductionOrder:
         self._has_leaves = any(getattr(module, LEAF_FLAG, False) for unit in units for module in unit.modules)
         self._has_places = comm.matches_by_order or (comm.world_size > 1 and self._has_leaves)
         self._started = self._backwards = self._uses = 0
-        self._is_open = False
+        self._is_open, self._absent = False, frozenset()
 
-    def begin(self) -> None:
-        """A backward begins."""
-        self._uses, self._is_open = 0, True
+    def begin(self, absent: Collection[Unit] = frozenset()) -> None:
+        """A backward begins. Units in `absent` get no gradients on any rank, and are not reduced."""
+        self._uses, self._is_open, self._absent = 0, True, absent
 
     def before_use(self) -> None:
         """A unit is about to be used, and others prefetched: reductions that all ranks start before that start now."""
@@ -79,17 +79,20 @@ class ReductionOrder:
             self._start_next()
 
     def _may_start(self, unit: Unit) -> bool:
+        if unit in self._absent:
+            return True
         if unit not in self._complete or not self._has_places:
             return unit in self._complete
         return not self._has_leaves if self._places is None else self._places[unit] <= self._uses
 
     def _start_next(self) -> None:
-        self._reducer.reduce(self._order[self._started])
+        if self._order[self._started] not in self._absent:
+            self._reducer.reduce(self._order[self._started])
         self._started += 1
 
     def missing(self) -> Iterator[str]:
         """Names of the trainable parameters without a gradient in this backward."""
-        for unit in self._order:
+        for unit in (unit for unit in self._order if unit not in self._absent):
             for i, name in enumerate(unit.param_names):
                 if unit.params[i].requires_grad and i not in self._collected[unit]:
                     yield name
@@ -98,7 +101,8 @@ class ReductionOrder:
         """The backward is over: reduce the rest, the same units in the same order on every rank, and wait."""
         again = [unit for unit in self._order[: self._started] if self._reducer.has_pending(unit)]
         for unit in self._order[self._started :] + again:
-            self._reducer.reduce(unit)
+            if unit not in self._absent:
+                self._reducer.reduce(unit)
         self._agree()
         self._reducer.end_backward()
 

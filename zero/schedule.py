@@ -97,6 +97,10 @@ class Schedule:
             self.plans[self._kind] = Plan(self._trace, self.sizes)
         self._plan, self._trace = None, None
 
+    @property
+    def records(self) -> bool:
+        return self._trace is not None
+
     def visit(self, unit: int) -> None:
         """Record that `unit` is used now."""
         if self._trace is None:

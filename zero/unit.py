@@ -33,7 +33,7 @@ from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.layout import UnitLayout
 from zero.offload.tiers import HostTrimmer, Tier
-from zero.parameters import ReadHook, owner_of, placeholder, set_owner, take_over
+from zero.parameters import ReadHook, local, owner_of, placeholder, set_owner, take_over
 from zero.pending import Pending
 from zero.schedule import Residency
 from zero.views import ParameterViews, Shown
@@ -104,7 +104,7 @@ class Unit:
         self.dtype = dtype or self.params[0].dtype
         self.trainable = self.params[0].requires_grad
         ranks = comm.shard_group
-        self.layout = UnitLayout([param.shape for param in self.params], ranks.size, replicated)
+        self.layout = UnitLayout([local(param).shape for param in self.params], ranks.size, replicated)
         self.shard_range, self.pieces = self.layout.shard_range(ranks.rank), self.layout.pieces(ranks.rank)
         self.tier = self.home = tier or Tier(comm.device)
         on_device = self.tier == Tier(comm.device)
@@ -157,7 +157,7 @@ class Unit:
             former, target = unit_of(param), full.narrow(0, slot.offset, slot.numel)
             if former is None:
                 sharded_before = False
-                target.copy_(param.data.reshape(-1))
+                target.copy_(local(param).detach().reshape(-1))
             else:
                 former.hand_over(param, target)
             set_owner(param, self)
@@ -176,7 +176,7 @@ class Unit:
         if self._writer is not None:
             logger.warning("%s goes to a new engine: the one that trained it so far must not be used again", self)
         with self.unsharded():
-            target.copy_(param.data.reshape(-1))
+            target.copy_(local(param).detach().reshape(-1))
         self._handed_over += 1
         if self._handed_over < len(self.params):
             return

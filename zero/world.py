@@ -1,11 +1,22 @@
 """The job's default process group: made here if the script has not, and asked about its ranks.
 
 Also which device this rank computes on, and groups of ranks by number. This file knows no collective.
+
+[Note: groups of ranks]
+job              all ranks.
+world            the ranks with batches of their own, over which gradients are averaged.
+shard group      the ranks over which a unit is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
+replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
+model group      the ranks that hold one copy of the model together, and work on the same batch.
+
+The world and the shard group are the job, and each rank is alone in its replicate group, unless `within` has made
+smaller groups. Each rank has the whole model, unless `split` has made smaller worlds and model groups.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -18,10 +29,16 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Group(NamedTuple):
-    """Some ranks of the job, by their numbers in the world, and this process's place among them."""
+    """Some ranks, by their numbers in the job, and this process's place among them."""
 
     rank: int
-    ranks: range
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups that this process is in."""
+        ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        return cls(ranks.index(dist.get_rank()), ranks)
 
     @property
     def size(self) -> int:

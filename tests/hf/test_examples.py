@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2ForCausalLM, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, T5ForConditionalGeneration
 
 from tests.processes import REPOSITORY, fork_ranks, run, torchrun
+from zero.checkpoint.offline import consolidate
 
 
 def lines(script: str, *args: object, start: Callable = fork_ranks) -> list[str]:
@@ -135,6 +136,24 @@ def test_sentence_transformers_is_as_ddp(tmp_path: Path) -> None:
     wanted, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "zero"))
     for name, value in wanted.items():
         torch.testing.assert_close(saved[name], value, atol=1e-5, rtol=0)
+
+
+def test_three_d_goes_on_with_other_stages(tmp_path: Path) -> None:
+    def run(nproc: int, *arguments: object) -> list[str]:
+        common = ("--steps", "4", "--save-every", "2", "--output", tmp_path)
+        script = REPOSITORY / "examples" / "three_d.py"
+        done = fork_ranks(script, *common, *map(str, arguments), nproc=nproc, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.findall(r"^(?:step|resumed).*$", done.stdout, re.M)
+
+    straight = run(4, "--tensor", 2)
+    (tmp_path / "latest").write_text("global_step2")
+    resumed = run(2, "--tensor", 1, "--stages-per-rank", 2, "--resume")
+    assert resumed[0].startswith("resumed") and len(straight) == 2
+    assert numbers(resumed[1]) == pytest.approx(numbers(straight[1]), rel=1e-5)
+    consolidate(tmp_path, tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_hybrid_sharding_counts_what_crosses_groups() -> None:

@@ -99,8 +99,8 @@ ERRORS = [
         "gradient_allreduce_op: expected one of 'mean' or 'sum', got the string \"max\"",
     ),
     (
-        {"tensor_parallel": {"autotp_size": 2}},
-        "tensor_parallel.autotp_size: 2 is not available: the model is sharded over data-parallel ranks only; use 1",
+        {"tensor_parallel": {"autotp_size": -1}},
+        "tensor_parallel.autotp_size: expected a number of at least 0, got -1",
     ),
     # contradictions
     (

@@ -35,7 +35,7 @@ class BackgroundSaves:
 
     def __init__(self, engine: Trained):
         what = "saving a checkpoint"
-        self.connection, self._ranks = connect(engine.comm, what), Ranks.of(engine.comm, what)
+        self.connection, self._ranks = connect(engine.comm.job, what), Ranks.of(engine.comm.job, what)
         self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._thread: threading.Thread | None = None

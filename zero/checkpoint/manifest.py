@@ -62,12 +62,16 @@ class StoredTensor(_Part):
 
 
 class Value(_Part):
-    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group, or None."""
+    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group, or None.
+
+    `cut`: it is stored in parts; see `zero.checkpoint.cuts`.
+    """
 
     shape: list[Count]
     dtype: str
     trainable: bool = False
     group: Count | None = None
+    cut: list[Count] | None = Field(default=None, min_length=3, max_length=3)
 
 
 class StateKey(_Part):

@@ -1,6 +1,7 @@
 """What can be done with a checkpoint in one process without an engine: look at it, read it, make a model folder of it.
 
-`consolidate` holds no more of the model in memory than `PART` elements. What is read is verified as it is read.
+`consolidate` holds no more of the model in memory than `PART` elements, or one parameter that was cut over ranks. What
+is read is verified as it is read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from zero.checkpoint import folder as folders
+from zero.checkpoint.cuts import PartReader
 from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole
 from zero.checkpoint.manifest import Manifest, read_manifest
 from zero.checkpoint.model import MAX_FILE_BYTES, TensorSpec, write_model
@@ -23,7 +25,7 @@ from zero.checkpoint.values import decode, dtype_of
 PART = 1 << 22
 
 
-def _open(path: str | os.PathLike, tag: str | None = None) -> SliceReader:
+def _open(path: str | os.PathLike, tag: str | None = None) -> PartReader:
     """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as `checkpoint-500`.
 
     Raises ValueError if there is no checkpoint, or if a file of it is missing.
@@ -33,7 +35,7 @@ def _open(path: str | os.PathLike, tag: str | None = None) -> SliceReader:
         raise ValueError(f"{path}: there is no checkpoint")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
-    return SliceReader(folder, manifest)
+    return PartReader(folder, manifest)
 
 
 def _model_tensors(
@@ -125,8 +127,9 @@ def consolidate(
         with tqdm(total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
             for key, tensor in tensors.items():
                 numel = tensor.shape.numel()
-                for start in range(0, numel, PART):
-                    part = torch.empty(min(PART, numel - start), dtype=tensor.dtype, device="cpu")
+                step = PART if reader.stored_cut(key) is None else numel  # parts are joined as a whole
+                for start in range(0, numel, step):
+                    part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
                     reader.read({key: Slices(numel, {start: part})})
                     bar.update(part.nbytes)
                     yield part

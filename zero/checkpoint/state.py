@@ -266,7 +266,7 @@ def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
         for group, new in zip(groups, settings, strict=True):
             _set(group, new)
         return
-    if engine.comm.rank == 0:
+    if engine.comm.job.rank == 0:
         text = "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over"
         logger.warning(text, len(settings), len(groups))
     first = {index: name for name, index in reversed(group_of(engine).items())}

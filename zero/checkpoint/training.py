@@ -22,6 +22,7 @@ import torch
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
+from zero.checkpoint.cuts import PartReader, cuts_of, to_store
 from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole, write
 from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, DamagedCheckpointError, Manifest, read_manifest
 from zero.checkpoint.model import model_config
@@ -64,7 +65,7 @@ def save_checkpoint(
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
-    ranks = Ranks.of(engine.comm, what)
+    ranks = Ranks.of(engine.comm.job, what)
     tag = ranks.run(lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
     tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
     # What is in files does not fit into host memory. So it cannot be copied there for a save in the background.
@@ -119,22 +120,39 @@ def _collect(engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: 
             slices |= of_optimizer
         place, size = engine.comm.replicate_group.rank, engine.comm.replicate_group.size
         if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
-            place, size = ranks.rank, ranks.world_size
-        slices = {key: entry.share(place, size) for key, entry in slices.items()}
-        if ranks.rank == 0:
-            for name, value in state.plain_tensors(engine.module).items():
-                slices[f"plain/{name}"] = whole(value.contiguous())
+            place, size = engine.comm.rank, engine.comm.world_size
+        slices = {key: entry.share(place, size) for key, entry in to_store(slices, engine.units).items()}
         return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
     slices, kinds, description = ranks.run(collect)
     gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
     description["random_states"] = [states for _, states in gathered]
+    earlier = _join_models(engine, ranks, description)
+    for name, value in state.plain_tensors(engine.module).items():
+        if name not in earlier:
+            slices[f"plain/{name}"] = whole(value.contiguous())
     for kinds, _ in gathered:  # a rank whose shards are all padding has no state
         for key, kind in kinds.items():
             merged = description["optimizer"]["state"].setdefault(key, {})
             for part, content in kind.items():
                 merged[part] = merged.get(part, {}) | content if isinstance(content, dict) else content
     return slices, description
+
+
+def _join_models(engine: Trained, ranks: Ranks, description: dict) -> set[str]:
+    """Make `description` that of the whole model, of which ranks may have different parts.
+
+    Returns the names of what lower ranks have as well.
+    """
+    keys, earlier = ("parameters", "plain", "tied"), set()
+    if engine.comm.model is None:
+        return set(description["plain"]) if ranks.rank else earlier
+    for rank, found in enumerate(ranks.gather({key: description[key] for key in keys})):
+        for key in keys:
+            description[key] = found[key] | description[key]
+        if rank < ranks.rank:
+            earlier |= found["plain"].keys()
+    return earlier
 
 
 def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict:
@@ -145,7 +163,7 @@ def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict
         "version": FORMAT_VERSION,
         "torch": torch.__version__,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "world_size": engine.comm.world_size,
+        "world_size": engine.comm.job.world_size,
         "stage": engine.settings.zero_optimization.stage,
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
@@ -177,11 +195,17 @@ def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict
 
 def _parameters(engine: Trained, exclude_frozen: bool = False) -> dict[str, dict]:
     """Shape and compute dtype of each sharded parameter, in the model's order."""
+    cuts = cuts_of(engine.units)
     found = {
-        name: {"shape": list(slot.shape), "dtype": dtype_name(unit.dtype), "trainable": unit.trainable}
+        name: {
+            "shape": list(param.shape),
+            "dtype": dtype_name(unit.dtype),
+            "trainable": unit.trainable,
+        }
+        | ({"cut": cuts[name].described} if name in cuts else {})
         for unit in engine.units
         if unit.trainable or not exclude_frozen
-        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True)
+        for name, param in zip(unit.param_names, unit.params, strict=True)
     }
     return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
@@ -240,7 +264,7 @@ def load_checkpoint(
     if custom_load_fn is not None:
         raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
-    ranks, source = Ranks.of(engine.comm, f"loading a checkpoint from {load_dir}"), Path(load_dir)
+    ranks, source = Ranks.of(engine.comm.job, f"loading a checkpoint from {load_dir}"), Path(load_dir)
     found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
     of_trainer = ranks.on_first(lambda: any(source.glob("rng_state*.pth")))
     if found is None:
@@ -250,10 +274,11 @@ def load_checkpoint(
     folder = Path(found)
     manifest = ranks.run(lambda: _open(source, folder, ranks))
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict))
+    elsewhere = set().union(*ranks.gather(list(_named(engine)))) if engine.comm.model is not None else set()
+    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict, elsewhere))
     if with_optimizer:
         ranks.run(lambda: _check_optimizer(engine, manifest))
-    _read(engine, ranks, SliceReader(folder, manifest), names, with_optimizer)
+    _read(engine, ranks, PartReader(folder, manifest, cuts=cuts_of(engine.units)), names, with_optimizer)
     if not load_module_only:
         _restore_progress(engine, manifest, with_optimizer)
         if load_lr_scheduler_states and engine.lr_scheduler is not None and manifest.lr_scheduler is not None:
@@ -289,21 +314,25 @@ def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
             raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
-def _names_to_load(engine: Trained, manifest: Manifest, strict: bool) -> set[str]:
-    """Names that the model and the checkpoint have in common.
+def _named(engine: Trained) -> dict[str, list[int]]:
+    """The shapes of all that this rank has of the model, by name."""
+    plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
+    return plain | {name: entry["shape"] for name, entry in _parameters(engine).items()}
+
+
+def _names_to_load(engine: Trained, manifest: Manifest, strict: bool, elsewhere: set[str]) -> set[str]:
+    """Names that the model and the checkpoint have in common. `elsewhere`: names that some rank has.
 
     Raises ValueError if shapes differ, or, if `strict`, names.
     """
     stored = {name: entry.shape for name, entry in (manifest.parameters | manifest.plain).items()}
-    here = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
-    parameters = _parameters(engine)
-    here |= {name: entry["shape"] for name, entry in parameters.items()}
+    here, parameters = _named(engine), _parameters(engine)
     common = here.keys() & stored.keys()
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
         raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
     optional = {name for name, entry in parameters.items() if not entry["trainable"] and manifest.frozen_excluded}
-    missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common)
+    missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common - elsewhere)
     if strict and (missing or unexpected):
         raise ValueError(
             f"the checkpoint does not fit the model: it lacks {_some(missing)} and has {_some(unexpected)} which the "

@@ -191,7 +191,6 @@ NOT_YET = "not available yet"
 _TORCH_PROFILER = "not measured here; use torch.profiler"
 _TRACKERS = "metrics are written by the Trainer's report_to"
 _NO_AUTOCAST = "the whole model has the dtype of fp16 or bf16; enable one, or enter torch.autocast in the script"
-_NO_TENSOR_PARALLEL = "the model is sharded over data-parallel ranks only"
 
 
 _RANDOM_LTD = idle(
@@ -236,7 +235,7 @@ class SectionsWithoutEffect(Section):
     prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
     gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
     data_parallel_size: Positive | None = unused(
-        None, "it is the number of processes divided by sequence_parallel_size; another number is an error"
+        None, "it is the number of processes that have batches of their own; another number is an error"
     )
     disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
     seq_parallel_communication_data_type: str | None = unused(
@@ -255,7 +254,7 @@ class SectionsWithoutEffect(Section):
     )
     pipeline: idle(
         "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
-    ) = unused(None, "there is no pipeline parallelism")
+    ) = unused(None, "pipelines are made in the script: docs/pipeline_parallelism.md")
     data_efficiency: idle(
         "enabled seed",
         data_sampling=idle(
@@ -284,12 +283,6 @@ class SectionsWithoutEffect(Section):
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
     ) = unused(None, "settings are never searched for; what the file says is used")
-    tensor_parallel: idle(
-        "tp_size tp_grain_size tp_overlap_comm tensor_parallel tp mpu dtype injection_policy_tuple "
-        "partition_config preset_model vocab_parallel_lm_head vocab_parallel_ce_backend keep_module_on_host "
-        "kernel_inject replace_with_kernel_inject",
-        autotp_size=only(Annotated[Int, AfterValidator(lambda size: size or 1)], 1, _NO_TENSOR_PARALLEL),
-    ) = unused(None, _NO_TENSOR_PARALLEL)
     expert_parallel: idle(
         "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
         "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
@@ -297,7 +290,7 @@ class SectionsWithoutEffect(Section):
         "comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k "
         "load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
         "has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
-    ) = unused(None, _NO_TENSOR_PARALLEL)
+    ) = unused(None, "there is no expert parallelism")
 
 
 _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"

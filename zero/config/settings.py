@@ -36,6 +36,7 @@ from zero.config.keys import (
 from zero.config.monitor import CsvMonitorConfig, FlopsProfilerConfig, JsonMonitorConfig, TensorBoardConfig, WandbConfig
 from zero.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.optim import OptimizerConfig, SchedulerConfig
+from zero.config.parallel import TensorParallelConfig
 from zero.config.precision import BF16Config, DataTypesConfig, FP16Config
 from zero.errors import UsageError
 
@@ -247,6 +248,7 @@ class Config(SectionsWithoutEffect):
     """Samples of one forward on one process (the micro-batch)."""
     gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")
     """Micro-batches of one step."""
+    tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
     sequence_parallel_size: Positive = 1
     """Neighbouring processes that share each sequence (Ulysses). The Trainer's `ParallelismConfig` sets it."""
     managed_gradient_accumulation: bool = True
@@ -254,9 +256,8 @@ class Config(SectionsWithoutEffect):
     gradient_clipping: NonNegative = acts(1.0, auto="max_grad_norm")
     """Largest global L2 norm of the gradients. 0: no clipping."""
     log_level: choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") | None = acts(None, "Of the logger `zero`.")
-    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = acts(
-        None, "Rank 0 prints a line of numbers every so many steps. Default: never."
-    )
+    steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
+    """Rank 0 prints a line of numbers every so many steps. Default: never."""
     wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.

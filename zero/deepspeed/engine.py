@@ -24,10 +24,11 @@ from zero.deepspeed.lr_schedules import build_scheduler
 from zero.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.deepspeed.optimizers import build_optimizer
 from zero.deepspeed.sequence import share_sequences
+from zero.deepspeed.tensor import follow, share_model
 from zero.engine import ZeroEngine
 from zero.errors import FOLLOWED_RELEASE, UsageError
 from zero.export import Weights, consolidated_state_dict
-from zero.mesh import Mesh, mesh_of_accelerate, shard_size
+from zero.mesh import Mesh
 from zero.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
@@ -48,14 +49,14 @@ class DeepSpeedEngine(ZeroEngine):
     _config = property(attrgetter("settings"), doc="The configuration.")
     tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
     device = property(attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs.")
-    global_rank = property(attrgetter("comm.rank"), doc="This rank's number.")
-    world_size = property(attrgetter("comm.world_size"), doc="The number of ranks.")
+    global_rank = property(attrgetter("comm.job.rank"), doc="This rank's number.")
+    world_size = property(attrgetter("comm.job.world_size"), doc="The number of ranks.")
     sequence_parallel_size = property(attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence.")
 
     @property
     def dp_world_size(self) -> int:
-        """How many ranks, or groups of ranks that share sequences, have batches of their own."""
-        return self.world_size // self.sequence_parallel_size
+        """How many ranks, or groups of ranks that share sequences or the model, have batches of their own."""
+        return self.comm.world_size // self.sequence_parallel_size
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
@@ -152,6 +153,9 @@ class DeepSpeedEngine(ZeroEngine):
         weights = Weights(self.module, self.units, self.comm, exclude_frozen=exclude_frozen_parameters)
         return consolidated_state_dict(self.module, weights)
 
+    # accelerate calls this one where tensor parallelism is configured.
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
     _change_recovery_script_permissions = staticmethod(make_executable)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int) -> str:
@@ -214,8 +218,10 @@ def initialize(
             `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
-        mesh: a `DeviceMesh` of the dimensions `replicate` and `shard`, for hybrid sharding. The size of `shard` means
-            the same as `mics_shard_size` in the configuration. Default: the mesh of accelerate's `ParallelismConfig`.
+        mesh: a `DeviceMesh` of the dimensions `pp`, `replicate`, `shard` and `tp`, some or all of them, for pipelines
+            (see `zero.pipeline`), hybrid sharding and tensor parallelism. The size of `shard` means the same as
+            `mics_shard_size` in the configuration, that of `tp` the same as `autotp_size`. Default: the mesh of
+            accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
@@ -233,31 +239,25 @@ def initialize(
         logger.setLevel(settings.log_level)
     world.init_distributed()
     share_sequences(model, settings, mpu)
-    settings.resolve_batch(world.get_world_size())
-    _cut_into_groups(settings, mesh)
+    comm, replaced = share_model(model, settings, mesh)
+    optimizer, model_parameters = follow(optimizer, model_parameters, replaced)
+    settings.resolve_batch(comm.world_size)
+    settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
         lr_scheduler = partial(build_scheduler, settings.scheduler)
-    engine = make_engine(model, settings, optimizer, lr_scheduler)
+    engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
     loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
     return engine, engine.returned_optimizer, loader, engine.lr_scheduler
-
-
-def _cut_into_groups(settings: Config, mesh: Mesh | None) -> None:
-    """Take the size of the shard groups from the mesh, if there is one. Raises UsageError if it divides no world."""
-    mesh = mesh_of_accelerate() if mesh is None else mesh
-    if mesh is not None:
-        settings.zero_optimization.use_shard_size(shard_size(mesh, world.get_world_size()))
-    settings.zero_optimization.shards_over(world.get_world_size())
 
 
 def _data_loader(dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine) -> DataLoader:
     """Micro-batches of this rank's part of `dataset`. `loader.sampler.set_epoch` shuffles it again."""
     sampler = None
     if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
+        sampler = DistributedSampler(dataset, engine.comm.world_size, engine.comm.rank)
     loader = DataLoader(dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn)
     return loader if engine.sequence_parallel_size == 1 else DataLoader(MicroBatches(loader, current_group()), None)

@@ -22,11 +22,16 @@ PACKAGE = "deepspeed"
 _MISSING = object()
 
 
+def _instead(full_name: str) -> str:
+    return "; pipelines are in zero.pipeline, see docs/pipeline_parallelism.md" if "pipe" in full_name.lower() else ""
+
+
 def _absent(full_name: str) -> type:
     """A class that nothing is an instance of, and that refuses to be called."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"{full_name} is not provided by zero: you may import it, but not call it")
+        text = f"{full_name} is not provided by zero: you may import it, but not call it"
+        raise NotImplementedError(text + _instead(full_name))
 
     return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
 
@@ -44,7 +49,7 @@ class FacadeModule(ModuleType):
         if name in ABSENT.get(self.__name__, ()):
             value = _absent(full_name)
         if value is _MISSING:
-            raise AttributeError(f"'{full_name}' is not provided by zero", name=name, obj=self)
+            raise AttributeError(f"'{full_name}' is not provided by zero{_instead(full_name)}", name=name, obj=self)
         setattr(self, name, value)
         return value
 

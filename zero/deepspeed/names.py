@@ -32,6 +32,7 @@ deepspeed .names __version__=REPORTED_VERSION __version_major__=MAJOR __version_
     __git_hash__=GIT_HASH __git_branch__=GIT_BRANCH
 deepspeed .engine initialize DeepSpeedEngine
 deepspeed .distributed init_distributed
+deepspeed .tensor tp_model_init
 deepspeed .utilities OnDevice add_config_arguments
 deepspeed zero.errors DeepSpeedConfigError=UsageError
 deepspeed.accelerator .accelerator get_accelerator is_current_accelerator_supported

@@ -37,7 +37,7 @@ def make(engine: ZeroEngine) -> Monitor | None:
     if not (asked or settings.wall_clock_breakdown or settings.flops_profiler.enabled):
         return None
     found, problem = [], None
-    if engine.comm.rank == 0:
+    if engine.comm.job.rank == 0:
         try:
             found = writers(settings)
         except UsageError as error:
@@ -59,7 +59,7 @@ class Monitor:
         self._elements: Counter[str] = Counter(engine.comm.elements)
         self._start = time.perf_counter()
         profiler = engine.settings.flops_profiler
-        self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.rank == 0 else None
+        self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
         if self._flops is not None:
             self._flops.before_step(1)
 
@@ -76,7 +76,7 @@ class Monitor:
             table = self._gather(seconds)
             if self._writers:
                 self._write(self._record(table))
-        if engine.settings.wall_clock_breakdown and engine.comm.rank == 0:
+        if engine.settings.wall_clock_breakdown and engine.comm.job.rank == 0:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
         engine.comm.clock.reset()
         self._losses.clear()
@@ -96,7 +96,7 @@ class Monitor:
 
     def _gather(self, seconds: float) -> torch.Tensor:
         """Every rank's numbers: (ranks, columns), fp64, on the host."""
-        comm = self._engine.comm
+        comm = self._engine.comm.job
         total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]

@@ -74,7 +74,7 @@ class Placement:
                     found.append((shard, self._device_tier))
         if found:
             self._free.clear()
-            if comm.rank == 0:
+            if comm.job.rank == 0:
                 self._tell([*kept, *(shard for shard, tier in found if tier == self._device_tier)], free, reserve)
         return found
 

@@ -35,6 +35,7 @@ from zero.optim.tiles import Tile, TiledState
 from zero.optim.updates import Updates
 from zero.optim.whole_tensor import WholeTensorState
 from zero.optimizer_shard import OptimizerShard
+from zero.parameters import is_copy
 from zero.unit import Unit
 
 logger = logging.getLogger("zero")
@@ -77,7 +78,8 @@ class ZeroOptimizer:
     them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; bf16_state: so is the state.
 
     Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
-    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step.
+    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step. before_norm: called in
+    each step, on all ranks, when gradients are reduced.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ZeroOptimizer:
         self._replicated = any(unit.layout.replicated for unit in self.shards)
         self.overflow, self._checks_overflow = False, checks_overflow
         self.grad_norm: float | None = None
+        self.before_norm: list[Callable[[], None]] = []
         self.read_by_saves = threading.Event()  # not set while a save in the background still copies the state
         self.read_by_saves.set()
         self.model_params = [list(group["params"]) for group in optimizer.param_groups]
@@ -132,10 +135,11 @@ class ZeroOptimizer:
         """Number the trained parameters in the order of the param groups, and find this rank's pieces of them."""
         names = {p: name for unit in self.shards for p, name in zip(unit.params, unit.param_names, strict=True)}
         idle = [name for param, name in names.items() if param not in group_of]
-        if idle and self.comm.rank == 0:
+        if idle and self.comm.job.rank == 0:
             logger.warning("in no param group of the optimizer, and therefore never updated: %s", ", ".join(idle))
         self._names = [names[param] for param in group_of if param in names]
         number_of = {param: number for number, param in enumerate(param for param in group_of if param in names)}
+        self._numbered = list(number_of)
         self._pieces = [
             (number_of[unit.params[piece.slot]], shard, piece.start, piece.start + piece.numel)
             for unit, shard in self.shards.items()
@@ -190,6 +194,8 @@ class ZeroOptimizer:
             self.reducer.collect_from_script(unit)
             self.reducer.complete(unit)
         self.reducer.drain()
+        for act in self.before_norm:
+            act()
         self._place()
         to_mean = self.gradient_factor
         self.grad_norm = self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
@@ -348,12 +354,16 @@ class ZeroOptimizer:
             sums = self.comm.all_reduce(own)
         else:
             squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split([len(squares), len(own)])
-        self._param_norms = squares.sqrt_().float()
+        self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
+        if self.comm.model is not None:  # parts of a parameter count once each, and copies not at all
+            counted = [number for number, param in enumerate(self._numbered) if not is_copy(param)]
+            sums = self.comm.model.all_reduce(torch.cat([squares[counted].sum().view(1), sums]))
+            norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
-        if disagree(totals, self.comm.world_size):
-            require_same(self.comm, facts)
+        if disagree(totals, self.comm.job.world_size):
+            require_same(self.comm.job, facts)
         return norm
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:
@@ -371,11 +381,14 @@ class ZeroOptimizer:
 
     def _explain_non_finite(self) -> str:
         """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
-        name = self._names[int(torch.argmin(self._param_norms.isfinite().int()))]
+        finite = self._param_norms.isfinite()
+        name = f"parameter {self._names[int(torch.argmin(finite.int()))]!r}"
+        if finite.all():
+            name = "a parameter of another pipeline stage"
         if self.scaler is None:
-            return f"the gradient of parameter {name!r} is not finite; this step was skipped on every rank"
+            return f"the gradient of {name} is not finite; this step was skipped on every rank"
         return (
-            f"the gradient of parameter {name!r} is not finite at the minimum loss scale {self.loss_scale:g}; "
+            f"the gradient of {name} is not finite at the minimum loss scale {self.loss_scale:g}; "
             "no step was taken. Models pre-trained in bf16, T5 among them, overflow in fp16: use bf16 (--bf16) or "
             "fp32; else look for a learning rate that is too high or for non-finite inputs"
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from zero.accumulation import Accumulation
 from zero.clock import Throughput
-from zero.comm import communicator
+from zero.comm import Communicator, communicator
 from zero.config import Config
 from zero.construction import make_scheduler, place_buffers
 from zero.deepspeed.engine import DeepSpeedEngine
@@ -48,7 +48,10 @@ class PlainEngine(DeepSpeedEngine):
         settings: Config,
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: object | None = None,
+        comm: Communicator | None = None,
     ):
+        if comm is not None and comm.model is not None:
+            raise UsageError("zero verify: a model that is cut over ranks cannot be compared: run it without a mesh")
         Accumulation.__init__(self)
         self.comm = communicator()
         self.settings = settings.resolve_batch(self.comm.world_size)

@@ -11,6 +11,7 @@
     fail_at     optional: rank 1 raises in that step, and has a thread that never ends
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
+    tensor      optional: how many ranks share each layer, as accelerate says it; the others are data-parallel
     resume      optional: the checkpoint to begin with
 """
 
@@ -114,6 +115,9 @@ def run(job: dict) -> None:
     # The arguments come first: they tell transformers to build the model sharded.
     if "sequence" in job:
         job["arguments"]["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=job["sequence"])
+    if "tensor" in job:
+        others = int(os.environ["WORLD_SIZE"]) // job["tensor"]
+        job["arguments"]["parallelism_config"] = ParallelismConfig(tp_size=job["tensor"], dp_shard_size=others)
     args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
     model = make_model(job["model"])
     seq2seq = job["model"] == "t5"

@@ -1,0 +1,249 @@
+"""Tensor parallelism against plain torch in one process on the same global batches."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import zero
+from tests.dist.training import (
+    Batch,
+    Curve,
+    adamw,
+    ds_config,
+    one_group,
+    relative,
+    together,
+    train_plain,
+    train_zero,
+    trainable,
+)
+from tests.parity.models import ROWS, VOCABULARY, batches, t5
+from tests.processes import run_on
+from zero.checkpoint.offline import consolidate
+from zero.errors import UsageError
+
+STEPS, ACCUMULATION, CLIP = 6, 3, 0.2
+STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
+NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+# Two ranks do not divide the vocabulary.
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1,
+    "eos_token_id": 2, "initializer_range": 0.06, "loss_type": "ForCausalLM",
+}  # fmt: skip
+
+
+class Layers(nn.Module):
+    """Two linear layers and a norm, in which torch's own styles cut the tokens too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.norm = nn.LayerNorm(16)
+        self.wide, self.narrow = nn.Linear(16, 40), nn.Linear(40, 16)
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.narrow(self.wide(self.norm(self.embedding(input_ids))).relu())
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    if name == "layers":
+        return Layers()
+    config, kind = (Qwen3Config, Qwen3ForCausalLM) if name == "qwen3" else (LlamaConfig, LlamaForCausalLM)
+    return kind(config(**SIZES, tie_word_embeddings=name == "tied llama")).train()
+
+
+def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> zero.ZeroEngine:
+    return zero.initialize(model=model, optimizer=adamw(one_group(trainable(model))), config=config, **arguments)[0]
+
+
+def cut_by_torch(model: nn.Module, size: int) -> None:
+    """Cut `Layers` by torch's styles. The norm works on a part of the tokens, so its gradient is a sum over ranks."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "wide": ColwiseParallel(input_layouts=Shard(1)),
+        "narrow": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+
+
+@cache
+def plain(name: str) -> Curve:
+    return run_on(1, _plain, name)[0]
+
+
+def _plain(rank: int, world_size: int, name: str) -> Curve:
+    return train_plain(build(name), data_of(name), CLIP)
+
+
+def data_of(name: str) -> list[Batch]:
+    """The batches; torch's styles need a number of tokens that the ranks divide."""
+    length = 8 if name == "layers" else None
+    return [{key: value[:, :length] for key, value in batch.items()} for batch in batches("llama", STEPS)]
+
+
+def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Curve]:
+    found = []
+    for name, sections in cases:
+        config = ds_config(accumulation=ACCUMULATION, clip=CLIP, **sections)
+        with zero.Init(config_dict_or_path=config, enabled=name == "llama under Init"):
+            model = build(name)
+        whole, embedding = sum(param.numel() for param in model.parameters()), next(model.parameters()).numel()
+        config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // 2)
+        if name == "layers":
+            cut_by_torch(model, 2)
+        else:
+            config["tensor_parallel"] = {"autotp_size": 2}
+        engine = start(model, config)
+        assert engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
+        before = engine.comm.elements["all_gather"]
+        found.append(train_zero(engine, data_of(name)))
+        if name == "llama":  # each rank has half of all but the norms, and at stage 0 no more than that is cut
+            cut = sum(param.numel() for param in model.parameters() if hasattr(param, "full_tensor"))
+            own = whole - cut + cut // 2
+            masters = sum(shard.master.numel() for shard in engine.optimizer.shards.values())
+            shared_by = 1 if config["zero_optimization"]["stage"] == 0 else engine.comm.world_size
+            assert masters == pytest.approx(own / shared_by, rel=0.02)
+            gathered = engine.comm.elements["all_gather"] - before
+            if config["zero_optimization"]["stage"] == 3 and world_size == 4:
+                # In each forward and each backward, but for the embedding: its backward needs no values.
+                assert gathered / (ACCUMULATION * STEPS) == pytest.approx(2 * own - own * embedding / whole, rel=0.05)
+        engine.destroy()
+    return found
+
+
+def compare(of_ranks: list[list[Curve]], cases: list[tuple[str, dict[str, Any]]]) -> None:
+    for number, (name, _) in enumerate(cases):
+        curves = [curves[number] for curves in of_ranks]
+        for first, second in zip(curves[::2], curves[1::2], strict=True):
+            assert first.losses == second.losses and first.norms == second.norms, "ranks of one mesh differ"
+        found, expected = together(curves[::2]), plain(name)
+        assert min(found.norms) > CLIP, "clipping must be at work"
+        assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6, name
+        assert relative(found.norms, expected.norms) < 1e-6, name
+        assert found.weights.keys() == expected.weights.keys()
+        for key, value in expected.weights.items():
+            assert torch.allclose(found.weights[key], value, rtol=0, atol=1e-5), key
+
+
+CASES_ON_FOUR = [
+    *(("llama", case | NOTHING_PERSISTS) for case in STAGES.values()),
+    ("llama under Init", NOTHING_PERSISTS),
+    ("tied llama", {}),
+    ("qwen3", NOTHING_PERSISTS),
+    ("layers", NOTHING_PERSISTS),
+]
+CASES_ON_TWO = [("llama", {"stage": 3}), ("qwen3", {"stage": 1}), ("layers", {"stage": 0})]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(4, CASES_ON_FOUR), (2, CASES_ON_TWO)])
+def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
+    compare(run_on(ranks, trained, cases), cases)
+
+
+# -- checkpoints
+
+
+HALF = 3
+
+
+def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
+    """Runs of `STEPS` steps: without a break, and with one, after which the mesh, the stage or both are others."""
+
+    def run(tp: int, stage: int, first: int, last: int, load: str = "", save: str = "") -> Curve:
+        config = ds_config(accumulation=ACCUMULATION, clip=CLIP, stage=stage, **NOTHING_PERSISTS)
+        config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // tp)
+        engine = start(build("tied llama"), config | {"tensor_parallel": {"autotp_size": tp}})
+        if load:
+            engine.load_checkpoint(folder, load)
+        curve = train_zero(engine, data_of("tied llama")[first:last])
+        if save:
+            engine.save_checkpoint(folder, save)
+            engine.save_16bit_model(str(Path(folder, f"model of {save}")))
+        engine.destroy()
+        return curve
+
+    return {
+        "whole": run(2, 3, 0, 2 * HALF),
+        "to cut": run(2, 3, 0, HALF, save="cut"),
+        "cut as before": run(2, 3, HALF, 2 * HALF, load="cut"),
+        "not cut any more": run(1, 2, HALF, 2 * HALF, load="cut"),
+        "not cut yet": run(1, 3, 0, HALF, save="plain"),
+        "cut now": run(2, 1, HALF, 2 * HALF, load="plain"),
+    }
+
+
+def test_checkpoints_continue_on_the_same_mesh_and_on_others(tmp_path):
+    of_ranks = run_on(4, resumed, str(tmp_path))
+    curves = {
+        name: together([found[name] for found in (of_ranks if name.startswith("not") else of_ranks[::2])])
+        for name in of_ranks[0]
+    }
+    whole = curves["whole"]
+    assert curves["cut as before"].losses == whole.losses[HALF:]
+    assert curves["cut as before"].norms == whole.norms[HALF:]
+    for name in ("cut as before", "not cut any more", "cut now"):
+        assert relative(curves[name].mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
+        assert relative(curves[name].norms, whole.norms[HALF:]) < 1e-6, name
+    expected = curves["to cut"].weights
+    consolidate(tmp_path / "cut", tmp_path / "consolidated")
+    for folder in (tmp_path / "consolidated", tmp_path / "model of cut"):
+        model = LlamaForCausalLM.from_pretrained(folder)
+        assert expected.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+# -- refusals
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    def message(model: nn.Module, make: Any = adamw, mesh: Any = None, **sections: Any) -> str:
+        config = ds_config() | {"tensor_parallel": {"autotp_size": 2}} | sections
+        with pytest.raises(UsageError) as found:
+            zero.initialize(model=model, optimizer=make(one_group(trainable(model))), config=config, mesh=mesh)
+        return str(found.value)
+
+    odd = LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3})
+    )
+    shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    return [
+        message(odd),
+        message(t5()),
+        message(build("llama"), tensor_parallel={"autotp_size": 3}),
+        message(build("llama"), make=partial(torch.optim.Adafactor, lr=1e-2)),
+        message(build("llama"), mesh=shards),
+        message(build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))),
+        message(build("llama"), sequence_parallel_size=2),
+    ]
+
+
+def test_refusals_name_the_numbers():
+    expected = [
+        "2 ranks do not divide the model's num_attention_heads, 3",
+        "T5ForConditionalGeneration has no tp_plan",
+        "3 does not divide the number of ranks, 2",
+        "Adafactor updates whole tensors, and tensor parallelism cuts them",
+        "autotp_size is 2, and the mesh is {'shard': 2}",
+        "the dimensions are ('tp', 'shard')",
+        "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
+    ]
+    for found in run_on(2, refused):
+        for text, part in zip(found, expected, strict=True):
+            assert part in text
