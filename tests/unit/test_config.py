@@ -268,6 +268,8 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
         "train_micro_batch_size_per_gpu",
         "zero_hpz_partition_size",
         "zero_force_ds_cpu_optimizer",
+        "grad_accum_dtype",
+        "bf16_master_weights_and_grads",
         *OptimizerParams.model_fields,
     }
     sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
