@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, Namespace
 from pathlib import Path
 
 import torch
 
+from zero.arguments import Parser
 from zero.errors import UsageError
 from zero.hf import STARTUP
 
@@ -48,11 +49,11 @@ def launch(arguments: list[str]) -> int:
     return _run_on(hosts, options)
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="zero launch",
-        description="Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
-        epilog='Example: zero launch --hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
+def _parser() -> Parser:
+    parser = Parser(
+        "launch",
+        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
+        '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
     )
     parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
     parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT][@NAME...]")

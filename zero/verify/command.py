@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import REMAINDER, ArgumentParser
+from argparse import REMAINDER
 from pathlib import Path
 
+from zero.arguments import Parser, count
 from zero.errors import UsageError
 from zero.verify.compare import Result, compare, steps_in
 
@@ -22,19 +23,19 @@ _POLL = 0.2  # seconds between two looks for new steps
 
 def verify(arguments: list[str]) -> int:
     """Run `zero verify ARGUMENTS`. Returns the exit code: 0 if everything is equal, 1 if something differs."""
-    parser = ArgumentParser(
-        prog="zero verify",
-        description="Run the first steps of a script twice, on the engine and on plain torch, and compare losses, "
-        "gradients and updated parameters. The plain run holds the whole model on each process.",
-        epilog="Example: zero verify --steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+    parser = Parser(
+        "verify",
+        "Run the first steps of a script twice, on the engine and on plain torch, and compare losses, gradients and "
+        "updated parameters. The plain run holds the whole model on each process.",
+        "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="the result",
     )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (3)")
+    parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (3)")
     parser.add_argument("--folder", type=Path, help="keep the recordings here; they take 8 bytes a parameter and step")
-    parser.add_argument("--json", action="store_true", help="print the result as a JSON object")
     parser.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
     options = parser.parse_args(arguments)
-    if not options.command or options.steps < 1:
-        parser.error("name a script or a launcher to run, and at least one step")
+    if not options.command:
+        parser.error("name a script or a launcher to run")
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as temporary:
         folder = options.folder or Path(temporary)
         for mode in MODES:

@@ -1,0 +1,40 @@
+"""Command lines of the command `zero`: what cannot be read is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, ArgumentTypeError
+from typing import NoReturn
+
+from zero.errors import UsageError
+
+
+class Parser(ArgumentParser):
+    """As argparse's, but a mistake raises UsageError with one line. Each command has an example under `--help`."""
+
+    def __init__(self, command: str, description: str, example: str, json: str | None = None):
+        """`json`: what the option `--json` prints as a JSON object; None: there is no such option."""
+        super().__init__(prog=f"zero {command}", description=description, epilog=f"Example: zero {command} {example}")
+        if json is not None:
+            self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; see {self.prog} --help")
+
+
+def count(text: str) -> int:
+    """The type of an option: a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """The type of an option: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return number
