@@ -23,6 +23,7 @@ from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 from zero.launch import launch
 from zero.verify.command import verify
+from zero.watch.command import trace
 
 USAGE = """\
 usage: zero run SCRIPT.py ARGS...
@@ -50,6 +51,11 @@ Runs the first steps twice, on zero and on plain torch, and names the first loss
        torchrun --nproc_per_node N -m zero doctor
 
 Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links between all ranks.
+
+       zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
+
+Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute, communication, copies,
+files and late updates of all ranks.
 
        zero explain CONFIG
 
@@ -202,6 +208,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "hook": _hook,
     "inspect": _inspect,
     "launch": launch,
+    "trace": trace,
     "verify": verify,
 }
 

@@ -53,6 +53,7 @@ LAYERS = [
     "zero.monitor",
     "zero.streaming",
     "zero.deepspeed",
+    "zero.watch",
     "zero.verify",
     "zero",
     "zero.hf",
@@ -133,6 +134,7 @@ INSIDE = {
     ],  # fmt: skip
     "zero.monitor": ["writers", "monitor", "__init__"],
     "zero.doctor": ["__init__", "checks", "links", "command"],
+    "zero.watch": ["__init__", "running", "brief", "spans", "trace", "memory", "command", "recorder"],
     "zero.verify": ["__init__", "compare", "command", "plain", "record"],
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }

@@ -1,0 +1,7 @@
+"""x"""
+
+from zero.watch.brief import BriefRun
+
+
+class MemoryRun(BriefRun):
+    pass
