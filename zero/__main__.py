@@ -22,8 +22,9 @@ from zero.doctor.command import doctor
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 from zero.launch import launch
+from zero.report.command import report
 from zero.verify.command import verify
-from zero.watch.command import trace
+from zero.watch.command import memory, trace
 
 USAGE = """\
 usage: zero run SCRIPT.py ARGS...
@@ -56,6 +57,14 @@ Checks versions, devices, memory, compiler and disk of this machine; under torch
 
 Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute, communication, copies,
 files and late updates of all ranks.
+
+       zero memory [--step N] [--out F.png] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
+
+Runs a script to one step and draws the memory in it by kind: parameters, gradients, optimizer, activations, buffers.
+
+       zero report RUN [RUN2] [--out F.html]
+
+Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, communication, configuration, warnings.
 
        zero explain CONFIG
 
@@ -208,6 +217,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "hook": _hook,
     "inspect": _inspect,
     "launch": launch,
+    "memory": memory,
+    "report": report,
     "trace": trace,
     "verify": verify,
 }

@@ -15,7 +15,7 @@ from tests.processes import REPOSITORY, run_on
 from zero.__main__ import main
 from zero.watch.command import _seconds
 from zero.watch.spans import Span
-from zero.watch.trace import TraceRun, events_of_spans, events_of_torch, merge
+from zero.watch.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
 
 WIDTH, STEPS = 800, 3
 WEIGHTS = {f"{number}.0.weight" for number in range(3)}
@@ -129,7 +129,7 @@ def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
 
 def test_work_in_flight_at_the_same_time_has_lanes():
     spans = [Span("copies", name, start, end, {}) for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))]
-    events = list(events_of_spans(spans, 0))
+    events = list(in_lanes(events_of_spans(spans, 0)))
     assert [(event["name"], event["tid"]) for event in events] == [
         ("a", "copies"), ("b", "copies (2)"), ("c", "copies (2)"),
     ]  # fmt: skip

@@ -53,6 +53,7 @@ LAYERS = [
     "zero.monitor",
     "zero.streaming",
     "zero.deepspeed",
+    "zero.report",
     "zero.watch",
     "zero.verify",
     "zero",
@@ -132,9 +133,10 @@ INSIDE = {
         "sequence_tiles",
         "finder",
     ],  # fmt: skip
-    "zero.monitor": ["writers", "monitor", "__init__"],
+    "zero.monitor": ["held", "facts", "writers", "monitor", "__init__"],
     "zero.doctor": ["__init__", "checks", "links", "command"],
-    "zero.watch": ["__init__", "running", "brief", "spans", "trace", "memory", "command", "recorder"],
+    "zero.watch": ["__init__", "running", "brief", "spans", "trace", "memory", "picture", "command", "recorder"],
+    "zero.report": ["__init__", "runs", "pictures", "page", "command"],
     "zero.verify": ["__init__", "compare", "command", "plain", "record"],
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from zero.arguments import Parser, count
 from zero.errors import UsageError
+from zero.report.pictures import pyplot
+from zero.report.runs import size
+from zero.watch.picture import draw, peaks
 from zero.watch.running import run, what_went_wrong
 
 # The variables that `zero/__init__.py` reads.
@@ -28,7 +31,7 @@ def trace(arguments: list[str]) -> int:
         "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the seconds by track",
     )
-    options = _options(parser, arguments, "trace.json", "the trace; a name that ends in .gz is compressed")
+    options = _options(parser, arguments, "trace.json", "the trace; .gz is compressed", (".json", ".gz"))
     with tempfile.TemporaryDirectory(prefix="zero-trace-") as temporary:
         merged = merge(_record("trace", options, Path(temporary)))
     _write(options.out, json.dumps(merged).encode())
@@ -41,13 +44,41 @@ def trace(arguments: list[str]) -> int:
     return 0
 
 
-def _options(parser: Parser, arguments: list[str], out: str, about: str) -> Namespace:
+def memory(arguments: list[str]) -> int:
+    """Run `zero memory ARGUMENTS`. Returns the exit code."""
+    parser = Parser(
+        "memory",
+        "Run a script to one optimizer step, draw the memory that rank 0 holds in it, by kind, and end. Nothing is saved.",
+        "--out memory.png torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="each rank's peaks and samples",
+    )
+    options = _options(parser, arguments, "memory.png", "the picture", (".png", ".svg", ".pdf"))
+    pyplot()  # before the run, because it may be missing
+    with tempfile.TemporaryDirectory(prefix="zero-memory-") as temporary:
+        ranks = {file.stem: json.loads(file.read_text()) for file in _record("memory", options, Path(temporary))}
+    first = ranks.get("rank0", next(iter(ranks.values())))
+    draw(first, f"memory of rank 0 in step {options.step}", options.out)
+    highest = {rank: peaks(samples) for rank, samples in ranks.items()}
+    if options.json:
+        print(json.dumps({"file": str(options.out), "peaks": highest, "samples": ranks}))
+        return 0
+    for rank, places in highest.items():
+        for place, kinds in places.items():
+            print(f"{rank}, {place}: " + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items()))
+    print(f"{options.out}: the picture of rank 0")
+    return 0
+
+
+def _options(parser: Parser, arguments: list[str], out: str, about: str, formats: tuple[str, ...]) -> Namespace:
     parser.add_argument("--step", type=count, default=5, help="the optimizer step that is recorded, from 1 on (5)")
     parser.add_argument("--out", type=Path, default=Path(out), metavar="F", help=f"{about} ({out})")
     parser.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
     options = parser.parse_args(arguments)
     if not options.command:
         parser.error("name a script or a launcher to run")
+
+    if options.out.suffix not in formats:
+        parser.error(f"--out {options.out}: its name must end in {' or '.join(formats)}")
     if not options.out.resolve().parent.is_dir():
         parser.error(f"--out {options.out}: there is no such folder")
     return options

@@ -25,6 +25,9 @@ from zero.watch.spans import TRACKS, Span, Spans
 _LABEL, _WAIT = "zero: ", "zero: wait for "
 _PHASES = tuple(_LABEL + phase for phase in ("forward", "backward", "step"))
 PHASES, WAITS, COMPUTE = "phases", "waits", "compute"
+# torch's own spans of what a backend has in flight.
+_COLLECTIVES = ("gloo:", "nccl:")
+MESSAGES = "messages"
 # So many processes of the trace belong to one rank: its host, and its devices.
 _PROCESSES = 100
 
@@ -65,7 +68,7 @@ class TraceRun(BriefRun):
             self._profile.export_chrome_trace(file)
             recorded = json.loads(Path(file).read_text(encoding="utf-8"))
         rank = self.engine.comm.rank
-        events = [*events_of_torch(recorded, self._start), *events_of_spans(spans, self._start)]
+        events = list(in_lanes([*events_of_torch(recorded, self._start), *events_of_spans(spans, self._start)]))
         file = self._folder / f"rank{rank}.json"
         partial = file.with_suffix(".part")
         partial.write_text(json.dumps({"start": self._start, "events": events}), encoding="utf-8")
@@ -87,21 +90,30 @@ def events_of_torch(recorded: dict[str, Any], start: int) -> Iterator[Event]:
             process, track = 1 + event["pid"], f"stream {thread}"
         elif name.startswith(_WAIT) or name in _PHASES:
             process, track = 0, WAITS if name.startswith(_WAIT) else PHASES
+        elif name.startswith(_COLLECTIVES) and event["ph"] == "X":
+            process, track = 0, MESSAGES  # they end later than what began after them
         else:
             process, track = 0, COMPUTE if thread == host else f"{COMPUTE}, thread {thread}"
         yield event | {"ts": event["ts"] + shift, "pid": process, "tid": track, "name": name.removeprefix(_LABEL)}
 
 
 def events_of_spans(spans: Iterable[Span], start: int) -> Iterator[Event]:
-    """What was in flight at the same time lies in tracks of the same name below each other."""
-    ends: dict[str, list[int]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.start):
-        lanes = ends[span.track]
-        lane = next((number for number, end in enumerate(lanes) if end <= span.start), len(lanes))
-        lanes[lane:] = [span.end, *lanes[lane + 1 :]]
+    """Events as of `events_of_torch`."""
+    for span in spans:
         times = {"ts": (span.start - start) / 1000, "dur": (span.end - span.start) / 1000}
-        track = span.track if lane == 0 else f"{span.track} ({lane + 1})"
-        yield {"ph": "X", "cat": "zero", "name": span.name, "pid": 0, "tid": track, **times, "args": span.facts}
+        yield {"ph": "X", "cat": "zero", "name": span.name, "pid": 0, "tid": span.track, **times, "args": span.facts}
+
+
+def in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+    """Events of one track must nest. So those that were in flight at the same time get tracks of the same name."""
+    ends: dict[str, list[float]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event["ts"]):
+        if event["tid"] in (MESSAGES, *TRACKS):
+            lanes, start = ends[event["tid"]], event["ts"]
+            lane = next((number for number, end in enumerate(lanes) if end <= start), len(lanes))
+            lanes[lane : lane + 1] = [start + event["dur"]]
+            event["tid"] += f" ({lane + 1})" if lane else ""
+        yield event
 
 
 def merge(files: Iterable[Path]) -> dict[str, Any]:
@@ -129,5 +141,7 @@ def merge(files: Iterable[Path]) -> dict[str, Any]:
 
 def _position(place: tuple[int, str]) -> tuple[int, int, str]:
     process, track = place
-    known = [number for number, name in enumerate((PHASES, WAITS, COMPUTE, *TRACKS)) if track.startswith(name)]
+    known = [
+        number for number, name in enumerate((PHASES, WAITS, COMPUTE, *TRACKS, MESSAGES)) if track.startswith(name)
+    ]
     return process, known[0] if known else -1, track
