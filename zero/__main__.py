@@ -101,9 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
             _run(target, rest)
         case [command, *rest] if command in COMMANDS:
             try:
-                sys.exit(COMMANDS[command](rest))
+                code = COMMANDS[command](rest)
             except (ValueError, OSError) as error:
                 _refuse(str(error))
+            if code is not None:
+                sys.exit(code)
         case [command, *_]:
             _refuse(f"unknown command '{command}'; {USAGE_OF_RUN}")
 

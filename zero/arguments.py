@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from typing import NoReturn
 
 from zero.errors import UsageError
@@ -17,6 +17,19 @@ class Parser(ArgumentParser):
         super().__init__(prog=f"zero {command}", description=description, epilog=f"Example: zero {command} {example}")
         if json is not None:
             self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+
+    def add_command(self) -> None:
+        """The rest of the line is a command of the user, kept as `command`."""
+        self.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
+
+    def parse(self, arguments: list[str]) -> Namespace:
+        """As `parse_args`, for a parser with `add_command`: there must be a command."""
+        options = self.parse_args(arguments)
+        if not options.command:
+            self.error("name a script or a launcher to run")
+        if options.command[0].startswith("-") and options.command[0] != "-m":
+            self.error(f"unknown option {options.command[0]}")
+        return options
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; see {self.prog} --help")

@@ -21,6 +21,7 @@ from tests.processes import run_on
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.monitor.writers import writers
+from zero.report.runs import read
 
 RANKS, STEPS, ACCUMULATION = 2, 3, 2
 # The toy's matrix products at 2 operations a product: forward and both gradients, without that of the model's input.
@@ -74,6 +75,10 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
     assert 2 * kinds["parameters"] <= kinds["optimizer"] <= 2 * kinds["parameters"] + 100
     # Counters start again in each step: equal work has equal traffic.
     assert records[1]["elements"]["reduce_scatter"] == records[2]["elements"]["reduce_scatter"]
+
+    found = read(tmp_path / "job")
+    assert found.curve("loss")[1] == [record["loss"] for record in records]
+    assert all(spent >= 0 for spent in found.time_by_part().values()) and found.warnings == [(1, "rank 0 warns")]
 
     rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
     assert rows[0] == ["step", "train_loss"]

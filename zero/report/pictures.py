@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from zero.errors import UsageError
-from zero.report.runs import Run, size
+from zero.report.runs import REST, Run, size
 
 COLOURS = ("#2563eb", "#ea580c")
 # Of a step's parts: what is computed in blue, what is waited for in warm colours.
-_PARTS = {"forward": "#1d4ed8", "backward": "#3b82f6", "step": "#93c5fd", "between": "#cbd5e1"}
+_PARTS = {"forward": "#1d4ed8", "backward": "#3b82f6", "step": "#93c5fd", REST: "#cbd5e1"}
 _WAITS = ("#f97316", "#dc2626", "#facc15", "#a21caf", "#7c2d12", "#65a30d")
 KINDS = {
     "parameters": "#1d4ed8", "gathered parameters": "#60a5fa", "gradients": "#f97316", "optimizer": "#16a34a",
@@ -51,8 +51,9 @@ def svg(figure: Any) -> str:
 def curves(runs: Sequence[Run], title: str, points: Sequence[tuple[list[int], list[float]]], unit: str = "") -> str:
     """A line for each run; `points`: steps and values of each."""
     figure, axes = pyplot().subplots(figsize=(5.2, 2.6), layout="constrained")
-    for run, colour, (steps, values) in zip(runs, COLOURS, points, strict=False):
-        axes.plot(steps, values, color=colour, linewidth=1.3, marker="o" if len(steps) < 3 else None, label=run.name)
+    for run, colour, line, (steps, values) in zip(runs, COLOURS, ("-", "--"), points, strict=False):
+        marker = "o" if len(steps) < 3 else None
+        axes.plot(steps, values, line, color=colour, linewidth=1.4, marker=marker, label=run.name)
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel(unit)

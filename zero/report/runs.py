@@ -14,6 +14,7 @@ from zero.errors import UsageError
 FILE = "steps.jsonl"
 # What a record of a step must have.
 _KEYS = {"step", "samples", "lr", "seconds", "waits", "memory", "ranks", "samples_per_second"}
+REST = "data and script"
 _PHASES = ("forward", "backward", "step")
 
 
@@ -47,14 +48,17 @@ class Run:
         """Mean seconds of a step on rank 0: what each phase computes, what is waited for, and the rest."""
         total: Counter[str] = Counter()
         for record in self._usual:
-            waits = record["waits"]
-            for phase in _PHASES:
-                own = sum(spent for name, spent in waits.items() if name.startswith(f"{phase}_"))
-                total[phase] += max(0.0, record["seconds"].get(phase, 0.0) - own)
-            total["between"] += max(0.0, _duration(record) - sum(record["seconds"].values()))
-            for name, spent in waits.items():
-                total[f"wait: {name.partition('_')[2].replace('_', ' ')}"] += spent
-        return {part: seconds / len(self._usual) for part, seconds in total.items()}
+            phases = {phase: record["seconds"].get(phase, 0.0) for phase in _PHASES}
+            rest = _duration(record) - sum(phases.values())
+            for name, spent in record["waits"].items():
+                phase, _, cause = name.partition("_")
+                total[f"wait: {cause.replace('_', ' ')}"] += spent
+                if phase in phases:
+                    phases[phase] -= spent
+                else:
+                    rest -= spent
+            total.update(phases | {REST: rest})
+        return {part: max(0.0, seconds) / len(self._usual) for part, seconds in total.items()}
 
     def bytes_by_collective(self) -> dict[str, float]:
         """Mean bytes of a step on rank 0."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from argparse import REMAINDER
 from pathlib import Path
 
 from zero.arguments import Parser, count
@@ -27,10 +26,8 @@ def verify(arguments: list[str]) -> int:
     )
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (3)")
     parser.add_argument("--folder", type=Path, help="keep the recordings here; they take 8 bytes a parameter and step")
-    parser.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
-    options = parser.parse_args(arguments)
-    if not options.command:
-        parser.error("name a script or a launcher to run")
+    parser.add_command()
+    options = parser.parse(arguments)
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as temporary:
         folder = options.folder or Path(temporary)
         for mode in MODES:

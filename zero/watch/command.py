@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
-from argparse import REMAINDER, Namespace
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def memory(arguments: list[str]) -> int:
     """Run `zero memory ARGUMENTS`. Returns the exit code."""
     parser = Parser(
         "memory",
-        "Run a script to one optimizer step, draw the memory that rank 0 holds in it, by kind, and end. Nothing is saved.",
+        "Run a script to one optimizer step, draw what rank 0 holds in it by kind, and end. Nothing is saved.",
         "--out memory.png torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="each rank's peaks and samples",
     )
@@ -72,10 +72,8 @@ def memory(arguments: list[str]) -> int:
 def _options(parser: Parser, arguments: list[str], out: str, about: str, formats: tuple[str, ...]) -> Namespace:
     parser.add_argument("--step", type=count, default=5, help="the optimizer step that is recorded, from 1 on (5)")
     parser.add_argument("--out", type=Path, default=Path(out), metavar="F", help=f"{about} ({out})")
-    parser.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
-    options = parser.parse_args(arguments)
-    if not options.command:
-        parser.error("name a script or a launcher to run")
+    parser.add_command()
+    options = parser.parse(arguments)
 
     if options.out.suffix not in formats:
         parser.error(f"--out {options.out}: its name must end in {' or '.join(formats)}")

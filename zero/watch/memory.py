@@ -72,7 +72,7 @@ class MemoryRun(BriefRun):
         self._start, self.samples = 0.0, []
         for method in ("all_gather", "reshard", "reshard_but_keep_aliases", "release"):
             self._wrap(Unit, method)
-        for method in ("collect", "_start", "_finish"):
+        for method in ("collect", "reduce", "_start", "_finish"):
             self._wrap(GradientReducer, method, BUFFERS)
         self._wrap(ZeroOptimizer, "step", OPTIMIZER)
         self._wrap(ZeroEngine, "forward")

@@ -25,7 +25,7 @@ def peaks(samples: Samples) -> dict[str, dict[str, int]]:
 
 
 def draw(samples: Samples, title: str, out: Path) -> None:
-    """Write the picture of one rank; its format is that of the suffix. A panel for each place, an area for each kind."""
+    """Write the picture of one rank, in the format of the suffix: a panel for each place, an area for each kind."""
     plots, highest = pyplot(), peaks(samples)
     figure, panels = plots.subplots(
         len(highest), 1, figsize=(10, 0.8 + 3.2 * len(highest)), layout="constrained", squeeze=False, sharex=True
