@@ -41,7 +41,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
     Sampled(engine, folder, STEPS)
     for _ in range(STEPS):
-        engine.backward(engine(torch.ones(ROWS, WIDTH)).sum())
+        engine.backward(engine(torch.ones(ROWS, WIDTH, device=engine.comm.device)).sum())
         engine.step()
 
 

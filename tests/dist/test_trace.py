@@ -40,7 +40,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
     Traced(engine, folder, STEPS)
     for _ in range(STEPS):
-        engine.backward(engine(torch.ones(4, WIDTH)).sum())
+        engine.backward(engine(torch.ones(4, WIDTH, device=engine.comm.device)).sum())
         engine.step()
 
 
@@ -103,7 +103,8 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(REPOSITORY)
     script, out = tmp_path / "script.py", tmp_path / "trace.json.gz"
     script.write_text(SCRIPT)
-    code, stdout, _ = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
+    code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
+    assert "trace: step " in stderr
     assert code == 0 and set(json.loads(stdout)["seconds"]["rank 0"]) >= {"phases", "compute"}
     assert any(event["name"] == "backward" for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"])
     out.unlink()

@@ -42,13 +42,16 @@ def _of_ranks(folder: Path | None, as_json: bool) -> int:
         init_distributed(timeout=CONNECTING)
         comm = communicator()
         machines = _machines(comm, folder)
-        measured = links.measure(comm)
+        found = [finding for each in machines.values() for finding in each]
+        # Ranks that share a GPU, or have no backend, would hang.
+        able = not any(finding.level == FAILS and finding.check in ("devices", "backend") for finding in found)
+        measured = links.measure(comm) if able else []
     except RuntimeError as error:  # torch's for ranks that do not answer
         print(Finding("links", FAILS, _first_line(error), "check MASTER_ADDR, ports and firewalls; NCCL_DEBUG=INFO"))
         return 1
-    found = [finding for each in machines.values() for finding in each] + list(links.findings(measured))
+    about_links = list(links.findings(measured)) if measured else []
     if comm.rank == 0:
-        _show(machines | {"all ranks": list(links.findings(measured))}, measured, comm.world_size, as_json)
+        _show(machines | {"all ranks": about_links}, measured, comm.world_size, as_json)
     comm.exchange("done")  # rank 0 holds the store: it may not end before the others are done
     return _code(found)
 

@@ -46,7 +46,7 @@ class Run:
 
     def time_by_part(self) -> dict[str, float]:
         """Mean seconds of a step on rank 0: what each phase computes, what is waited for, and the rest."""
-        total: Counter[str] = Counter()
+        total: Counter[str] = Counter(dict.fromkeys((*_PHASES, REST), 0))
         for record in self._usual:
             phases = {phase: record["seconds"].get(phase, 0.0) for phase in _PHASES}
             rest = _duration(record) - sum(phases.values())

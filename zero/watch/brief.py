@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
@@ -24,11 +25,12 @@ _followed: list[BriefRun] = []
 class BriefRun:
     """Counts an engine's optimizer steps and ends all ranks' processes after `steps` of them, or before a save.
 
-    A subclass says what happens in `before_update`, `after_update` and `finish`.
+    A subclass says what happens in `before_update` and `after_update`. The number of the last step is written to the
+    file `progress`.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, steps: int):
-        self.engine, self.steps, self.step_number = engine, steps, 0
+    def __init__(self, engine: DeepSpeedEngine, steps: int, progress: Path | None = None):
+        self.engine, self.steps, self.step_number, self._progress = engine, steps, 0, progress
         self._ends = False
         self._step = engine.step
         engine.step = self.step
@@ -42,9 +44,6 @@ class BriefRun:
     def after_update(self) -> None:
         """Called after it."""
 
-    def finish(self) -> None:
-        """Called before the process ends."""
-
     def step(self, *args: object, **kwargs: object) -> None:
         engine = self.engine
         boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
@@ -54,6 +53,8 @@ class BriefRun:
         self._step(*args, **kwargs)
         if boundary:
             self.after_update()
+            if self._progress is not None and engine.comm.rank == 0:
+                self._progress.write_text(str(self.step_number))
             if self.step_number == self.steps:
                 self._end()
 
@@ -68,7 +69,6 @@ class BriefRun:
 
     def _end(self, *_: object, **__: object) -> None:
         self._ends = True
-        self.finish()
         self.engine.comm.exchange("done")  # no rank ends while another one still needs it
         sys.stdout.flush()
         sys.stderr.flush()

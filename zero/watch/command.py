@@ -14,7 +14,7 @@ from zero.errors import UsageError
 from zero.report.pictures import pyplot
 from zero.report.runs import size
 from zero.watch.picture import draw, peaks
-from zero.watch.running import run, what_went_wrong
+from zero.watch.running import PROGRESS, run, what_went_wrong
 
 # The variables that `zero/__init__.py` reads.
 KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
@@ -74,7 +74,6 @@ def _options(parser: Parser, arguments: list[str], out: str, about: str, formats
     parser.add_argument("--out", type=Path, default=Path(out), metavar="F", help=f"{about} ({out})")
     parser.add_command()
     options = parser.parse(arguments)
-
     if options.out.suffix not in formats:
         parser.error(f"--out {options.out}: its name must end in {' or '.join(formats)}")
     if not options.out.resolve().parent.is_dir():
@@ -86,7 +85,13 @@ def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
     """Run the command. Returns the ranks' files."""
     variables = {KIND: kind, FOLDER: str(folder), STEP: str(options.step)}
     log, name = folder / "log", f"{kind}: the run"
-    run(options.command, variables, log, name, lambda: None)
+
+    def progress() -> str | None:
+        file = folder / PROGRESS
+        done = file.read_text() if file.exists() else ""
+        return f"{kind}: step {done} of {options.step}" if done else None
+
+    run(options.command, variables, log, name, progress)
     files = sorted(folder.glob("rank*.json"))
     if not files:
         raise UsageError(

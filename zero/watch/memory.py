@@ -29,6 +29,7 @@ from zero.monitor.held import BUFFERS, DEVICE, DISK, GRADIENTS, HOST, OPTIMIZER,
 from zero.optim.step import ZeroOptimizer
 from zero.unit import Unit
 from zero.watch.brief import BriefRun
+from zero.watch.running import PROGRESS
 
 ACTIVATIONS = "activations"
 
@@ -67,7 +68,7 @@ class MemoryRun(BriefRun):
     """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step)
+        super().__init__(engine, step, progress=folder / PROGRESS)
         self._folder, self._allocations, self._is_on = folder, Allocations(), False
         self._start, self.samples = 0.0, []
         for method in ("all_gather", "reshard", "reshard_but_keep_aliases", "release"):

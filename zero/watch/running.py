@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zero.errors import UsageError
 
+PROGRESS = "step"  # a file in the run's folder with the number of its last step
 _POLL = 0.2  # seconds between two looks for new steps
 
 

@@ -19,6 +19,7 @@ from torch.profiler import profile, supported_activities
 
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.watch.brief import BriefRun
+from zero.watch.running import PROGRESS
 from zero.watch.spans import TRACKS, Span, Spans
 
 # Tracks made of the engine's labels (`zero.clock.label`).
@@ -38,7 +39,7 @@ class TraceRun(BriefRun):
     """Writes `rankN.json`: {"start": nanoseconds since the epoch, "events": with times since then}."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step)
+        super().__init__(engine, step, progress=folder / PROGRESS)
         self._folder, self._spans = folder, Spans()
         self._profile = profile(activities=supported_activities())
         self._start: int | None = None
