@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from zero.__main__ import main
 from zero.doctor import checks, links
@@ -38,11 +39,13 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: small)
     code, text = doctor(capsys)
     lines = {line.split()[1]: line for line in text.splitlines() if line.startswith(FAILS)}
-    assert code == 1 and set(lines) == {"torch", "no-such-package", "shared"}
+    assert code == 1 and set(lines) == {"torch", "no-such-package"}
     assert lines["torch"].endswith("-> pip install 'torch>=99.0'")
     assert "missing -> pip install 'no-such-package>=1.0'" in lines["no-such-package"]
-    assert "--shm-size" in lines["shared"]
-    assert "3 fault(s)" in text.splitlines()[-1]
+    assert "2 fault(s)" in text.splitlines()[-1]
+    assert checks._shared_memory(ROOT).level == SLOW
+    monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
+    assert checks._shared_memory(ROOT).level == FAILS and "--shm-size" in checks._shared_memory(ROOT).remedy
 
 
 def test_a_machine_without_a_compiler_is_slow(monkeypatch):
