@@ -36,7 +36,9 @@ def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
     config = ds_config(accumulation=ACCUMULATION, stage3_param_persistence_threshold=0) | sections
     model, losses = toy(), []
     engine, _ = start(model, config)
-    logging.getLogger("zero").warning("rank %d warns", rank)
+    logger = logging.getLogger("zero")
+    logger.warning("rank %d warns", rank)
+    assert not logger.handlers  # else Python would not print warnings any more
     for batch in toy_batches(STEPS):
         own = {name: value + rank for name, value in batch.items()}
         losses.append([])

@@ -62,8 +62,8 @@ class Monitor:
         self._start = time.perf_counter()
         self._is_first, self._warnings = True, _Warnings()
         if writers:
-            logger.addHandler(self._warnings)
-            weakref.finalize(self, logger.removeHandler, self._warnings)
+            logger.addFilter(self._warnings)
+            weakref.finalize(self, logger.removeFilter, self._warnings)
         profiler = engine.settings.flops_profiler
         self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.rank == 0 else None
         if self._flops is not None:
@@ -152,15 +152,20 @@ class Monitor:
         }
 
 
-class _Warnings(logging.Handler):
-    """Keeps what the engine warns of until it is written."""
+class _Warnings(logging.Filter):
+    """Keeps what the engine warns of until it is written.
+
+    A handler would do so too, but with a handler Python no longer prints warnings by itself.
+    """
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.met: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.met.append(record.getMessage())
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.met.append(record.getMessage())
+        return True
 
 
 def _peak_host_memory() -> int:
