@@ -26,10 +26,10 @@ class Traced(TraceRun):
         """The process goes on, so that the test gets a result."""
 
 
-def train(rank: int, world_size: int, folder: Path) -> None:
+def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> None:
     layers = (torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(3))
     model = torch.nn.Sequential(*layers)
-    place = {"device": "nvme", "nvme_path": str(folder / "nvme")}
+    place = {"device": device, "nvme_path": str(folder / "nvme")}
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
     stage |= {"offload_param": place | {"max_in_cpu": 0}, "offload_optimizer": place | {"overlap_step": True}}
     config = {
