@@ -18,6 +18,10 @@ if "ZERO_VERIFY_MODE" in os.environ:  # this process was started by `zero verify
     from zero.verify import record
 
     record.set_up()
+elif "ZERO_WATCH" in os.environ:  # by `zero trace` or `zero memory`
+    from zero.watch import recorder
+
+    recorder.set_up()
 
 __all__ = [
     "GatheredParameters",

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
 import runpy
 import shutil
 import sys
 import traceback
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+from zero.arguments import Parser, above_zero, count
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
-from zero.checkpoint.offline import consolidate, describe
+from zero.checkpoint.offline import consolidate, describe, facts
 from zero.config import load_config
 from zero.config.explain import explain, explain_as_json
+from zero.doctor.command import doctor
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 from zero.launch import launch
+from zero.report.command import report
 from zero.verify.command import verify
+from zero.watch.command import memory, trace
 
 USAGE = """\
 usage: zero run SCRIPT.py ARGS...
@@ -46,7 +48,25 @@ Starts a script on all GPUs of this machine, or over ssh on the machines of Deep
 
 Runs the first steps twice, on zero and on plain torch, and names the first loss, gradient or parameter that differs.
 
-       zero explain CONFIG [--json]
+       zero doctor [--folder F]
+       torchrun --nproc_per_node N -m zero doctor
+
+Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links between all ranks.
+
+       zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
+
+Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute, communication, copies,
+files and late updates of all ranks.
+
+       zero memory [--step N] [--out F.png] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
+
+Runs a script to one step and draws the memory in it by kind: parameters, gradients, optimizer, activations, buffers.
+
+       zero report RUN [RUN2] [--out F.html]
+
+Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, communication, configuration, warnings.
+
+       zero explain CONFIG
 
 Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
 
@@ -61,8 +81,10 @@ Says what each process will hold, without starting anything, and what to change 
 which `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 
-Where the command `zero` is not installed, `python -m zero` is the same.
+Each command has an example under --help. All but `run` and `launch` print a JSON object with --json. A mistake is one
+line and exit code 2. Where the command `zero` is not installed, `python -m zero` is the same.
 """
+CHECKPOINT = "the checkpoint's folder, or the one it lies in"
 USAGE_OF_RUN = "usage: zero run SCRIPT.py|LAUNCHER|-m MODULE ARGS..."
 
 
@@ -77,19 +99,13 @@ def main(arguments: list[str] | None = None) -> None:
             _check_configurations(rest)
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
             _run(target, rest)
-        case ["verify" | "launch" as command, *rest]:
+        case [command, *rest] if command in COMMANDS:
             try:
-                sys.exit({"verify": verify, "launch": launch}[command](rest))
+                code = COMMANDS[command](rest)
             except (ValueError, OSError) as error:
                 _refuse(str(error))
-        case ["hook"]:
-            print(STARTUP)
-        case ["inspect" | "consolidate" | "explain" | "estimate" as command, *rest]:
-            act = {"explain": _explain, "estimate": _estimate}.get(command, partial(_use_checkpoint, command))
-            try:
-                act(rest)
-            except (ValueError, OSError) as error:
-                _refuse(str(error))
+            if code is not None:
+                sys.exit(code)
         case [command, *_]:
             _refuse(f"unknown command '{command}'; {USAGE_OF_RUN}")
 
@@ -141,11 +157,14 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
                 yield following
 
 
+def _hook(arguments: list[str]) -> None:
+    parser = Parser("hook", "Print the folder for PYTHONPATH.", "", json="it")
+    print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)
+
+
 def _explain(arguments: list[str]) -> None:
-    parser = ArgumentParser(prog="zero explain", description="Say what each key of a configuration does.")
-    parser.epilog = "Example: zero explain configs/ds_config_zero3.json"
+    parser = Parser("explain", "Say what each key of a configuration does.", "configs/ds_config_zero3.json", "it")
     parser.add_argument("config", help="the file ds_config.json")
-    parser.add_argument("--json", action="store_true", help="as a JSON object")
     options = parser.parse_args(arguments)
     print(explain_as_json(options.config) if options.json else explain(options.config))
 
@@ -153,16 +172,15 @@ def _explain(arguments: list[str]) -> None:
 def _estimate(arguments: list[str]) -> None:
     from zero.estimate import Question, report  # transformers takes seconds to import
 
-    parser = ArgumentParser(prog="zero estimate", description="Say how much memory each process will take.")
-    parser.epilog = "Example: zero estimate t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24"
+    example = "t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24"
+    parser = Parser("estimate", "Say how much memory each process will take.", example, json="the estimate")
     parser.add_argument("model", help="the model's folder with config.json; weights are not read")
     parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
-    parser.add_argument("--world", type=_count, default=1, metavar="N", help="number of processes")
-    parser.add_argument("--batch", type=_count, default=0, help="sequences of a micro-batch on one process")
-    parser.add_argument("--seq", type=_count, default=0, help="tokens of a sequence")
+    parser.add_argument("--world", type=count, default=1, metavar="N", help="number of processes")
+    parser.add_argument("--batch", type=count, default=0, help="sequences of a micro-batch on one process")
+    parser.add_argument("--seq", type=count, default=0, help="tokens of a sequence")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument("--device-memory", type=_gigabytes, metavar="GB", help="of one device, in GiB")
-    parser.add_argument("--json", action="store_true", help="as a JSON object")
+    parser.add_argument("--device-memory", type=above_zero, metavar="GB", help="of one device, in GiB")
     options = parser.parse_args(arguments)
     if bool(options.batch) != bool(options.seq):
         parser.error("--batch and --seq belong together")
@@ -171,36 +189,41 @@ def _estimate(arguments: list[str]) -> None:
     print(report(options.model, options.ds_config, question, memory, options.json))
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ArgumentTypeError(f"{text} is not a number above 0")
-    return int(text)
+def _inspect(arguments: list[str]) -> None:
+    parser = Parser("inspect", "Show what a training checkpoint holds.", "output/checkpoint-500", json="it")
+    parser.add_argument("checkpoint", help=CHECKPOINT)
+    options = parser.parse_args(arguments)
+    found = facts(options.checkpoint)
+    print(json.dumps(found, indent=2) if options.json else describe(found))
 
 
-def _use_checkpoint(command: str, arguments: list[str]) -> None:
-    parser = ArgumentParser(prog=f"zero {command}")
-    parser.add_argument("checkpoint", help="the checkpoint's folder, or the one it lies in")
-    if command == "inspect":
-        parser.description = "Show what a training checkpoint holds."
-        print(describe(parser.parse_args(arguments).checkpoint))
-        return
-    parser.description = "Make a model folder for from_pretrained of a checkpoint."
+def _consolidate(arguments: list[str]) -> None:
+    description = "Make a model folder for from_pretrained of a checkpoint."
+    parser = Parser("consolidate", description, "output/checkpoint-500 model --dtype bf16", json="the written files")
+    parser.add_argument("checkpoint", help=CHECKPOINT)
     parser.add_argument("out", help="the folder to write to")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one they are trained in")
-    parser.add_argument("--max-file-size", type=_gigabytes, default=MAX_FILE_BYTES / 1e9, metavar="GB")
+    parser.add_argument("--max-file-size", type=above_zero, default=MAX_FILE_BYTES / 1e9, metavar="GB")
     options = parser.parse_args(arguments)
     dtype, max_file_bytes = DTYPES.get(options.dtype), int(options.max_file_size * 1e9)
-    print(*consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True), sep="\n")
+    files = consolidate(options.checkpoint, options.out, dtype, max_file_bytes, progress=True)
+    print(json.dumps({"files": [str(file) for file in files]}) if options.json else "\n".join(map(str, files)))
 
 
-def _gigabytes(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (number > 0 and math.isfinite(number)):
-        raise ArgumentTypeError(f"{text} is not a number above 0")
-    return number
+# Each gets its arguments, and returns the exit code or None.
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "consolidate": _consolidate,
+    "doctor": doctor,
+    "estimate": _estimate,
+    "explain": _explain,
+    "hook": _hook,
+    "inspect": _inspect,
+    "launch": launch,
+    "memory": memory,
+    "report": report,
+    "trace": trace,
+    "verify": verify,
+}
 
 
 def _refuse(message: str) -> NoReturn:

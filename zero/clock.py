@@ -83,7 +83,8 @@ class Clock:
     Attributes:
         phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the part of them in which
         this rank computed nothing: "gather" (other ranks' shards), "reduce" (their gradients), "file" (reading
-        parameters), "optimizer" (a late update), "gradients out" (to host memory or a file).
+        parameters), "optimizer" (a late update), "gradients out" (to host memory or a file). current: the phase that
+        runs, or "other".
 
     On a GPU the host waits for little. The work that it enqueues waits on the device, where a profiler shows it under
     the same names.
@@ -93,7 +94,7 @@ class Clock:
         self.shows, self.progress = shows, Progress(False, "other")
         self.phases: Counter[str] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
-        self._phase = "other"
+        self.current = "other"
 
     def reset(self) -> None:
         self.phases.clear()
@@ -102,13 +103,13 @@ class Clock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context of a phase; an inner one is counted in the outer one as well."""
-        outer, self._phase, start = self._phase, name, time.perf_counter()
+        outer, self.current, start = self.current, name, time.perf_counter()
         before, self.progress = self.progress, Progress(self.shows, name)
         try:
             with label(name):
                 yield
         finally:
-            self._phase, self.progress = outer, before
+            self.current, self.progress = outer, before
             self.phases[name] += time.perf_counter() - start
 
     @contextmanager
@@ -119,7 +120,7 @@ class Clock:
             with label(f"wait for {what}"):
                 yield
         finally:
-            self.waits[self._phase, what] += time.perf_counter() - start
+            self.waits[self.current, what] += time.perf_counter() - start
 
     def __str__(self) -> str:
         parts = []

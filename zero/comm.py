@@ -47,8 +47,8 @@ class Communicator:
     """Collectives of one job on one kind of device.
 
     Attributes: rank, world_size: of the world. shard_group, replicate_group: the kinds of groups are in
-    `zero/world.py`. model: the communicator of the model group; None if this rank has the whole model. calls, elements:
-    number of operations, and of elements of the full buffers they moved, by operation name. sent: elements of this
+    `zero/world.py`. model: the communicator of the model group; None if this rank has the whole model. calls, elements,
+    bytes: by operation name, the number of operations, and how much of full buffers they moved. sent: elements of this
     rank's messages in all-gathers and reductions on gloo, by (operation name, receiver). clock: the time of all engines
     that use these ranks. matches_by_order: operations of different ranks match by their order alone.
     """
@@ -60,14 +60,12 @@ class Communicator:
         if device == CPU and (unused := accelerator()) is not None and rank == 0:
             logger.warning("torch has no collectives for %s: the engine computes on the CPU", unused)
         self.clock = Clock(shows=rank == 0)
-        self.calls: Counter[str] = Counter()
-        self.elements: Counter[str] = Counter()
+        self.calls, self.elements, self.bytes = (Counter[str]() for _ in range(3))
         self.sent: Counter[tuple[str, int]] = Counter()
         mark_device = partial(mark, device) if self._native else None
         self.watchdog = Watchdog(rank, size, 0.8 * group_timeout().total_seconds(), mark_device)
         weakref.finalize(self, self.watchdog.stop)
-        self._copies: torch.Stream | None = None
-        self._sums: torch.Stream | None = None
+        self._copies, self._sums = None, None  # streams, made when they are needed
         self.model: Communicator | None = None
         self._split: dict[str, Communicator] = {}
         self._join([range(size)], None)
@@ -136,9 +134,10 @@ class Communicator:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
-    def _count(self, name: str, numel: int, unit: object = None) -> None:
+    def _count(self, name: str, numel: int, values: torch.Tensor, unit: object = None) -> None:
         self.calls[name] += 1
         self.elements[name] += numel
+        self.bytes[name] += numel * values.element_size()
         if self.matches_by_order:
             self._order.add(name, numel, unit)
 
@@ -171,7 +170,7 @@ class Communicator:
 
         `unit`, here and below: the unit that is exchanged. Its `serial` is in messages' tags, its text in reports.
         """
-        self._count("all_gather", full.numel(), unit)
+        self._count("all_gather", full.numel(), full, unit)
         own = full.narrow(0, self.shard_group.rank * shard.numel(), shard.numel())
         if self._native and shard.device.type == "cpu":
             return self._all_gather_from_host(full, own, shard, unit)
@@ -240,7 +239,7 @@ class Communicator:
         self, out: torch.Tensor, full: torch.Tensor, n: int, first: int, width: int, accumulate: bool, unit: object
     ) -> Pending:
         """Reduce columns `first : first + width` of `full` seen as a (shard group, n) matrix."""
-        self._count("reduce_scatter", width * self.shard_group.size, unit)
+        self._count("reduce_scatter", width * self.shard_group.size, full, unit)
         group, replicas = self.shard_group, self.replicate_group
         rows = [full.narrow(0, place * n + first, width) for place in range(group.size)]
         terms = [row if place == group.rank else torch.empty_like(row) for place, row in enumerate(rows)]
@@ -251,9 +250,9 @@ class Communicator:
             if replicas.size == 1:
                 _add_up(out, terms, accumulate)
                 return
-            self._count("reduce_replicas", width, unit)
             sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
+            self._count("reduce_replicas", width, own, unit)
             # The same tag: no rank is in both groups.
             works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)
             Pending(works, None, (), self.watchdog, unit).wait()
@@ -264,7 +263,7 @@ class Communicator:
     def _reduce_scatter_natively(
         self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, unit: object
     ) -> Pending:
-        self._count("reduce_scatter", full.numel(), unit)
+        self._count("reduce_scatter", full.numel(), full, unit)
         alone, in_place = self.shard_group.size == 1, out.dtype == full.dtype and not accumulate
         result = full if alone else out if in_place else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
         works = []
@@ -283,7 +282,7 @@ class Communicator:
 
     def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work], unit: object) -> dist.Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for them."""
-        self._count("reduce_replicas", result.numel(), unit)
+        self._count("reduce_replicas", result.numel(), result, unit)
         self._sums = self._sums or new_stream(self.device)
         self._sums.wait_stream(compute_stream(self.device))
         with self._sums:
@@ -294,7 +293,7 @@ class Communicator:
     def scatter(self, shard: torch.Tensor, full: torch.Tensor | None, src: int) -> None:
         """Give every rank of the world its slice of `full` of its rank `src`; others may pass None. Blocking."""
         n, size = shard.numel(), self.shard_group.size
-        self._count("scatter", n * size)
+        self._count("scatter", n * size, shard)
         if self.rank == src:
             # Each replica gets the same.
             slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
@@ -315,7 +314,7 @@ class Communicator:
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copy `tensor` of rank `src` of the world to all of it, in place. Blocking."""
-        self._count("broadcast", tensor.numel())
+        self._count("broadcast", tensor.numel(), tensor)
         self._blocking("a broadcast", lambda: dist.broadcast(tensor, group=self._group, group_src=src))
 
     def start_broadcasts(self, parts: Sequence[tuple[int, torch.Tensor]]) -> Pending:
@@ -326,7 +325,7 @@ class Communicator:
         if self.shard_group.size == 1:
             return Pending()
         for _, tensor in parts:
-            self._count("broadcast", tensor.numel())
+            self._count("broadcast", tensor.numel(), tensor)
         ranks = self.shard_group.ranks
         works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
@@ -336,7 +335,7 @@ class Communicator:
 
         Both are contiguous matrices of the same shape. On gloo this rank's own row is not copied.
         """
-        self._count("all_to_all", sent.numel(), unit)
+        self._count("all_to_all", sent.numel(), sent, unit)
         if self._native:
             work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
@@ -351,15 +350,17 @@ class Communicator:
 
         Both are 1-D and hold their parts in the order of ranks.
         """
-        self._count("all_to_all", 0)  # how much goes where differs between ranks
-        self.elements["all_to_all"] += sent.numel() - sent_sizes[self.shard_group.rank]
+        self._count("all_to_all", 0, sent)  # how much goes where differs between ranks
+        moved = sent.numel() - sent_sizes[self.shard_group.rank]
+        self.elements["all_to_all"] += moved
+        self.bytes["all_to_all"] += moved * sent.element_size()
         sizes = received_sizes, sent_sizes
         exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._shards)
         self._blocking("an exchange of whole tensors", exchange)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", of_shards: bool = False) -> torch.Tensor:
         """Sum ("sum") or least value ("min") over all ranks, in place; `of_shards`: over the shard group. Blocking."""
-        self._count("all_reduce", tensor.numel())
+        self._count("all_reduce", tensor.numel(), tensor)
         operation, group = getattr(dist.ReduceOp, op.upper()), self._shards if of_shards else self._group
         self._blocking("a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=group))
         return tensor

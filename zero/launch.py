@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 
+from zero.arguments import Parser
 from zero.errors import UsageError
 from zero.hf import STARTUP
 
@@ -32,9 +33,7 @@ _GRACE = 30.0
 
 def launch(arguments: list[str]) -> int:
     """Run `zero launch ARGUMENTS`; returns the job's exit code. Raises UsageError for hosts that do not exist."""
-    options = _parser().parse_args(arguments)
-    if not options.command:
-        raise UsageError("launch: no script given")
+    options = _parser().parse(arguments)
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         if options.include or options.exclude or (options.num_nodes or 1) > 1:
             raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
@@ -48,11 +47,11 @@ def launch(arguments: list[str]) -> int:
     return _run_on(hosts, options)
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="zero launch",
-        description="Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
-        epilog='Example: zero launch --hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
+def _parser() -> Parser:
+    parser = Parser(
+        "launch",
+        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
+        '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
     )
     parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
     parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT][@NAME...]")
@@ -65,7 +64,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--elastic_training", action="store_true", help="go on with the hosts that are left")
     parser.add_argument("--min_elastic_nodes", type=int, default=1, help="fewest hosts to go on with (1)")
     parser.add_argument("--module", action="store_true", help="the script is a module's name, as for `python -m`")
-    parser.add_argument("command", nargs=REMAINDER, help="the script and its arguments")
+    parser.add_command()
     return parser
 
 

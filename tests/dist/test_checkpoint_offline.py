@@ -18,7 +18,7 @@ from tests.parity.models import batches, build
 from tests.processes import run, run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
 from zero.checkpoint.files import Slices
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.offline import consolidate, facts
 from zero.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.step import precise_values
 
@@ -155,6 +155,9 @@ def test_command_line(checkpoint, tmp_path):
     for part in ("global_step2", "2 ranks, stage 3", "AdamW", "bfloat16", "optimizer exp_avg_sq", "verified", "epoch"):
         assert part in out, out
     assert f"{sum(value.numel() for value in expected['masters'].values()):,}," in out
+
+    found = json.loads(json.dumps(facts(folder)))
+    assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2) and found["bytes"]["optimizer exp_avg_sq"] > 0
 
     code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
     assert code == 0 and "consolidate: 100%" in err and "model.safetensors" in out

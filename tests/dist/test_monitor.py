@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.processes import run_on
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.monitor.writers import writers
+from zero.report.runs import read
 
 RANKS, STEPS, ACCUMULATION = 2, 3, 2
 # The toy's matrix products at 2 operations a product: forward and both gradients, without that of the model's input.
@@ -34,6 +36,9 @@ def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
     config = ds_config(accumulation=ACCUMULATION, stage3_param_persistence_threshold=0) | sections
     model, losses = toy(), []
     engine, _ = start(model, config)
+    logger = logging.getLogger("zero")
+    logger.warning("rank %d warns", rank)
+    assert not logger.handlers  # else Python would not print warnings any more
     for batch in toy_batches(STEPS):
         own = {name: value + rank for name, value in batch.items()}
         losses.append([])
@@ -53,13 +58,29 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
     means = [sum(sum(losses[step]) for losses in by_rank) / (RANKS * ACCUMULATION) for step in range(STEPS)]
     assert [record["loss"] for record in records] == pytest.approx(means, rel=1e-6)
     for record in records:
-        assert record["elements"]["reduce_scatter"] > 0
+        assert record["bytes"]["reduce_scatter"] == 4 * record["elements"]["reduce_scatter"] > 0
         assert record["lr"] == 1e-3 and record["grad_norm"] > 0
         assert set(record["seconds"]) == {"forward", "backward", "step"}
         assert record["memory"]["host_bytes_peak"] > 0 and record["memory"]["gathered_elements_peak"] > 0
         assert len(record["ranks"]["working_seconds"]) == RANKS
+    run = records[0]["run"]
+    assert [("run" in record, "warnings" in record) for record in records] == [(True, True)] + [(False, False)] * 2
+    assert records[0]["warnings"] == ["rank 0 warns"]
+    effective = {row["key"]: row["effective"] for row in run["configuration"]}
+    assert effective["zero_optimization.stage"] == "3" and effective["gradient_clipping"] == "0.0"
+    assert run["environment"]["ranks"] == "2" and run["environment"]["torch"] == torch.__version__
+    elements = sum(param.numel() for param in toy().parameters())
+    assert run["parameters"] == elements
+    # fp32 weights are their own masters; AdamW has two moments and a counter. Small shards have much padding.
+    kinds = run["memory"]["host"]
+    assert 4 * elements / RANKS <= kinds["parameters"] <= 5 * elements / RANKS
+    assert 2 * kinds["parameters"] <= kinds["optimizer"] <= 2 * kinds["parameters"] + 100
     # Counters start again in each step: equal work has equal traffic.
     assert records[1]["elements"]["reduce_scatter"] == records[2]["elements"]["reduce_scatter"]
+
+    found = read(tmp_path / "job")
+    assert found.curve("loss")[1] == [record["loss"] for record in records]
+    assert all(spent >= 0 for spent in found.time_by_part().values()) and found.warnings == [(1, "rank 0 warns")]
 
     rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
     assert rows[0] == ["step", "train_loss"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -143,8 +144,8 @@ def consolidate(
 # -- for reading by people
 
 
-def describe(checkpoint: str | os.PathLike) -> str:
-    """What a checkpoint holds, a line for each thing; ValueError names the file if one is damaged."""
+def facts(checkpoint: str | os.PathLike) -> dict[str, Any]:
+    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes."""
     reader = _open(checkpoint)
     reader.verify()
     manifest, sizes = reader.manifest, {}
@@ -157,23 +158,45 @@ def describe(checkpoint: str | os.PathLike) -> str:
         sum(torch.Size(entry.shape).numel() for entry in of_kind)
         for of_kind in (parameters, [entry for entry in parameters if entry.trainable])
     )
-    dtypes, scaler = ", ".join(sorted({entry.dtype for entry in parameters})), decode(manifest.loss_scaler)
+    scaler = decode(manifest.loss_scaler)
+    return {
+        "checkpoint": str(reader.folder),
+        "written": manifest.time,
+        "torch": manifest.torch,
+        "format": manifest.version,
+        "ranks": manifest.world_size,
+        "stage": manifest.stage,
+        "steps": manifest.global_steps,
+        "skipped_steps": manifest.skipped_steps,
+        "parameters": count,
+        "trained_parameters": trained,
+        "dtypes": sorted({entry.dtype for entry in parameters}),
+        "optimizer": optimizer.classes[0] if optimizer else None,
+        "scheduler": manifest.lr_scheduler,
+        "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
+        "client_state": list(map(str, decode(manifest.client_state))),
+        "bytes": sizes,
+        "files": {name: {"bytes": entry.bytes, "checksums": len(entry.sums)} for name, entry in manifest.files.items()},
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """`facts` as text, a line for each thing."""
     lines = [
-        f"checkpoint   {reader.folder}",
-        f"written      {manifest.time}, torch {manifest.torch}, format {manifest.version}",
-        f"by           {manifest.world_size} ranks, stage {manifest.stage}",
-        f"steps        {manifest.global_steps} ({manifest.skipped_steps} skipped)",
-        f"parameters   {count:,}, {trained:,} of them trained, computing in {dtypes}",
-        f"optimizer    {optimizer.classes[0] if optimizer else 'none'}",
-        f"scheduler    {manifest.lr_scheduler or 'none'}",
-        f"loss scale   {scaler.get('scale') if isinstance(scaler, dict) else 'none'}",
-        f"client state {', '.join(map(str, decode(manifest.client_state))) or 'none'}",
+        f"checkpoint   {found['checkpoint']}",
+        f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
+        f"by           {found['ranks']} ranks, stage {found['stage']}",
+        f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
+        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, computing in "
+        f"{', '.join(found['dtypes'])}",
+        *(f"{key.replace('_', ' '):<12} {found[key] or 'none'}" for key in ("optimizer", "scheduler", "loss_scale")),
+        f"client state {', '.join(found['client_state']) or 'none'}",
         "",
-        *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in sizes.items()),
+        *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
         "",
         *(
-            f"{folders.megabytes(entry.bytes):>16}  {name}  {len(entry.sums)} checksums verified"
-            for name, entry in manifest.files.items()
+            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums verified"
+            for name, entry in found["files"].items()
         ),
     ]
     return "\n".join(lines)

@@ -90,7 +90,7 @@ def _rows(section: Section, prefix: str, original: dict, inherited: str | None =
         yield Row(key, _show(written), _show(value), source, effect, at_default)
 
 
-def _table(config: Config) -> list[Row]:
+def table(config: Config) -> list[Row]:
     """Return a row for each key, without settings that the chosen optimizer or schedule does not have."""
     settings: dict[str, dict] = {}
     if config.optimizer is not None:
@@ -115,12 +115,12 @@ def _table(config: Config) -> list[Row]:
 
 def rows_given(config: Config) -> list[Row]:
     """The rows of the keys that the configuration gives."""
-    return [row for row in _table(config) if row.source != "default"]
+    return [row for row in table(config) if row.source != "default"]
 
 
 def report(config: Config, everything: bool = True) -> str:
     """Return the table as text. `everything`: all keys, else those that are not at their defaults."""
-    rows = [_HEADER, *(row for row in _table(config) if everything or not row.at_default)]
+    rows = [_HEADER, *(row for row in table(config) if everything or not row.at_default)]
     widths = [min(max(len(row[i]) for row in rows), 60) for i in range(4)]
     lines = ["  ".join([*(row[i][:60].ljust(widths[i]) for i in range(4)), row.effect]) for row in rows]
     if config.ignored:

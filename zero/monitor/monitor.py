@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import time
+import weakref
 from collections import Counter
 
 import torch
@@ -20,6 +21,7 @@ from zero.config.monitor import FlopsProfilerConfig
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.monitor.facts import facts
 from zero.monitor.writers import Record, Writer, writers
 
 logger = logging.getLogger("zero")
@@ -56,12 +58,20 @@ class Monitor:
     def __init__(self, engine: ZeroEngine, writers: list[Writer], gathers: bool):
         self._engine, self._writers, self._gathers = engine, writers, gathers
         self._losses: list[torch.Tensor] = []
-        self._elements: Counter[str] = Counter(engine.comm.elements)
+        self._moved = self._counts()
         self._start = time.perf_counter()
+        self._is_first, self._warnings = True, _Warnings()
+        if writers:
+            logger.addFilter(self._warnings)
+            weakref.finalize(self, logger.removeFilter, self._warnings)
         profiler = engine.settings.flops_profiler
         self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
         if self._flops is not None:
             self._flops.before_step(1)
+
+    def _counts(self) -> tuple[Counter[str], Counter[str]]:
+        """Elements and bytes that collectives have moved so far."""
+        return Counter(self._engine.comm.elements), Counter(self._engine.comm.bytes)
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, divided by the number of micro-batches."""
@@ -80,13 +90,17 @@ class Monitor:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
         engine.comm.clock.reset()
         self._losses.clear()
-        self._elements = Counter(engine.comm.elements)
+        self._moved = self._counts()
         self._start = time.perf_counter()
         if self._flops is not None:
             self._flops.before_step(engine.global_steps + 1)
 
     def _write(self, record: Record) -> None:
         """A full or missing disk ends the writing, not the training."""
+        if self._is_first:
+            record["run"], self._is_first = facts(self._engine), False
+        if self._warnings.met:
+            record["warnings"], self._warnings.met = self._warnings.met, []
         for writer in list(self._writers):
             try:
                 writer.write(record)
@@ -112,7 +126,7 @@ class Monitor:
         # A rank that others wait for waits least.
         slowest = int((column["seconds"] - column["waited"]).argmax())
         waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
-        sent = {name: count - self._elements[name] for name, count in engine.comm.elements.items()}
+        elements, nbytes = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
@@ -124,7 +138,8 @@ class Monitor:
             "samples_per_second": engine.settings.train_batch_size / column["seconds"].max().item(),
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
             "waits": waits,
-            "elements": {name: count for name, count in sent.items() if count},
+            "elements": dict(elements),
+            "bytes": dict(nbytes),
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
                 "host_bytes_peak": int(column["host_memory"].max()),
@@ -135,6 +150,22 @@ class Monitor:
                 "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
             },
         }
+
+
+class _Warnings(logging.Filter):
+    """Keeps what the engine warns of until it is written.
+
+    A handler would do so too, but with a handler Python no longer prints warnings by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.met.append(record.getMessage())
+        return True
 
 
 def _peak_host_memory() -> int:

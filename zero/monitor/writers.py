@@ -62,7 +62,7 @@ def _folder(name: str, section: Any) -> Path:
 def events(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers under DeepSpeed's names, and under names like them."""
     for key, value in record.items():
-        if key in ("step", "samples", "skipped", "ranks"):
+        if key in ("step", "samples", "skipped", "ranks", "run", "warnings"):
             continue
         name = {"loss": "train_loss"}.get(key, key)
         if isinstance(value, dict):
@@ -88,7 +88,7 @@ class CsvFiles:
 
 
 class JsonLines:
-    """`steps.jsonl`: one record a line. A run that goes on adds to the file."""
+    """`steps.jsonl`: one record a line. A run that goes on adds to the file. The first record of a start has "run"."""
 
     def __init__(self, folder: Path):
         self._file = folder / "steps.jsonl"

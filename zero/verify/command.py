@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 import tempfile
-import time
-from argparse import REMAINDER, ArgumentParser
 from pathlib import Path
 
+from zero.arguments import Parser, count
 from zero.errors import UsageError
 from zero.verify.compare import Result, compare, steps_in
+from zero.watch.running import run, what_went_wrong
 
 # The names that `zero.verify.record` reads; importing it here would take seconds.
 MODES = {"engine": "on the engine", "plain": "on plain torch"}
-_POLL = 0.2  # seconds between two looks for new steps
 
 
 def verify(arguments: list[str]) -> int:
     """Run `zero verify ARGUMENTS`. Returns the exit code: 0 if everything is equal, 1 if something differs."""
-    parser = ArgumentParser(
-        prog="zero verify",
-        description="Run the first steps of a script twice, on the engine and on plain torch, and compare losses, "
-        "gradients and updated parameters. The plain run holds the whole model on each process.",
-        epilog="Example: zero verify --steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+    parser = Parser(
+        "verify",
+        "Run the first steps of a script twice, on the engine and on plain torch, and compare losses, gradients and "
+        "updated parameters. The plain run holds the whole model on each process.",
+        "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="the result",
     )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to compare (3)")
+    parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (3)")
     parser.add_argument("--folder", type=Path, help="keep the recordings here; they take 8 bytes a parameter and step")
-    parser.add_argument("--json", action="store_true", help="print the result as a JSON object")
-    parser.add_argument("command", nargs=REMAINDER, help="a script or launcher with its arguments, as for `zero run`")
-    options = parser.parse_args(arguments)
-    if not options.command or options.steps < 1:
-        parser.error("name a script or a launcher to run, and at least one step")
+    parser.add_command()
+    options = parser.parse(arguments)
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as temporary:
         folder = options.folder or Path(temporary)
         for mode in MODES:
@@ -51,37 +44,17 @@ def _record(mode: str, folder: Path, steps: int, command: list[str]) -> None:
         raise UsageError(f"--folder: {folder / mode} exists: name a new folder")
     variables = {"ZERO_VERIFY_MODE": mode, "ZERO_VERIFY_FOLDER": str(folder / mode), "ZERO_VERIFY_STEPS": str(steps)}
     log = folder / f"{mode}.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "zero", "run", *command],
-            env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            shown = 0
-            while process.poll() is None:
-                time.sleep(_POLL)
-                if (done := steps_in(folder / mode, folder / mode)) > shown:
-                    shown = done
-                    print(f"{MODES[mode]}: step {done} of {steps}", file=sys.stderr)
-        finally:
-            process.kill()
-            process.wait()
-    end = _what_went_wrong(log.read_text(errors="replace").splitlines())
-    if process.returncode:
-        raise UsageError(f"verify: the run {MODES[mode]} failed with code {process.returncode}:\n{end}")
+
+    def progress() -> str | None:
+        done = steps_in(folder / mode, folder / mode)
+        return f"{MODES[mode]}: step {done} of {steps}" if done else None
+
+    run(command, variables, log, f"verify: the run {MODES[mode]}", progress)
     if not steps_in(folder / mode, folder / mode):
         raise UsageError(
-            f"verify: the run {MODES[mode]} made no optimizer step by deepspeed.initialize or the Trainer:\n{end}"
+            f"verify: the run {MODES[mode]} made no optimizer step by deepspeed.initialize or the Trainer:\n"
+            f"{what_went_wrong(log)}"
         )
-
-
-def _what_went_wrong(lines: list[str]) -> str:
-    """The lines up to the last that names an exception; a launcher prints its own report after it."""
-    named = [
-        number for number, line in enumerate(lines) if re.search(r"\b\w+(?<!ChildFailed)(Error|Exception): ", line)
-    ]
-    last = named[-1] + 1 if named else len(lines)
-    return "\n".join(lines[max(0, last - 15) : last])
 
 
 def as_text(result: Result) -> str:

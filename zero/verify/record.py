@@ -1,7 +1,5 @@
 """In a process of the user's script: write down what an engine computes in its first steps, then end the process.
 
-The process also ends before the script saves anything: the user's own checkpoints and logs stay as they are.
-
 `zero verify` starts the script twice, with these environment variables. This file does not compare anything.
 """
 
@@ -9,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,34 +15,23 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zero.config import Config
-from zero.deepspeed import engine as face
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.errors import UsageError
 from zero.init import Init
 from zero.parameter_state import FP32, GRADIENT, ParameterState
 from zero.verify.plain import PlainEngine
+from zero.watch.brief import BriefRun, follow
 
 FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
-# A checkpoint's folder of the Trainer.
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 def set_up() -> None:
     """Have `initialize` make engines that are recorded, or plain ones: as the environment says."""
     plain = os.environ[MODE] == "plain"
     Init.is_off = plain
-    make = PlainEngine if plain else DeepSpeedEngine
     folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
-
-    def make_recorded(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
-        _refuse_rounding(settings)
-        _switch_off_monitors(settings)
-        made = make(model, settings, *args)
-        if made.optimizer is not None and not _recorders:
-            _recorders.append(Recorder(made, folder, steps))
-        return made
-
-    face.make_engine = make_recorded
+    make = PlainEngine if plain else DeepSpeedEngine
+    follow(lambda engine: Recorder(engine, folder, steps), make, _refuse_rounding)
 
 
 def _refuse_rounding(settings: Config) -> None:
@@ -56,14 +41,7 @@ def _refuse_rounding(settings: Config) -> None:
             raise UsageError(f"zero verify: zero_optimization.{key} rounds on purpose: set it to false to compare")
 
 
-def _switch_off_monitors(settings: Config) -> None:
-    sections = (settings.json_monitor, settings.csv_monitor, settings.tensorboard, settings.wandb)
-    for section in (*sections, settings.flops_profiler):
-        section.enabled = False
-    settings.steps_per_print, settings.wall_clock_breakdown = None, False
-
-
-class Recorder:
+class Recorder(BriefRun):
     """Records the steps of one engine in `folder`, by rank 0, and ends all ranks' processes after `steps` of them.
 
     Files: `start.safetensors` with the first values; for step n `n.gradients.safetensors` (the mean over ranks, before
@@ -72,15 +50,12 @@ class Recorder:
     """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int):
-        self.engine, self.folder, self.steps, self.step_number = engine, folder, steps, 0
+        super().__init__(engine, steps)
+        self.folder = folder
         self.losses: list[float] = []
-        self._ends = False
-        self._backward, self._step = engine.backward, engine.step
-        engine.backward, engine.step = self.backward, self.step
+        self._backward = engine.backward
+        engine.backward = self.backward
         engine.load_checkpoint = self._refuse_load
-        for name in ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"):
-            setattr(engine, name, self._end)
-        sys.addaudithook(self._audit)
         facts = {"dtype": str(engine.settings.compute_dtype).removeprefix("torch."), "ranks": engine.comm.world_size}
         facts["accumulation"] = engine.settings.gradient_accumulation_steps
         facts["names"] = [name for name, _ in self._trained()]
@@ -93,40 +68,18 @@ class Recorder:
         self.losses.append(loss.detach().float().item())
         return self._backward(loss, *args, **kwargs)
 
-    def step(self, *args: object, **kwargs: object) -> None:
-        engine = self.engine
-        boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
-        if boundary:
-            self.step_number += 1
-            self._save(f"{self.step_number}.gradients", self._gradient)
-        self._step(*args, **kwargs)
-        if boundary:
-            self._save(f"{self.step_number}.values", self._values)
-            losses = engine.comm.exchange(self.losses)
-            self.losses = []
-            if engine.comm.rank == 0:
-                (self.folder / f"{self.step_number}.json").write_text(json.dumps(losses))
-            if self.step_number == self.steps:
-                self._end()
+    def before_update(self) -> None:
+        self._save(f"{self.step_number}.gradients", self._gradient)
 
-    def _audit(self, event: str, arguments: tuple) -> None:
-        """The Trainer makes its checkpoint's folder on rank 0, which may be before it calls the engine."""
-        if (
-            event == "os.mkdir"
-            and not self._ends
-            and _CHECKPOINT.fullmatch(os.path.basename(os.fsdecode(arguments[0])))
-        ):
-            self._end()
+    def after_update(self) -> None:
+        self._save(f"{self.step_number}.values", self._values)
+        losses = self.engine.comm.exchange(self.losses)
+        self.losses = []
+        if self.engine.comm.rank == 0:
+            (self.folder / f"{self.step_number}.json").write_text(json.dumps(losses))
 
     def _refuse_load(self, *_: object, **__: object) -> None:
         raise UsageError("zero verify compares from the first step on: start the script without resuming")
-
-    def _end(self, *_: object, **__: object) -> None:
-        self._ends = True
-        self.engine.comm.exchange("done")  # no rank ends while another one still needs it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
     def _gradient(self, param: nn.Parameter) -> torch.Tensor | None:
         if isinstance(self.engine, PlainEngine):
@@ -149,6 +102,3 @@ class Recorder:
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, param) for name, param in self.engine.module.named_parameters() if param.requires_grad)
-
-
-_recorders: list[Recorder] = []

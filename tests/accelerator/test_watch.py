@@ -1,0 +1,32 @@
+"""`zero memory` and `zero trace` beside an accelerator: device and host apart, copies on a track of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.dist import test_memory, test_trace
+from tests.dist.test_memory import LAYER, LAYERS, OUTPUT, RANKS, SMALL
+from tests.processes import run_on
+from zero.watch.picture import peaks
+from zero.watch.trace import merge
+
+
+def test_memory_of_a_device(tmp_path: Path):
+    run_on(RANKS, test_memory.train, tmp_path, simulated=True)
+    samples = json.loads((tmp_path / "rank1.json").read_text())
+    highest, own = peaks(samples)["device"], LAYERS * LAYER // RANKS
+    assert own <= highest["parameters"] <= own + SMALL and highest["gathered parameters"] >= LAYER
+    ends = next(number for number, each in enumerate(samples) if each["phase"] == "backward") - 1
+    kept = samples[ends]["bytes"]["device"]["activations"]
+    assert (LAYERS + 1) * OUTPUT <= kept <= (LAYERS + 1) * OUTPUT + SMALL
+    # Nothing that lives on the device is unknown to the picture.
+    assert all(sum(each["bytes"]["device"].values()) <= each["allocated"] + SMALL for each in samples)
+
+
+def test_trace_of_a_device(tmp_path: Path):
+    run_on(2, test_trace.train, tmp_path, "cpu", simulated=True)
+    events = merge(tmp_path.glob("rank*.json"))["traceEvents"]
+    names = {event["args"]["name"].partition(" (")[0] for event in events if event["name"] == "thread_name"}
+    assert names >= {"all-gathers in flight", "reductions in flight", "copies", "late updates"}
+    test_trace.assert_nested(events)

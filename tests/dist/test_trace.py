@@ -1,0 +1,151 @@
+"""`zero trace`: one step of all ranks as a trace in which every kind of work has a track, and events nest."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero
+from tests.processes import REPOSITORY, run_on
+from zero.__main__ import main
+from zero.watch.command import _seconds
+from zero.watch.spans import Span
+from zero.watch.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
+
+WIDTH, STEPS = 800, 3
+WEIGHTS = {f"{number}.0.weight" for number in range(3)}
+
+
+class Traced(TraceRun):
+    def _end(self, *_: object, **__: object) -> None:
+        """The process goes on, so that the test gets a result."""
+
+
+def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> None:
+    layers = (torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(3))
+    model = torch.nn.Sequential(*layers)
+    place = {"device": device, "nvme_path": str(folder / "nvme")}
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    stage |= {"offload_param": place | {"max_in_cpu": 0}, "offload_optimizer": place | {"overlap_step": True}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": stage,
+    }
+    engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+    Traced(engine, folder, STEPS)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.ones(4, WIDTH, device=engine.comm.device)).sum())
+        engine.step()
+
+
+def assert_nested(events: list[dict]) -> None:
+    """Of two events in one track, one contains the other, or they are apart."""
+    tracks = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
+    for place, spans in tracks.items():
+        outer: list[float] = []
+        for start, minus_duration, name in sorted(spans):
+            while outer and outer[-1] <= start + 1e-3:
+                outer.pop()
+            end = start - minus_duration
+            assert not outer or end <= outer[-1] + 1e-3, (place, name)
+            outer.append(end)
+
+
+def test_a_step_of_two_ranks(tmp_path: Path):
+    run_on(2, train, tmp_path)
+    events = json.loads(json.dumps(merge(tmp_path.glob("rank*.json"))))["traceEvents"]
+    seconds = _seconds(events)
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    for pid, rank in ((0, "rank 0"), (100, "rank 1")):
+        found = {name.partition(" (")[0] for (process, _), name in tracks.items() if process == pid}
+        expected = {"phases", "waits", "compute", "all-gathers in flight", "reductions in flight", "other collectives"}
+        assert found >= expected | {"file reads", "file writes", "late updates"}
+        assert seconds[rank]["phases"] > 0
+    of_track = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            of_track[event["pid"], tracks[event["pid"], event["tid"]].partition(" (")[0]].append(event)
+    assert [event["name"] for event in of_track[0, "phases"]] == ["forward", "backward", "step"]
+    gathers = of_track[100, "all-gathers in flight"]
+    assert {event["name"] for event in gathers} == WEIGHTS
+    assert all(event["args"]["elements"] >= WIDTH * WIDTH for event in gathers)
+    assert {event["name"] for event in of_track[0, "reductions in flight"]} >= WEIGHTS
+    assert any(event["name"] == "aten::addmm" for event in of_track[0, "compute"])
+    updates = [event for event in of_track[0, "late updates"] if event["name"] in WEIGHTS]
+    assert len(updates) == 3 and all("elements" in event["args"] for event in updates)
+    assert any(event["name"].startswith("wait for ") for event in of_track[0, "waits"])
+    assert_nested(events)
+
+
+SCRIPT = """
+import torch, zero
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+print("the script is over")
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(REPOSITORY)
+    script, out = tmp_path / "script.py", tmp_path / "trace.json.gz"
+    script.write_text(SCRIPT)
+    code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
+    assert "trace: step " in stderr
+    assert code == 0 and set(json.loads(stdout)["seconds"]["rank 0"]) >= {"phases", "compute"}
+    assert any(event["name"] == "backward" for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"])
+    out.unlink()
+    code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
+    assert code == 2 and not out.exists()
+    assert "made fewer than 4 optimizer steps" in stderr and "the script is over" in stderr
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", *arguments])
+    return ended.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [([], "name a script"), (["--step", "0", "x.py"], "number above 0"), (["--out", "/none/x", "x.py"], "--out")],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
+    code, _, stderr = call(capsys, *arguments)
+    assert code == 2 and said in stderr and len(stderr.splitlines()) == 1
+
+
+def test_work_in_flight_at_the_same_time_has_lanes():
+    spans = [Span("copies", name, start, end, {}) for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))]
+    events = list(in_lanes(events_of_spans(spans, 0)))
+    assert [(event["name"], event["tid"]) for event in events] == [
+        ("a", "copies"), ("b", "copies (2)"), ("c", "copies (2)"),
+    ]  # fmt: skip
+    assert_nested(events)
+
+
+def test_ranks_lie_on_one_clock_and_streams_are_devices(tmp_path: Path):
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 1, "tid": 7, "ts": 2.5, "dur": 1.0}
+    flow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 1, "tid": 7, "ts": 2.5}
+    found = list(events_of_torch({"baseTimeNanoseconds": 1000, "traceEvents": [kernel, flow]}, 500))
+    assert [event["ts"] for event in found] == [3.0, 3.0]
+    for rank, start in ((0, 9_000), (1, 5_000)):
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"start": start, "events": found}))
+    events = merge(tmp_path.glob("rank*.json"))["traceEvents"]
+    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(2, 7.0), (102, 3.0)]
+    assert [e["id"] for e in events if e["ph"] == "f"] == ["0.5", "1.5"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
+    assert names == {"rank 0, device 1", "rank 1, device 1", "stream 7"}

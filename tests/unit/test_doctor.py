@@ -1,0 +1,80 @@
+"""`zero doctor` on one machine: what is missing is found and has a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero.__main__ import main
+from zero.doctor import checks, links
+from zero.doctor.checks import FAILS, OK, SLOW
+
+ROOT = Path(__file__).parents[2]
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_a_sound_machine_passes(capsys, tmp_path):
+    code, text = doctor(capsys, "--json", "--folder", str(tmp_path))
+    found = json.loads(text)
+    assert (code, found["works"], found["links"]) == (0, True, [])
+    levels = {each["check"]: each["level"] for each in found["findings"]}
+    assert levels["torch"] == levels["transformers"] == levels["backend"] == OK
+    assert levels["disk"] in (OK, SLOW) and list(tmp_path.iterdir()) == []
+
+
+def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
+    monkeypatch.setitem(checks.LEAST, "torch", "99.0")
+    monkeypatch.setitem(checks.LEAST, "no-such-package", "1.0")
+    small = SimpleNamespace(total=64 << 20, free=60 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: small)
+    code, text = doctor(capsys)
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith(FAILS)}
+    assert code == 1 and set(lines) == {"torch", "no-such-package"}
+    assert lines["torch"].endswith("-> pip install 'torch>=99.0'")
+    assert "missing -> pip install 'no-such-package>=1.0'" in lines["no-such-package"]
+    assert "2 fault(s)" in text.splitlines()[-1]
+    assert checks._shared_memory(ROOT).level == SLOW
+    monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
+    assert checks._shared_memory(ROOT).level == FAILS and "--shm-size" in checks._shared_memory(ROOT).remedy
+
+
+def test_a_machine_without_a_compiler_is_slow(monkeypatch):
+    monkeypatch.setattr(checks.cpu_adam, "is_compiled", lambda: False)
+    monkeypatch.setenv("CXX", "no-compiler")
+    assert checks._compiler()[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
+
+
+def test_a_full_disk_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1 << 20))
+    assert checks._disk(tmp_path).level == FAILS
+
+
+def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--folder", str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"zero: doctor: --folder {tmp_path / 'none'}: there is no such folder\n"
+
+
+def test_the_slow_link_is_named():
+    fast = [links.Link(0, 1, 1e-5, 10e9), links.Link(0, 2, 1e-5, 9e9)]
+    found = list(links.findings([*fast, links.Link(1, 2, 1e-3, 1e9)]))
+    assert [(each.level, each.found) for each in found] == [
+        (OK, "median 9.00 GB/s, 10 us over 3 pair(s) of ranks"), (SLOW, "rank 1 - 2: 1.00 GB/s"),
+    ]  # fmt: skip
+    assert [row.split()[-1] for row in links.table(fast, 3).splitlines()[1:]] == ["9.00", "-", "-"]
+
+
+def test_the_versions_are_those_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert [package for package, least in checks.LEAST.items() if f'"{package}>={least}"' not in text] == []

@@ -1,0 +1,143 @@
+"""`zero report`: the page of one run and of two, in text and in a browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.unit.test_hook import assert_refused
+from zero.__main__ import main
+from zero.report.page import page
+from zero.report.runs import REST, Run, read, size
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+SECTIONS = [
+    "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind", "Communication",
+    "Effective configuration", "Environment", "Warnings",
+]  # fmt: skip
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    waits = {"forward_gather": 0.1, "backward_reduce": 0.2, "other_gather": 0.05}
+    return {
+        "step": step, "samples": 4 * step, "loss": 3.0 / step, "skipped": False, "grad_norm": 1.0, "lr": 0.01,
+        "samples_per_second": 4.0, "seconds": {"forward": 0.3, "backward": 0.5, "step": 0.1}, "waits": waits,
+        "bytes": {"all_gather": 4096, "reduce_scatter": 2 << 20},
+        "memory": {"gathered_elements_peak": 9, "host_bytes_peak": 3 << 30, "device_bytes_peak": 0},
+        "ranks": {"slowest": 1, "working_seconds": [0.65, 0.9]},
+    } | changes  # fmt: skip
+
+
+def first(stage: int = 3) -> dict[str, Any]:
+    row = {"given": str(stage), "effective": str(stage), "source": "configuration", "effect": "used"}
+    keys = [row | {"key": "zero_optimization.stage", "at_default": False}]
+    keys += [row | {"key": "zero_optimization.overlap_comm", "effective": "true", "at_default": True}]
+    memory = {"host": {"parameters": 1 << 20, "optimizer": 2 << 20}}
+    facts = {"configuration": keys, "environment": {"ranks": "2"}, "memory": memory, "parameters": 1234}
+    return record(1, run=facts, warnings=["<script>alert(1)</script> was met"])
+
+
+def write(folder: Path, records: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+def test_what_the_page_computes():
+    run = Run("a", [first(), record(2), record(3), record(2, loss=7.0), record(3, loss=None)])
+    assert run.curve("loss") == ([1, 2], [3.0, 7.0])  # a step trained again after a resume replaces the first
+    parts = run.time_by_part()
+    assert parts["forward"] == pytest.approx(0.2) and parts["backward"] == pytest.approx(0.3)
+    assert parts["wait: gather"] == pytest.approx(0.15) and parts["wait: reduce"] == pytest.approx(0.2)
+    # A step of rank 0 takes 0.65 s of work and 0.35 s of waits; the phases take 0.9 s of that, one wait is outside.
+    assert run.step_seconds() == ([1, 2, 3], [pytest.approx(1.0)] * 3)
+    assert parts[REST] == pytest.approx(0.05) and sum(parts.values()) == pytest.approx(1.0)
+    assert run.bytes_by_collective() == {"all_gather": 4096, "reduce_scatter": 2 << 20}
+    assert run.seconds_by_rank() == [pytest.approx(0.65), pytest.approx(0.9)]
+    assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
+    assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == ["0 B", "1023 B", "1 KiB", "3 GiB", "5120 TiB"]
+
+
+def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
+    folders = [write(tmp_path / "a", [first(), record(2)]), write(tmp_path / "b<i>", [first(stage=1), record(2)])]
+    out = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *map(str, folders), "--out", str(out), "--json"])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["runs"]["a"]["parameters"] == "1,234"
+    text = out.read_text()
+    assert [name for name in SECTIONS if f"<h2>{name}</h2>" not in text.replace("step's", "step&#x27;s")] == []
+    for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
+        ElementTree.fromstring(drawing)
+    assert text.count("<svg") == 8
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script', text) == []
+    assert "&lt;script&gt;alert(1)" in text and "b&lt;i&gt;" in text and "b<i>" not in text
+    assert '<tr class="differs"><td>zero_optimization.stage</td><td>3</td><td>1</td></tr>' in text
+
+
+def test_a_file_of_an_older_version_has_a_page():
+    old = record(1, loss=None)
+    del old["bytes"]
+    text = page([Run("old", [old])])
+    assert "Communication" not in text and "Memory by kind" not in text and "not known" in text
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [(None, "there is no such file"), ("", "no step in it"), ("{}\n", "line 1: this is no record"), ("[1", "line 1")],
+)
+def test_files_that_are_not_of_a_run_are_refused(content: str | None, said: str, tmp_path: Path, capsys):
+    if content is not None:
+        (tmp_path / "steps.jsonl").write_text(content)
+    assert_refused(["report", str(tmp_path)], said, capsys)
+
+
+def test_missing_matplotlib_is_one_line(tmp_path: Path, capsys):
+    folder = write(tmp_path / "a", [first()])
+    with mock.patch.dict(sys.modules, {"matplotlib": None}):
+        assert_refused(["report", str(folder), "--out", str(tmp_path / "x.html")], "pip install matplotlib", capsys)
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
+    assert read(write(tmp_path / "a", [first()])).name == "a"
+    (tmp_path / "x").mkdir()
+    folders = [str(tmp_path / "a"), str(write(tmp_path / "x" / "a", [first()]))]
+    with pytest.raises(SystemExit):
+        main(["report", *folders, "--out", str(tmp_path / "page.html")])
+    assert "<title>a (1) and a (2)</title>" in (tmp_path / "page.html").read_text()
+
+
+def browse(file: Path, folder: Path) -> tuple[str, list[str]]:
+    """Return the document as the browser has built it, and what it says in its console."""
+    command = [BROWSER, "--headless", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    command += [f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else []), file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:  # no page can do that
+        pytest.skip(f"{BROWSER} does not start here: {done.stderr[-300:]}")
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_browser_shows_the_page_without_an_error(tmp_path: Path):
+    text = page([Run("a", [first(), record(2)]), Run("b", [first(stage=1), record(2)])])
+    file = tmp_path / "page.html"
+    # The script writes down how large each picture is, after the browser has placed it.
+    measure = "document.title = [...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().width).join()"
+    file.write_text(text.replace("</body>", f"<script>{measure}</script></body>"), encoding="utf-8")
+    built, said = browse(file, tmp_path / "profile")
+    assert said == []
+    widths = [float(width) for width in re.search("<title>(.*?)</title>", built)[1].split(",")]
+    assert len(widths) == 8 and min(widths) > 100
+    file.write_text(text.replace("</body>", "<script>nothing()</script></body>"), encoding="utf-8")
+    assert "nothing is not defined" in browse(file, tmp_path / "profile")[1][0]

@@ -1,0 +1,54 @@
+"""What a run is: its effective configuration and its environment. Nothing secret: no arguments, no tokens."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from zero import world
+from zero.config.report import table
+from zero.device import is_accelerator
+from zero.engine import ZeroEngine
+from zero.monitor.held import held
+
+_PACKAGES = ("torch", "transformers", "accelerate")
+# Variables that begin so are written down.
+_VARIABLES = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def facts(engine: ZeroEngine) -> dict[str, Any]:
+    """For the first record: "configuration" (rows of the table at the start), "environment", "memory" (bytes held by
+    rank 0 after the first step, by place and kind), "parameters" (their number)."""
+    return {
+        "configuration": [row._asdict() for row in table(engine.settings)],
+        "environment": _environment(engine),
+        "memory": held(engine),
+        "parameters": sum(slot.numel for unit in engine.units for slot in unit.layout.slots),
+    }
+
+
+def _environment(engine: ZeroEngine) -> dict[str, str]:
+    device = engine.comm.device
+    name = platform.processor() or platform.machine()
+    if is_accelerator(device):
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
+    found = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "ranks": str(engine.comm.world_size),
+        "device": f"{name} on {platform.node()}",
+        "cores": f"{os.cpu_count()}, torch uses {torch.get_num_threads()}",
+        "backend": world.get_backend(),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found | {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)}

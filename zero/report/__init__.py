@@ -1,0 +1,1 @@
+"""`zero report`: what `json_monitor` wrote about one run or two, as one HTML page without network."""

@@ -1,0 +1,52 @@
+"""Run the user's command as `zero run` does, with variables that tell its processes what to record."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zero.errors import UsageError
+
+PROGRESS = "step"  # a file in the run's folder with the number of its last step
+_POLL = 0.2  # seconds between two looks for new steps
+
+
+def run(
+    command: list[str], variables: dict[str, str], log: Path, what: str, progress: Callable[[], str | None]
+) -> None:
+    """Run the command to its end. What it prints goes to the file `log`, the end of it into an error.
+
+    progress: a line for stderr, printed when it has changed; None prints nothing. what: the run's name in an error.
+    """
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zero", "run", *command],
+            env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            shown = None
+            while process.poll() is None:
+                time.sleep(_POLL)
+                if (line := progress()) not in (None, shown):
+                    shown = line
+                    print(line, file=sys.stderr)
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise UsageError(f"{what} failed with code {process.returncode}:\n{what_went_wrong(log)}")
+
+
+def what_went_wrong(log: Path) -> str:
+    """The lines up to the last that names an exception; a launcher prints its own report after it."""
+    lines = log.read_text(errors="replace").splitlines()
+    named = [
+        number for number, line in enumerate(lines) if re.search(r"\b\w+(?<!ChildFailed)(Error|Exception): ", line)
+    ]
+    last = named[-1] + 1 if named else len(lines)
+    return "\n".join(lines[max(0, last - 15) : last])
