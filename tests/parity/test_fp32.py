@@ -76,10 +76,11 @@ def test_slices_train_as_the_whole_batch_does():
     assert relative(sliced.norms, whole.norms) <= close
 
 
-CASES = [(name, world_size, 1) for name in ("t5", "gpt2", "llama") for world_size in (1, 2, 3, 4)]
+# (model, ranks, accumulation)
+CASES = [("t5", 1, 4), ("t5", 2, 1), ("t5", 4, 1), ("gpt2", 1, 1), ("gpt2", 3, 1), ("llama", 2, 1), ("llama", 3, 2)]
 
 
-@pytest.mark.parametrize(("name", "world_size", "accumulation"), [*CASES, ("t5", 1, 4), ("t5", 3, 2)])
+@pytest.mark.parametrize(("name", "world_size", "accumulation"), CASES)
 def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(name, world_size, accumulation):
     found = curve_on(world_size, sharded, name, 1.0, accumulation)
     assert max(found.norms) > 1.0, "clipping must be at work"
