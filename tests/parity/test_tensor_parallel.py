@@ -156,7 +156,7 @@ CASES_ON_FOUR = [
     ("llama under Init", NOTHING_PERSISTS),
     ("tied llama", {}),
     ("qwen3", NOTHING_PERSISTS),
-    ("mixtral", NOTHING_PERSISTS),  # experts are cut in two blocks
+    ("mixtral", {"stage3_param_persistence_threshold": 0}),  # experts are cut in two blocks
     ("layers", NOTHING_PERSISTS),
 ]
 CASES_ON_TWO = [("llama", {"stage": 3}), ("qwen3", {"stage": 1}), ("layers", {"stage": 0})]
@@ -241,6 +241,10 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("llama"), mesh=shards),
         message(build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))),
         message(build("llama"), sequence_parallel_size=2),
+        message(
+            build("mixtral"),
+            zero_optimization={"stage": 3, "stage3_max_live_parameters": 100, "offload_param": {"device": "cpu"}},
+        ),
     ]
 
 
@@ -253,6 +257,7 @@ def test_refusals_name_the_numbers():
         "autotp_size is 2, and the mesh is {'shard': 2}",
         "the dimensions are ('tp', 'shard')",
         "sequence_parallel_size is 2, and the mesh {'shard': 1, 'tp': 2}: give one",
+        "experts that tensor parallelism has cut cannot run in slices",
     ]
     for found in run_on(2, refused):
         for text, part in zip(found, expected, strict=True):

@@ -41,7 +41,7 @@ def to_store(slices: dict[str, Slices], units: Sequence[Unit]) -> dict[str, Slic
 
 
 def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
-    """The whole of `shape` from its parts (1-D). It has `blocks` along `dim`; each part has its pieces of all of them."""
+    """The whole of `shape` from its parts (1-D). It has `blocks` along `dim`; each part has its pieces of them all."""
     before, after = shape[:dim], shape[dim + 1 :]
     return torch.cat([part.view(*before, blocks, -1, *after) for part in parts], dim=dim + 1).view(shape)
 
