@@ -243,7 +243,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("llama"), sequence_parallel_size=2),
         message(
             build("mixtral"),
-            zero_optimization={"stage": 3, "stage3_max_live_parameters": 100, "offload_param": {"device": "cpu"}},
+            zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}, **NOTHING_PERSISTS},
         ),
     ]
 
