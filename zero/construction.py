@@ -149,6 +149,11 @@ def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gatherin
     """Have experts that are larger than what may be gathered run in slices, for which half of that is set aside."""
     limit = schedule.max_live_parameters
     found = [unit for unit in units if unit.layout.numel > limit and can_be_sliced(unit)]
+    if cut := next((unit for unit in found if any(map(cut_of, unit.params))), None):
+        raise UsageError(
+            f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has {cut.layout.numel} elements: "
+            "experts that tensor parallelism has cut cannot run in slices"
+        )
     if not found:
         return []
     most = max(limit // 2, *map(numel_of_one, found))

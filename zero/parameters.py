@@ -178,7 +178,8 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
     if local(param) is param:
         param.data = values
     else:
-        param._local_tensor = values
+        # Autograd must not take a later all-gather for a change of what `to_local()` has given: `.data` is no view.
+        param._local_tensor = values.data
 
 
 def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:

@@ -123,6 +123,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Par
             f"{type(model).__name__} has no tp_plan: call torch.distributed.tensor.parallel.parallelize_module on it "
             "first, with a mesh of one dimension"
         )
+    if adapter := next((name for name, module in planned.named_modules() if hasattr(module, "base_layer")), None):
+        raise UsageError(f"tensor parallelism: {adapter!r} has an adapter, which no plan cuts: train without adapters")
     check_heads(planned, mesh.size())
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -129,7 +129,7 @@ def mistakes(rank: int, world_size: int) -> list[str]:
     note(mics_shard_size=3)
     note(zero_hpz_partition_size=4)
     note(mics_shard_size=2, zero_hpz_partition_size=2)
-    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)))
+    note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",)))
     note(init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",)), mics_shard_size=1)
     with pytest.raises(UsageError, match="does not divide the number of processes, 2"):
         zero.Init(config_dict_or_path=ds_config(mics_shard_size=5))
@@ -141,7 +141,7 @@ def test_mistakes_are_named_before_anything_is_done():
     assert third == "zero_optimization.mics_shard_size is 3, which does not divide the number of processes, 2"
     assert fourth == "zero_optimization.zero_hpz_partition_size is 4, which does not divide the number of processes, 2"
     assert "mics_shard_size (or a mesh) 2 and zero_hpz_partition_size 2" in both
-    assert "('tp',)" in names and "('replicate', 'shard')" in names
+    assert "('cp',)" in names and "'replicate', 'shard'" in names
     assert "mics_shard_size is 1, and the mesh's dimension shard has 2 ranks" in other
 
 

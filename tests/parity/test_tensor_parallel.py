@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import zero
 from tests.dist.training import (
@@ -61,6 +68,8 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "layers":
         return Layers()
+    if name == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)).train()
     config, kind = (Qwen3Config, Qwen3ForCausalLM) if name == "qwen3" else (LlamaConfig, LlamaForCausalLM)
     return kind(config(**SIZES, tie_word_embeddings=name == "tied llama")).train()
 
@@ -147,6 +156,7 @@ CASES_ON_FOUR = [
     ("llama under Init", NOTHING_PERSISTS),
     ("tied llama", {}),
     ("qwen3", NOTHING_PERSISTS),
+    ("mixtral", {"stage3_param_persistence_threshold": 0}),  # experts are cut in two blocks
     ("layers", NOTHING_PERSISTS),
 ]
 CASES_ON_TWO = [("llama", {"stage": 3}), ("qwen3", {"stage": 1}), ("layers", {"stage": 0})]
@@ -179,6 +189,9 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         engine.destroy()
         return curve
 
+    config = ds_config(**NOTHING_PERSISTS) | {"tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(UsageError, match="experts that tensor parallelism has cut cannot run in slices"):
+        start(build("mixtral"), config)
     return {
         "whole": run(2, 3, 0, 2 * HALF),
         "to cut": run(2, 3, 0, HALF, save="cut"),

@@ -40,6 +40,12 @@ def to_store(slices: dict[str, Slices], units: Sequence[Unit]) -> dict[str, Slic
     return found
 
 
+def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
+    """The whole of `shape` from its parts (1-D). It has `blocks` along `dim`; each part has its pieces of them all."""
+    before, after = shape[:dim], shape[dim + 1 :]
+    return torch.cat([part.view(*before, blocks, -1, *after) for part in parts], dim=dim + 1).view(shape)
+
+
 class PartReader(SliceReader):
     """A `SliceReader` for which the tensors of cut parameters are whole, unless `cuts` asks for a part of them."""
 
@@ -85,8 +91,4 @@ class PartReader(SliceReader):
             for each in keys
         ]
         super().read({each: whole(part) for each, part in zip(keys, parts, strict=True)})
-        if stored is None:
-            return parts[0].view(shape)
-        dim, blocks, _ = stored
-        before, after = shape[:dim], shape[dim + 1 :]
-        return torch.cat([part.view(*before, blocks, -1, *after) for part in parts], dim=dim + 1).view(shape)
+        return parts[0].view(shape) if stored is None else join(parts, shape, *stored[:2])
