@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import zero
 from tests.dist.training import Batch, ds_config, relative, split, start, step, train_plain
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
@@ -102,3 +103,15 @@ def refused(rank: int, world_size: int) -> str:
 
 def test_it_is_refused_as_an_element_wise_optimizer():
     assert "delete zero_optimization.elementwise_optimizer" in run_on(1, refused)[0]
+
+
+def wrapped(rank: int, world_size: int) -> str:
+    model = build("llama")
+    optimizer = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as raised:
+        zero.initialize(model=model, optimizer=optimizer, config=ds_config())
+    return str(raised.value)
+
+
+def test_the_wrapper_is_refused_by_name():
+    assert "ScheduleFreeWrapper cannot be used: it wraps another optimizer" in run_on(1, wrapped)[0]

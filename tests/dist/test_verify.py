@@ -18,7 +18,8 @@ from zero.comm import Communicator
 from zero.config import load_config
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.gradients import GradientReducer
-from zero.optim.step import ZeroOptimizer
+from zero.optim.arithmetic import TileUpdate
+from zero.optim.updates import TileInMemory
 from zero.pending import Pending
 from zero.unit import Unit
 from zero.verify.command import as_json, as_text
@@ -31,7 +32,7 @@ DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"f
 LOST, FROZEN = "blocks.1.up.weight", "blocks.2"
 
 
-collect, update_tile = GradientReducer.collect, ZeroOptimizer._update_tile
+collect, update_tile = GradientReducer.collect, TileUpdate.__call__
 
 
 def drop_gradient(reducer: GradientReducer, unit: Unit, index: int) -> None:
@@ -40,10 +41,9 @@ def drop_gradient(reducer: GradientReducer, unit: Unit, index: int) -> None:
     collect(reducer, unit, index)
 
 
-def freeze(optimizer: ZeroOptimizer, *args: Any) -> Pending:
-    values = args[-1]
+def freeze(update: TileUpdate, values: TileInMemory) -> Pending:
     kept = values.master.clone()
-    pending = update_tile(optimizer, *args)
+    pending = update_tile(update, values)
     if values.tile.unit.name == FROZEN:
         values.master.copy_(kept)
     return pending
@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "loss scale": (DeepSpeedEngine, "scale", lambda self, loss, **_: loss * 8),
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
-    "frozen": (ZeroOptimizer, "_update_tile", freeze),
+    "frozen": (TileUpdate, "__call__", freeze),
 }
 
 

@@ -63,7 +63,7 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--folder", str(tmp_path / "none")])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"zero: doctor: --folder {tmp_path / 'none'}: there is no such folder\n"
+    assert capsys.readouterr().err == f"zero: doctor: --folder {tmp_path / 'none'}: this is no folder\n"
 
 
 def test_the_slow_link_is_named():

@@ -184,7 +184,8 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
                 names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
                 state[key] = _number(key, kind.numbers, names, group, tile.master.device)
                 continue
-            state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype_of(kind.dtype))
+            dtype = optimizer.state_dtype(dtype_of(kind.dtype))
+            state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype)
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
     reader.read(slices)

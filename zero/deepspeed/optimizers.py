@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults
+from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults, why_refused
 from zero.errors import UsageError
 from zero.optim import cpu_adam
 from zero.optim.elementwise import Lion, make_state_late, require_possible
@@ -158,6 +158,9 @@ def build_optimizer(
     if given is None:
         optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer, model)
     else:
+        if not isinstance(given, torch.optim.Optimizer) and not callable(given):
+            refused = why_refused(type(given).__name__, get_world_size())
+            raise UsageError(f"optimizer {refused or f'of class {type(given).__name__} is no torch.optim.Optimizer'}")
         optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
     require_possible(optimizer, get_world_size())
     known = type(optimizer).__module__.startswith(("torch.optim.", "zero."))

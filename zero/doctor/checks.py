@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 def findings(folder: Path | None) -> Iterator[Finding]:
     """Check this machine, and the disk of `folder` if there is one. Raises UsageError for a folder that is missing."""
     if folder is not None and not folder.is_dir():
-        raise UsageError(f"doctor: --folder {folder}: there is no such folder")
+        raise UsageError(f"doctor: --folder {folder}: this is no folder")
     yield _python()
     yield from (_version(package) for package in LEAST)
     yield _device()

@@ -122,7 +122,7 @@ class ZeroOptimizer:
         self._has_kernel = (
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
-        self._rounding, self._bf16_state = rounding, bf16_state
+        self._rounding, self._bf16_state = rounding, bf16_state and rounding is not None
         self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
@@ -165,6 +165,11 @@ class ZeroOptimizer:
     def state(self) -> dict:
         self.wait()
         return self.optimizer.state
+
+    def state_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype here of state tensors that a checkpoint has in the dtype `stored`."""
+        own = torch.bfloat16 if self._bf16_state else torch.float32
+        return own if stored in (torch.float32, torch.bfloat16) else stored
 
     @property
     def loss_scale(self) -> float:
@@ -227,11 +232,11 @@ class ZeroOptimizer:
         if change is None or all(group.get("train_mode") is (mode == "train") for group in self.param_groups):
             return
         if self.whole is None:
-            raise UsageError(
-                f"optimizer {type(self.optimizer).__name__} has {mode}(), which needs whole tensors: delete "
-                "zero_optimization.elementwise_optimizer"
-            )
+            name, key = type(self.optimizer).__name__, "zero_optimization.elementwise_optimizer"
+            raise UsageError(f"optimizer {name} has {mode}(), which needs whole tensors: delete {key}")
         self.wait()
+        if self._rounding is not None:
+            self._rounding.begin_step()
         self.whole.switch(change)
         for unit in self.shards:
             unit.refresh()

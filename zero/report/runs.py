@@ -110,7 +110,7 @@ def read(path: Path) -> Run:
     if not file.is_file():
         raise UsageError(f"report: {file}: there is no such file; json_monitor writes it")
     records = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
         except ValueError:

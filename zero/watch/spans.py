@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zero.comm import Communicator
 from zero.offload.files import ScratchFile
 from zero.offload.tiers import Tier
-from zero.optim.step import ZeroOptimizer
+from zero.optim.arithmetic import TileUpdate
 from zero.optim.updates import TileInMemory
 from zero.optim.whole_tensor import WholeTensorState
 from zero.pending import Pending
@@ -67,7 +67,7 @@ class Spans:
         self._in_flight(Tier, "store", COPIES, _store)
         self._while_called(ScratchFile, "_carry_out", _direction, _request)
         self._while_called(
-            ZeroOptimizer, "_update_tile", _updater, lambda optimizer, *_: _about(_[-1].tile.unit, _[-1].master)
+            TileUpdate, "__call__", _updater, lambda update, values: _about(values.tile.unit, values.master)
         )
         self._while_called(TileInMemory, "wait", _updater, lambda tile: _about("wait for files", None))
         self._while_called(WholeTensorState, "update", UPDATES, lambda *_: _about("whole tensors", None))
