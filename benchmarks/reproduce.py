@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from benchmarks.launch import REPOSITORY
-from benchmarks.reproduce_experiments import EXPERIMENTS, Experiment, Sizes, Table
+from benchmarks.reproduce_experiments import EXPERIMENTS, Experiment, Sizes
 
 TIMEOUT = 4 * 3600  # seconds of one command
 LAST_LINES = 15
@@ -189,8 +189,9 @@ def section_lines(section: Section) -> list[str]:
     lines = ["", f"## {section['title']}", "", section["text"], ""]
     if section["commands"]:
         lines += ["```bash", *section["commands"], "```", ""]
+    sizes = "quick" if section["quick"] else "full"
     lines.append(
-        f"{section['state']}, {section['date']}, {'quick' if section['quick'] else 'full'} sizes: {section['seconds']:.0f} s, "
+        f"{section['state']}, {section['date']}, {sizes} sizes: {section['seconds']:.0f} s, "
         f"{section['cpu_seconds']:.0f} CPU seconds, load {section['load']:.1f} at the start"
     )
     if "error" in section:

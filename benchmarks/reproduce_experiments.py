@@ -104,6 +104,61 @@ def of_stages(folder: Path, logs: list[Path]) -> list[Table]:
     ]
 
 
+def guide(*parts: str) -> Callable[[Sizes], Commands]:
+    small = ["--width", 500, "--rows", 320, "--epochs", 6]
+    return benchmark("guide", ["--parts", *parts, *small], ["--parts", *parts])
+
+
+def of_training(folder: Path, logs: list[Path]) -> list[Table]:
+    rows = read(folder, "guide")["training"]
+    found = []
+    for row in rows:
+        states = row["states"] / row["parameters"]
+        saved = f"{1 - row['states'] / rows[0]['states']:.0%}"
+        times = [row["seconds"], row["cpu_seconds"], row["peak"] / 1e6]
+        found.append([row["run"], states, saved, *times, row["losses"][0], f"{row['losses'][-1]:.9g}"])
+    columns = ["run", "bytes a parameter", "less", "s", "CPU s", "peak MB", "first epoch's loss", "last epoch's loss"]
+    caption = f"An MLP of {rows[0]['parameters'] / 1e6:.1f}M parameters in fp32, batch 32; seconds of rank 0"
+    return [Table(caption, columns, found)]
+
+
+def of_activations(folder: Path, logs: list[Path]) -> list[Table]:
+    columns = {
+        "network": "network",
+        "without": "kept",
+        "with": "kept with checkpoints",
+        "offloaded": "sent to the host",
+    }
+    rows = [
+        {name: value if isinstance(value, str) else value / 1e6 for name, value in row.items()}
+        for row in read(folder, "guide")["activations"]
+    ]
+    return [chosen("MB that autograd keeps for backward, parameters not counted", columns, rows)]
+
+
+def of_claims(folder: Path, logs: list[Path]) -> list[Table]:
+    rows = [
+        [row["stage"], row["ranks"], row["paper"] / 1e9, row["times_less"], row["estimate"] / 1e9]
+        for row in read(folder, "guide")["claims"]
+    ]
+    columns = ["stage", "ranks", "paper GB", "times less", "zero estimate GB"]
+    return [Table("T5-3B in bf16 with AdamW: model states of a rank; the estimate has the buffers too", columns, rows)]
+
+
+def of_meshes(folder: Path, logs: list[Path]) -> list[Table]:
+    rows = read(folder, "guide")["meshes"]
+    columns = ["ranks", "data x tensor x pipeline", *(f"stage {stage}" for stage in range(4)), "paper, stages 0 to 3"]
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for row in rows:
+        key = (row["ranks"], row["data"], row["tensor"], row["pipeline"])
+        found.setdefault(key, []).append((row["states"] / row["parameters"], row["paper"] / row["parameters"]))
+    table = [
+        [key[0], " x ".join(map(str, key[1:])), *(states for states, _ in of), ", ".join(f"{p:.3g}" for _, p in of)]
+        for key, of in found.items()
+    ]
+    return [Table("Bytes a parameter of the largest rank: a Llama in bf16 with AdamW", columns, table)]
+
+
 # -- communication
 
 
@@ -262,6 +317,23 @@ EXPERIMENTS = [
         of_stages,
     ),
     Experiment(
+        "training",
+        "End to end by stage: the guide's MLP",
+        "Random rows, MSE, Adam: plain torch and stages 0 to 3 on 2 ranks. The losses of all runs are on one picture, "
+        "and the run fails if a stage's differ from plain torch's. The guide plots curves that look alike.",
+        guide("training"),
+        of_training,
+    ),
+    Experiment(
+        "activations",
+        "Gradient checkpointing and activation offload",
+        "The guide wraps single layers in checkpoints and expects less memory. A checkpoint keeps its input, and so does "
+        "a single layer: nothing is saved. Segments of several layers save. `cpu_checkpointing` sends what is kept to "
+        "host memory; the bytes are those of its counter.",
+        guide("activations"),
+        of_activations,
+    ),
+    Experiment(
         "collectives",
         "all_reduce, all_gather, broadcast by size; bucketing",
         "Algorithm bandwidth is bytes over seconds. Bus bandwidth is what a link carries. Guides mix them. Bucketing: "
@@ -276,6 +348,15 @@ EXPERIMENTS = [
         "and its stages send nothing. Here the losses of 8 processes are those of one.",
         three_d,
         of_three_d,
+    ),
+    Experiment(
+        "meshes",
+        "Memory by stage and mesh",
+        "Model states of the largest rank, by counter. The paper's formula is given a part of 1 / (tensor x pipeline) "
+        "of the model. Norms are not shared by tensor parallelism, and the first and the last stage have an embedding "
+        "each, so a rank may hold more than that part. This engine keeps gradients in fp32.",
+        guide("meshes"),
+        of_meshes,
     ),
     Experiment(
         "compression",
@@ -300,10 +381,18 @@ EXPERIMENTS = [
         of_gathering,
     ),
     Experiment(
+        "claims",
+        "T5-3B: 4, 8 and 64 times less memory?",
+        "The figures hold for stages 1, 2 and 3 of very many ranks, of very many, and of 64. On one rank, stage 3 saves "
+        "nothing. The estimate is that of `zero estimate`; nothing is run.",
+        guide("claims"),
+        of_claims,
+    ),
+    Experiment(
         "t5_3b",
         "T5-3B by run_translation.py",
-        "One step with the state in files. It needs `--disk FOLDER` with 60 GB, and no `--quick`. The section before it has "
-        "the memory of this model by stage, without a run.",
+        "One step with the state in files. It needs `--disk FOLDER` with 60 GB, and no `--quick`. The section before it has the "
+        "memory of this model by stage, without a run.",
         t5_3b,
         of_t5_3b,
     ),
