@@ -4,7 +4,7 @@
     python -m benchmarks.guide --parts training activations --width 256 --rows 320 --epochs 3
 
 training     An MLP of 1000, 4000, 4000 and 1 values learns 10,000 random rows with Adam (1e-3), batch 32, 10 epochs:
-             plain torch on the whole batch, and stages 0 to 3 on 2 ranks. Seconds, bytes of model states, loss by epoch.
+             plain torch on the whole batch, and stages 0 to 3 on 2 ranks: seconds, bytes of model states, losses.
 activations  What autograd keeps for backward: without and with gradient checkpointing, and what is left on the device
              if it goes to host memory (`cpu_checkpointing`). Counted in bytes of distinct storages, without parameters.
 meshes       Bytes a parameter of a rank for each stage and each mesh of data x tensor x pipeline on 1, 2, 4, 8 ranks.
@@ -43,6 +43,7 @@ def training(args: argparse.Namespace) -> Rows:
     for row in rows:
         difference = relative(row["losses"], rows[0]["losses"])
         if not difference <= LOSS_TOLERANCE:
+            show("training", rows)
             sys.exit(f"error: {row['run']}: losses differ from plain torch's by {difference:.1e}")
     return rows
 

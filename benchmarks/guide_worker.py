@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,25 +95,28 @@ def measured(name: str, act: Callable[[], list[float]]) -> dict[str, Any]:
 
 
 def training(args: argparse.Namespace) -> Rows:
-    model = mlp(args.width)
-    parameters = sum(param.numel() for param in model.parameters())
-    rows = [measured("plain torch, 1 process", lambda: epochs(args, 0, 1, plain_step(model)))]
+    parameters = sum(param.numel() for param in mlp(args.width).parameters())
+    rows = [measured("plain torch, 1 process", lambda: epochs(args, 0, 1, plain_step(mlp(args.width))))]
     rows[0] |= {"states": 16 * parameters}  # fp32: parameter, gradient, two moments
-    del model
     for stage in STAGES:
-        config = {
-            "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        }
-        model, states = mlp(args.width), {}
-        optimizer = torch.optim.Adam(model.parameters(), lr=LR)
-        engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
-        step = engine_step(engine, states)
-        row = measured(f"stage {stage}", lambda: epochs(args, dist.get_rank(), dist.get_world_size(), step))  # noqa: B023
-        rows.append(row | {"states": sum(states.values())})
-        engine.destroy()
-        del model, engine, optimizer, step
+        states: dict[str, int] = {}
+        rows.append(measured(f"stage {stage}", partial(train_engine, args, stage, states)))
+        rows[-1] |= {"states": sum(states.values())}
     return [row | {"parameters": parameters} for row in rows]
+
+
+def train_engine(args: argparse.Namespace, stage: int, states: dict[str, int]) -> list[float]:
+    rank, ranks, model = dist.get_rank(), dist.get_world_size(), mlp(args.width)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // ranks,
+        "gradient_clipping": 0.0,  # as plain torch; without this key it would be 1.0
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+    engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    losses = epochs(args, rank, ranks, engine_step(engine, states))
+    engine.destroy()
+    return losses
 
 
 # -- activations
@@ -146,6 +150,10 @@ class Checkpointed(nn.Module):
         for part in self.parts:
             hidden = checkpoint(part, hidden, use_reentrant=False)
         return hidden
+
+
+def shares_storage(addresses: set[int], tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in addresses
 
 
 def networks() -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -188,10 +196,8 @@ def activations(args: argparse.Namespace) -> Rows:
             loss.backward()
             row[way] = found["saved"]
         moved = HostActivations(CPU, [])
-        # What a GPU would send to host memory. Its units are given as none, so parameters are taken out by hand.
-        moved._is_parameter = lambda tensor, own={p.data_ptr() for p in models[0].parameters()}: (
-            tensor.data_ptr() in own
-        )
+        # On a CPU the engine does not use it. It is told that the weights need not be moved, as the engine's units do.
+        moved._is_parameter = partial(shares_storage, {p.untyped_storage().data_ptr() for p in models[0].parameters()})
         with moved.context():
             models[0](inputs).square().mean()
         row["offloaded"] = moved.moved_bytes

@@ -311,7 +311,7 @@ EXPERIMENTS = [
         "in the paper it is the other way round.",
         benchmark(
             "stages",
-            ["--world-sizes", 1, 2, "--rounds", 1, "--steps", 1, "--train-steps", 40],
+            ["--world-sizes", 2, "--rounds", 1, "--steps", 1, "--train-steps", 40],
             ["--world-sizes", 1, 2, 4],
         ),
         of_stages,
@@ -327,9 +327,9 @@ EXPERIMENTS = [
     Experiment(
         "activations",
         "Gradient checkpointing and activation offload",
-        "The guide wraps single layers in checkpoints and expects less memory. A checkpoint keeps its input, and so does "
-        "a single layer: nothing is saved. Segments of several layers save. `cpu_checkpointing` sends what is kept to "
-        "host memory; the bytes are those of its counter.",
+        "The guide wraps single layers in checkpoints and expects less memory. A checkpoint keeps its input, and so "
+        "does a single layer: nothing is saved. Segments of several layers save. `cpu_checkpointing` sends what is "
+        "kept to host memory; the bytes are those of its counter.",
         guide("activations"),
         of_activations,
     ),
@@ -383,16 +383,16 @@ EXPERIMENTS = [
     Experiment(
         "claims",
         "T5-3B: 4, 8 and 64 times less memory?",
-        "The figures hold for stages 1, 2 and 3 of very many ranks, of very many, and of 64. On one rank, stage 3 saves "
-        "nothing. The estimate is that of `zero estimate`; nothing is run.",
+        "The figures hold for stages 1, 2 and 3 of very many ranks, of very many, and of 64. On one rank, stage 3 "
+        "saves nothing. The estimate is that of `zero estimate`; nothing is run.",
         guide("claims"),
         of_claims,
     ),
     Experiment(
         "t5_3b",
         "T5-3B by run_translation.py",
-        "One step with the state in files. It needs `--disk FOLDER` with 60 GB, and no `--quick`. The section before it has the "
-        "memory of this model by stage, without a run.",
+        "One step with the state in files. It needs `--disk FOLDER` with 60 GB, and no `--quick`. The section before "
+        "it has the memory of this model by stage, without a run.",
         t5_3b,
         of_t5_3b,
     ),
