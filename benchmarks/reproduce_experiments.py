@@ -176,6 +176,13 @@ def of_collectives(folder: Path, logs: list[Path]) -> list[Table]:
 
 def of_compression(folder: Path, logs: list[Path]) -> list[Table]:
     result = read(folder, "compression")
+    schemes: dict[str, tuple[list[float], list[float]]] = {}
+    for row in result["sums"]:
+        factors, errors = schemes.setdefault(row["scheme"], ([], []))
+        factors.append(row["factor"])
+        errors.append(row["error"])
+    axes = ("rank 1's values / rank 0's", "relative error")
+    curves(folder / "sums.png", "A sum over two ranks in 8 and 4 bits", axes, schemes)
     sums = {"scheme": "scheme", "factor": "rank 1's values / rank 0's", "error": "relative error"}
     columns = {"operation": "operation", "dtype": "dtype", "way": "way", "mb": "MB", "sent": "bytes sent", "ms": "ms"}
     tables = [
