@@ -101,7 +101,7 @@ def training(args: argparse.Namespace) -> Rows:
     for stage in STAGES:
         states: dict[str, int] = {}
         rows.append(measured(f"stage {stage}", partial(train_engine, args, stage, states)))
-        rows[-1] |= {"states": sum(states.values())}
+        rows[-1] |= {"states": sum(states.values())}  # nothing is accumulated
     return [row | {"parameters": parameters} for row in rows]
 
 
