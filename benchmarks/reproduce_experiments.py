@@ -336,7 +336,7 @@ EXPERIMENTS = [
         "Gradient checkpointing and activation offload",
         "The guide wraps single layers in checkpoints and expects less memory. A checkpoint keeps its input, and so "
         "does a single layer: nothing is saved. Segments of several layers save. `cpu_checkpointing` sends what is "
-        "kept to host memory; the bytes are those of its counter.",
+        "kept to host memory; the bytes are those of its counter. A tensor that two operations keep is sent twice.",
         guide("activations"),
         of_activations,
     ),
