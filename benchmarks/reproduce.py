@@ -59,7 +59,7 @@ def run_command(command: list[str], log: Path) -> int:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -247,4 +247,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C: the command that runs is ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()
