@@ -18,6 +18,7 @@ import os
 import platform
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,9 +105,9 @@ def cpu_seconds() -> float:
 def run(experiment: Experiment, sizes: Sizes) -> Section:
     """Run the experiment's commands, and return its section of the report. `error` is there if something failed."""
     folder = sizes.folder / experiment.name
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.png"):
-        old.unlink()
+    if folder.exists():  # what an earlier run left could be taken for this one's
+        shutil.rmtree(folder)
+    folder.mkdir()
     sizes = sizes._replace(folder=folder)
     commands = experiment.commands(sizes)
     section: Section = {
@@ -218,27 +219,38 @@ def report(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(line for section in sections.values() for line in section_lines(section))]) + "\n"
 
 
-def earlier_sections(path: Path) -> dict[str, Section]:
-    return json.loads(path.read_text())["sections"] if path.exists() else {}
+def earlier_sections(output: Path) -> dict[str, Section]:
+    """Return the sections of an earlier report there. Exits with 2 if the folder has other things: they could be lost."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "report.json"
+    if path.exists():
+        return json.loads(path.read_text())["sections"]
+    if any(output.iterdir()):
+        say(f"error: --output {output}: the folder has files, but no report.json; give a new or empty folder")
+        sys.exit(2)
+    return {}
+
+
+def write(output: Path, found: dict[str, Section]) -> None:
+    ordered = {each.name: found[each.name] for each in EXPERIMENTS if each.name in found}
+    result = {"machine": machine(), "sections": ordered}
+    (output / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    (output / "report.md").write_text(report(result))
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     args.output = args.output.resolve()
-    args.output.mkdir(parents=True, exist_ok=True)
-    found = earlier_sections(args.output / "report.json")
+    found = earlier_sections(args.output)
     chosen = [experiment for experiment in EXPERIMENTS if experiment.name in args.only]
     began = time.monotonic()
+    write(args.output, found)
     for number, experiment in enumerate(chosen, start=1):
         say(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {experiment.name}: {experiment.title}")
         found[experiment.name] = run(experiment, Sizes(args.output, args.quick, args.disk))
         if "error" in found[experiment.name]:
             say("  FAILED\n" + found[experiment.name]["error"])
-        ordered = {each.name: found[each.name] for each in EXPERIMENTS if each.name in found}
-        result = {"machine": machine(), "sections": ordered}
-        # After each experiment, so that an interrupted run leaves a report.
-        (args.output / "report.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.output / "report.md").write_text(report(result))
+        write(args.output, found)  # each time, so that an interrupted run leaves a report
     failed = [each.name for each in chosen if "error" in found[each.name]]
     say(f"written: {args.output / 'report.md'}, report.json" + (f"; failed: {', '.join(failed)}" if failed else ""))
     if args.json:

@@ -84,6 +84,15 @@ def test_an_unknown_name_is_refused_before_anything_runs(run, capsys, tmp_path):
     assert ended.value.code == 2 and "goood" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_a_folder_with_other_things_is_refused(run, capsys, tmp_path):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "thesis.txt").write_text("years of work")
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["--output", str(tmp_path)])
+    assert ended.value.code == 2 and "new or empty folder" in capsys.readouterr().err
+    assert (tmp_path / "good" / "thesis.txt").exists() and not (tmp_path / "report.json").exists()
+
+
 def test_every_experiment_says_a_command_that_exists(tmp_path):
     root = Path(__file__).parents[2]
     for experiment in reproduce.EXPERIMENTS:
