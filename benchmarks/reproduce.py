@@ -220,7 +220,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def earlier_sections(output: Path) -> dict[str, Section]:
-    """Return the sections of an earlier report there. Exits with 2 if the folder has other things: they could be lost."""
+    """Return an earlier report's sections. Exits with 2 if the folder has other things: they could be lost."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "report.json"
     if path.exists():
