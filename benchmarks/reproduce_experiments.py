@@ -201,12 +201,13 @@ def of_compression(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def three_d(sizes: Sizes) -> Commands:
-    steps, every = (16, 8) if sizes.quick else (60, 20)
+    steps, every = (12, 4) if sizes.quick else (60, 20)
     of_run = ["--steps", steps, "--save-every", every]
+    longer = ["--steps", steps + every, "--save-every", every]
     saved = sizes.folder / "checkpoint"
-    alone = ["--tensor", 1, "--pipeline", 1, *of_run, "--output", sizes.folder / "alone"]
+    alone = ["--tensor", 1, "--pipeline", 1, *longer, "--output", sizes.folder / "alone"]
     example = "examples/three_d.py"
-    resumed = ["--tensor", 1, "--resume", "--steps", steps + every, "--save-every", every, "--output", saved]
+    resumed = ["--tensor", 1, "--resume", *longer, "--output", saved]
     return [
         torchrun(1, example, *alone),
         torchrun(8, example, *of_run, "--output", saved),
