@@ -27,7 +27,6 @@ from benchmarks.stages import paper_bytes, relative
 from benchmarks.t5 import t5_config
 
 PARTS = ("training", "activations", "meshes", "claims")
-WORLDS = (1, 2, 4, 8)
 LOSS_TOLERANCE = 1e-4  # of the mean loss of an epoch
 Rows = list[dict[str, Any]]
 
@@ -55,7 +54,7 @@ def activations(args: argparse.Namespace) -> Rows:
 def meshes(args: argparse.Namespace) -> Rows:
     """The largest rank of each mesh and stage, with the paper's formula for a part of 1 / (tensor x pipeline)."""
     rows = []
-    for world in WORLDS:
+    for world in args.worlds:
         for of_ranks in zip(*worker(world, "meshes", args), strict=True):
             row = max(of_ranks, key=lambda each: each["states"])
             part = row["parameters"] / (row["tensor"] * row["pipeline"])
@@ -119,6 +118,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4000, help="of the MLP's hidden layers")
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of the meshes")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "guide.json")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)

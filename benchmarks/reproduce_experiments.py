@@ -105,7 +105,7 @@ def of_stages(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def guide(*parts: str) -> Callable[[Sizes], Commands]:
-    small = ["--width", 500, "--rows", 320, "--epochs", 6]
+    small = ["--width", 500, "--rows", 320, "--epochs", 6, "--worlds", 1, 2, 4]
     return benchmark("guide", ["--parts", *parts, *small], ["--parts", *parts])
 
 
@@ -364,7 +364,7 @@ EXPERIMENTS = [
         "Memory by stage and mesh",
         "Model states of the largest rank, by counter. The paper's formula is given a part of 1 / (tensor x pipeline) "
         "of the model. Norms are not shared by tensor parallelism, and the first and the last stage have an embedding "
-        "each, so a rank may hold more than that part. This engine keeps gradients in fp32.",
+        "each, so a rank may hold more than that part. `--quick` leaves out 8 ranks. This engine keeps gradients in fp32.",
         guide("meshes"),
         of_meshes,
     ),
