@@ -10,7 +10,7 @@ activations  What autograd keeps for backward: without and with gradient checkpo
 meshes       Bytes a parameter of a rank for each stage and each mesh of data x tensor x pipeline on 1, 2, 4, 8 ranks.
 claims       "4, 8 and 64 times less memory" for T5-3B at stages 1, 2 and 3: the estimate of `zero estimate`.
 
-The run fails if the losses of a stage are not those of plain torch, or a mesh holds other bytes than its share.
+The run fails if the losses of a stage are not those of plain torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def meshes(args: argparse.Namespace) -> Rows:
     for world in args.worlds:
         for of_ranks in zip(*worker(world, "meshes", args), strict=True):
             row = max(of_ranks, key=lambda each: each["states"])
-            part = row["parameters"] / (row["tensor"] * row["pipeline"])
+            part = row["elements"] / (row["tensor"] * row["pipeline"])
             rows.append(row | {"paper": paper_bytes(part, row["stage"], row["data"]), "ranks": world})
         print(f"meshes: {world} ranks", flush=True)
     return rows

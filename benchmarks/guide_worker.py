@@ -236,7 +236,7 @@ def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, 
     }
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    parameters = sum(param.numel() for param in model.parameters())
+    elements = sum(param.numel() for param in model.parameters())
     engine, *_ = zero.initialize(model=split(model, mesh), config=config, mesh=mesh)
     pipe = Pipeline(engine, mesh, LENGTH, Schedule1F1B)
     states: dict[str, int] = {}
@@ -251,7 +251,7 @@ def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, 
     for _ in range(2):
         pipe.step(ids, ids)
     engine.destroy()
-    sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "stage": stage, "parameters": parameters}
+    sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "stage": stage, "elements": elements}
     return {**sizes, **states, "states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))}
 
 

@@ -151,7 +151,7 @@ def of_meshes(folder: Path, logs: list[Path]) -> list[Table]:
     found: dict[tuple[int, ...], list[Any]] = {}
     for row in rows:
         key = (row["ranks"], row["data"], row["tensor"], row["pipeline"])
-        found.setdefault(key, []).append((row["states"] / row["parameters"], row["paper"] / row["parameters"]))
+        found.setdefault(key, []).append((row["states"] / row["elements"], row["paper"] / row["elements"]))
     table = [
         [key[0], " x ".join(map(str, key[1:])), *(states for states, _ in of), ", ".join(f"{p:.3g}" for _, p in of)]
         for key, of in found.items()
@@ -364,7 +364,8 @@ EXPERIMENTS = [
         "Memory by stage and mesh",
         "Model states of the largest rank, by counter. The paper's formula is given a part of 1 / (tensor x pipeline) "
         "of the model. Norms are not shared by tensor parallelism, and the first and the last stage have an embedding "
-        "each, so a rank may hold more than that part. `--quick` leaves out 8 ranks. This engine keeps gradients in fp32.",
+        "each, so a rank may hold more than that part. `--quick` leaves out 8 ranks. This engine keeps gradients in "
+        "fp32. At stage 3, parameters that are gathered at that moment count too.",
         guide("meshes"),
         of_meshes,
     ),
