@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.launch import REPOSITORY, run_ranks
 
 GIB = 2**30
+MODELS = ("t5-1b", "t5-250m", "t5-42m")
 LIMIT = 3 * GIB // 2
 
 
@@ -45,11 +46,12 @@ def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="t5-1b")
     parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        ranks = run_ranks(sys.executable, ["-m", "benchmarks.consolidation_worker", folder], 2, timeout=900)
+        ranks = run_ranks(sys.executable, ["-m", "benchmarks.consolidation_worker", folder, args.model], 2, timeout=900)
         offline = consolidate_within_limit(Path(folder) / "checkpoint", Path(folder) / "offline")
         nbytes = sum(path.stat().st_size for path in (Path(folder) / "offline").glob("*.safetensors"))
     limit = ranks[0]["two_units"]

@@ -18,8 +18,9 @@ from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 import zero  # noqa: E402
 from benchmarks.checkpoint_worker import PeakMemory  # noqa: E402
 from benchmarks.launch import report  # noqa: E402
-from benchmarks.t5 import T5_1B, t5_config  # noqa: E402
+from benchmarks.t5 import T5_1B, T5_42M, T5_250M, t5_config  # noqa: E402
 
+MODELS = {"t5-1b": T5_1B, "t5-250m": T5_250M, "t5-42m": T5_42M}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
@@ -41,7 +42,7 @@ def main() -> None:
     zero.comm.init_distributed(dist_backend="gloo")
     # transformers builds models inside zero.Init while this object is alive.
     ds_config = HfDeepSpeedConfig(CONFIG)
-    model = AutoModelForSeq2SeqLM.from_config(t5_config(T5_1B))
+    model = AutoModelForSeq2SeqLM.from_config(t5_config(MODELS[sys.argv[2]]))
     del ds_config
     engine = zero.initialize(model=model, config=CONFIG)[0]
 

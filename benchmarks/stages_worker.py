@@ -81,6 +81,8 @@ def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
         "accumulated": bytes_of(engine.reducer.carried(unit) for unit in units),
         "optimizer": bytes_of([*(shard.master for shard in shards), *moments]),
     }
+    for address in parts["parameters"]:
+        parts["optimizer"].pop(address, None)  # in fp32 a master is the parameter itself
     return {name: sum(found.values()) for name, found in parts.items()}
 
 

@@ -1,0 +1,105 @@
+"""`benchmarks.reproduce`: one report of experiments that are subprocesses; a failed one does not stop the others."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reproduce
+from benchmarks.reproduce_experiments import Experiment, Sizes, Table
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def of_sizes(sizes: Sizes) -> list[list[str]]:
+    code = (
+        f"import json; json.dump({{'bytes': {2 if sizes.quick else 16}}}, open({str(sizes.folder / 'x.json')!r}, 'w'))"
+    )
+    return [python(code), python(f"open({str(sizes.folder / 'curve.png')!r}, 'w')")]
+
+
+def rows(folder: Path, logs: list[Path]) -> list[Table]:
+    return [Table("A table", ["bytes", "name"], [[json.loads((folder / "x.json").read_text())["bytes"], "a|b"]])]
+
+
+def nothing(folder: Path, logs: list[Path]) -> list[Table]:
+    return []
+
+
+GOOD = Experiment("good", "Good", "Says something.", of_sizes, rows)
+BAD = Experiment("bad", "Bad", "Fails.", lambda sizes: [python("print('the last word'); raise SystemExit(3)")], nothing)
+UNREAD = Experiment("unread", "Unread", "Writes no result.", lambda sizes: [python("")], rows)
+NOT_HERE = Experiment("not_here", "Not here", "Needs a disk.", lambda sizes: [], nothing)
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Run the command with these experiments. Returns its exit code, the report and its JSON."""
+
+    def call(experiments: list[Experiment], *arguments: str) -> tuple[int, str, dict]:
+        monkeypatch.setattr(reproduce, "EXPERIMENTS", experiments)
+        with pytest.raises(SystemExit) as ended:
+            reproduce.main(["--output", str(tmp_path), *arguments])
+        result = json.loads((tmp_path / "report.json").read_text())
+        return ended.value.code, (tmp_path / "report.md").read_text(), result["sections"]
+
+    return call
+
+
+def test_a_report_has_commands_tables_and_pictures(run):
+    code, text, sections = run([GOOD, NOT_HERE], "--quick")
+    assert code == 0
+    assert "## Good" in text and "Says something." in text and "| 2 | a\\|b |" in text
+    assert "![Good](good/curve.png)" in text and sections["good"]["commands"][0].startswith("python -c ")
+    assert sections["good"]["tables"][0]["rows"] == [[2, "a|b"]]
+    assert sections["not_here"]["state"] == "not run" and "| Not here | not run |" in text
+
+
+def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
+    code, text, sections = run([BAD, UNREAD, GOOD])
+    assert code == 1
+    assert "exit code 3: python -c" in sections["bad"]["error"] and "the last word" in sections["bad"]["error"]
+    assert "x.json" in sections["unread"]["error"] and sections["unread"]["state"] == "**failed**"
+    assert sections["good"]["state"] == "done" and sections["good"]["tables"][0]["rows"] == [[16, "a|b"]]
+    assert text.index("## Bad") < text.index("the last word") < text.index("## Unread")
+    assert "failed: bad, unread" in capsys.readouterr().err
+
+
+def test_only_runs_some_and_keeps_earlier_sections(run):
+    assert run([GOOD, BAD])[0] == 1
+    code, text, sections = run([GOOD, BAD], "--only", "good", "--quick")
+    assert code == 0
+    assert list(sections) == ["good", "bad"] and sections["good"]["quick"] and not sections["bad"]["quick"]
+    assert "the last word" in text
+
+
+def test_an_unknown_name_is_refused_before_anything_runs(run, capsys, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["--output", str(tmp_path), "--only", "goood"])
+    assert ended.value.code == 2 and "goood" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_other_things_is_refused(run, capsys, tmp_path):
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "thesis.txt").write_text("years of work")
+    with pytest.raises(SystemExit) as ended:
+        reproduce.main(["--output", str(tmp_path)])
+    assert ended.value.code == 2 and "new or empty folder" in capsys.readouterr().err
+    assert (tmp_path / "good" / "thesis.txt").exists() and not (tmp_path / "report.json").exists()
+
+
+def test_every_experiment_says_a_command_that_exists(tmp_path):
+    root = Path(__file__).parents[2]
+    for experiment in reproduce.EXPERIMENTS:
+        for quick in (True, False):
+            for command in experiment.commands(Sizes(tmp_path, quick, tmp_path)):
+                names = [word for word in command if word.startswith("benchmarks.")]
+                files = [word for word in command if word.endswith(".py")]
+                files += [name.replace(".", "/") + ".py" for name in names]
+                assert all((root / file).is_file() for file in files), command
+                assert command[0] == sys.executable
