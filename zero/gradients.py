@@ -58,7 +58,7 @@ class GradientReducer:
     full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once;
     last_micro_step: whether the current micro-batch is the last one of its step.
 
-    Attributes: backwards: how many have ended since the last step.
+    Attributes: backwards: how many have ended since the last step. buffered: elements in flat buffers.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[Pending] = deque()
         self._fresh: set[Unit] = set()
-        self.backwards = 0
+        self.buffered = self.backwards = 0
 
     def begin_backward(self, factor: float) -> None:
         """A backward begins, whose gradients are to be multiplied by `factor`."""
@@ -144,6 +144,7 @@ class GradientReducer:
             flat.mul_(self._factor)
         if self.deferred:
             if unit in self._carried:
+                self.buffered -= flat.numel()
                 flat = self._carried.pop(unit).add_(flat)
             if not self.last_micro_step():
                 self._carried[unit] = flat.to(self.sum_dtype)
@@ -178,6 +179,7 @@ class GradientReducer:
     def _finish(self, reduction: _Reduction) -> None:
         with self.comm.clock.waiting("reduce"):
             reduction.pending.wait()
+        self.buffered -= reduction.numel
         if len(self._offloading) == 2:
             self._wait_for_offload()
         with label("gradients out"):
@@ -246,7 +248,7 @@ class GradientReducer:
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()
-        self.backwards = 0
+        self.buffered = self.backwards = 0
 
     def free(self) -> None:
         """Forget all gradients, and free their memory."""
@@ -255,6 +257,7 @@ class GradientReducer:
             shard.free_gradient()
 
     def _flat(self, unit: Unit) -> torch.Tensor:
+        self.buffered += unit.layout.padded
         return torch.empty(unit.layout.padded, dtype=self.dtype or unit.dtype, device=self.comm.device)
 
     @staticmethod

@@ -287,7 +287,7 @@ def test_what_is_refused_says_what_to_do():
         "loss": "scalar tensor",
         "compile": "no DeepCompile",
         "step": "optimizer",
-        "numbers of its own, None": "in step() by the tensors that it gets (param group 0, d: ",
+        "numbers of its own, None": "that depends on which tensors this rank has (param group 0, d: ",
         "numbers of its own, True": "Measuring changes 'd' of its param group",
     }
     for found in run_on(2, refusals):
