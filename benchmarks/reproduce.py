@@ -32,7 +32,8 @@ import psutil
 import torch
 
 from benchmarks.launch import REPOSITORY
-from benchmarks.reproduce_experiments import EXPERIMENTS, Experiment, Sizes
+from benchmarks.reproduce_experiments import EXPERIMENTS
+from benchmarks.reproduce_parts import Experiment, Sizes
 
 TIMEOUT = 4 * 3600  # seconds of one command
 LAST_LINES = 15

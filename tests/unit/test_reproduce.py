@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reproduce
-from benchmarks.reproduce_experiments import Experiment, Sizes, Table
+from benchmarks.reproduce_parts import Experiment, Sizes, Table
 
 
 def python(code: str) -> list[str]:
