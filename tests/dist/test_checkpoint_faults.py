@@ -145,7 +145,7 @@ def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offer
 # -- killed in the middle of a save
 
 
-KILLS = int(os.environ.get("ZERO_TEST_KILLS", "50"))
+KILLS = int(os.environ.get("ZERO_TEST_KILLS", "30"))
 
 
 def fill(engine: zero.ZeroEngine, step: int) -> None:
