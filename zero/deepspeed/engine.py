@@ -218,10 +218,8 @@ def initialize(
             `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
-        mesh: a `DeviceMesh` of the dimensions `pp`, `replicate`, `shard` and `tp`, some or all of them, for pipelines
-            (see `zero.pipeline`), hybrid sharding and tensor parallelism. The size of `shard` means the same as
-            `mics_shard_size` in the configuration, that of `tp` the same as `autotp_size`. Default: the mesh of
-            accelerate's `ParallelismConfig`.
+        mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.pipeline`), `replicate`, `shard` (its size means
+            `mics_shard_size`) and `tp` (`autotp_size`). Default: that of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
