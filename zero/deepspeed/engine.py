@@ -218,7 +218,7 @@ def initialize(
             `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence parallelism.
         config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config` mean the same.
-        mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.pipeline`), `replicate`, `shard` (its size means
+        mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.pipeline`), `replicate`, `shard` (its size is
             `mics_shard_size`) and `tp` (`autotp_size`). Default: that of accelerate's `ParallelismConfig`.
 
     Raises:
