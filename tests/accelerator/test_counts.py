@@ -25,7 +25,7 @@ from tests.accelerator import device
 from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
-from zero.offload import memory
+from zero.offload import memory, tiers
 
 ENGINE = Path(zero.__file__).parent
 TORCH = str(Path(torch.__file__).parent)
@@ -170,6 +170,21 @@ HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
 )
 def test_offload_allocates_no_host_memory_after_the_first_steps(sections):
     for found in run_on(2, fifth_step, sections, simulated=True):
+        assert (found.blocks, found.host_bytes) == (0, 0)
+
+
+def with_files(rank: int, world_size: int, folder: str) -> Counts:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    away = {"device": "nvme", "nvme_path": folder}
+    files = {"offload_param": {**away, "max_in_cpu": 0}, "offload_optimizer": {**away, "overlap_step": False}}
+    return fifth_step(rank, world_size, files)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_do_not_block_the_host_in_copies(tmp_path, ranks):
+    """Weights and gradients move between files and the device through pinned buffers, beside the computation."""
+    for found in run_on(ranks, with_files, str(tmp_path), simulated=True):
+        assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"
         assert (found.blocks, found.host_bytes) == (0, 0)
 
 

@@ -62,7 +62,8 @@ class Transfer:
             end.result()
 
 
-Requests = SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
+Request = tuple[Future[None], Callable[[], None]]
+Requests = SimpleQueue[Request | None]
 
 
 class ScratchFile:
@@ -110,9 +111,12 @@ class ScratchFile:
         """
         return self._start(source, target, is_read=True)
 
-    def write(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Start to copy `source` on the CPU to `target`, as in `read`. Do not change `source` before the end."""
-        return self._start(target, source, is_read=False)
+    def write(self, target: torch.Tensor, source: torch.Tensor, after: Callable[[], None] | None = None) -> Transfer:
+        """Start to copy `source` on the CPU to `target`, as in `read`. Do not change `source` before the end.
+
+        `after` is called first, in a thread: it blocks until `source` has its values. Its error is the transfer's.
+        """
+        return self._start(target, source, is_read=False, after=after)
 
     def close(self) -> None:
         """Wait for all transfers and end the threads. Tensors and their space on disk stay."""
@@ -129,7 +133,9 @@ class ScratchFile:
             raise OSError(error.errno, f"no {nbytes} bytes in {self.folder}: {error.strerror}; {remedy}") from error
         return torch.frombuffer(memory, dtype=dtype, count=numel), fresh
 
-    def _start(self, mapped: torch.Tensor, host: torch.Tensor, is_read: bool) -> Transfer:
+    def _start(
+        self, mapped: torch.Tensor, host: torch.Tensor, is_read: bool, after: Callable[[], None] | None = None
+    ) -> Transfer:
         if os.getpid() != self._process or not self._close.alive:
             raise ValueError(f"the file in {self.folder} is closed, or belongs to the process that this one comes from")
         if not (mapped.is_contiguous() and host.is_contiguous() and host.device.type == "cpu"):
@@ -139,12 +145,28 @@ class ScratchFile:
         position = self._regions.position(mapped.data_ptr()) if mapped.nbytes else 0
         if position is None:
             raise ValueError("not a tensor of this file")
-        ends = []
+        requests = []
         for start, nbytes, direct in _pieces(position, mapped.nbytes, request_bytes(self.settings)):
-            ends.append(Future())
             place = (position + start, host.data_ptr() + start, nbytes)
-            self._requests.put((ends[-1], partial(self._carry_out, *place, direct, is_read, (mapped, host))))
-        return Transfer(ends)
+            requests.append((Future(), partial(self._carry_out, *place, direct, is_read, (mapped, host))))
+        if after is None:
+            self._put(requests)
+        else:
+            # Not in the threads that read and write: reads must not wait for a device.
+            threading.Thread(target=self._put, args=(requests, after), name="zero copies", daemon=True).start()
+        return Transfer([end for end, _ in requests])
+
+    def _put(self, requests: list[Request], after: Callable[[], None] | None = None) -> None:
+        """Have the requests carried out, `after` some values have arrived."""
+        try:
+            if after is not None:
+                after()
+        except Exception as error:
+            for end, _ in requests:
+                end.set_exception(error)  # raised by `Transfer.wait`
+        else:
+            for request in requests:
+                self._requests.put(request)
 
     def _carry_out(
         self, position: int, address: int, nbytes: int, direct: bool, is_read: bool, kept: tuple[torch.Tensor, ...]

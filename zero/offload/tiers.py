@@ -9,6 +9,8 @@ import ctypes
 import functools
 import os
 import sys
+import threading
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +24,6 @@ from zero.pending import Pending
 # With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay. For the moments of tiles
 # the bytes of the whole master count.
 LEAST_BYTES_IN_A_FILE = 1 << 20
-
-# Pinned buffers between a file and a GPU.
-_staging = HostMemory(pin=True)
 
 _files: dict[tuple[str, int, int, int], ScratchFile] = {}
 
@@ -94,7 +93,11 @@ class Tier:
         if not self.holds_in_file(target):
             target.copy_(values)
             return Pending()
-        values = values.to("cpu", target.dtype)
+        if is_accelerator(values.device):
+            staged = _staging.like(target)
+            arrival = _copy_out(staged, values)
+            return Pending([self.file.write(target, staged, after=arrival.wait)])
+        values = values.to(target.dtype)
         return Pending([self.file.write(target, values)], keep=(values,))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
@@ -104,12 +107,52 @@ class Tier:
             return Pending()
         if target.device.type == "cpu":
             return Pending([self.file.read(source, target)])
-        staged = _staging.like(source)
-        # This copy must block, because the buffer is used again.
-        return Pending([self.file.read(source, staged)], lambda: target.copy_(staged))
+        staged, ready = _staging.like(source), compute_stream(target.device).record_event()
+        return Pending([self.file.read(source, staged)], lambda: _copy_in(target, staged, ready))
 
 
-_copy_stream = functools.cache(new_stream)
+class _Staging:
+    """Pinned buffers between files and accelerators. At most `_COPIES_IN` of them wait for a copy to a device."""
+
+    def __init__(self) -> None:
+        self._memory, self._lock = HostMemory(pin=True), threading.Lock()
+        self._copies: deque[tuple[torch.Event, torch.Tensor]] = deque()
+
+    def like(self, source: torch.Tensor) -> torch.Tensor:
+        """A free buffer with the dtype and the shape of `source`."""
+        with self._lock:
+            while self._copies and (len(self._copies) == _COPIES_IN or self._copies[0][0].query()):
+                self._copies.popleft()[0].synchronize()
+        return self._memory.like(source)
+
+    def keep_until(self, copied: torch.Event, buffer: torch.Tensor) -> None:
+        """Do not use `buffer` again before this event."""
+        with self._lock:
+            self._copies.append((copied, buffer))
+
+
+_COPIES_IN = 2
+_staging = _Staging()
+
+
+@functools.cache
+def _copy_stream(device: torch.device, direction: str) -> torch.Stream:
+    """Each direction has a stream of its own: a device copies both ways at the same time."""
+    return new_stream(device)
+
+
+def _copy_in(target: torch.Tensor, staged: torch.Tensor, ready: torch.Event) -> None:
+    """Copy to the device beside its computation, after `ready`. What the caller's stream gets from now on comes later.
+
+    The host does not wait.
+    """
+    stream = _copy_stream(target.device, "in")
+    stream.wait_event(ready)
+    with stream:
+        target.copy_(staged, non_blocking=True)
+    copied = stream.record_event()
+    compute_stream(target.device).wait_event(copied)
+    _staging.keep_until(copied, staged)
 
 
 class _Arrival:
@@ -121,7 +164,7 @@ class _Arrival:
 
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy from the device to pinned host memory beside the device's computation."""
-    stream = _copy_stream(values.device)
+    stream = _copy_stream(values.device, "out")
     stream.wait_stream(compute_stream(values.device))
     with stream:
         target.copy_(values, non_blocking=True)
