@@ -82,7 +82,7 @@ class GradientReducer:
         self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[_Reduction] = deque()
-        self._offloading: deque[Pending] = deque()
+        self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
         self._fresh: set[Unit] = set()
         self.buffered = self.backwards = 0
 
@@ -164,7 +164,7 @@ class GradientReducer:
         while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
         if shard.is_offloaded and accumulate:
-            self.drain()  # the sum so far may not be written to its tier yet
+            self._finish_all_of(shard)  # the sum so far may not be written to its tier yet
         out = shard.reduction_target(self.sum_dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
         with label(f"reduction of {unit.name}"):
@@ -172,6 +172,12 @@ class GradientReducer:
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
         if not self.overlap:
             self._wait_oldest()
+
+    def _finish_all_of(self, shard: OptimizerShard) -> None:
+        while any(each.shard is shard for each in self._in_flight):
+            self._wait_oldest()
+        while any(each is shard for each, _ in self._offloading):
+            self._wait_for_offload()
 
     def _wait_oldest(self) -> None:
         self._finish(self._in_flight.popleft())
@@ -185,7 +191,7 @@ class GradientReducer:
         with label("gradients out"):
             written = reduction.shard.put_gradient(reduction.out)
         if reduction.shard.is_offloaded:
-            self._offloading.append(written)
+            self._offloading.append((reduction.shard, written))
 
     def move_carried(self, units: Iterable[Unit], tier: Tier) -> None:
         """Move the sums that wait for a last micro-batch to `tier`. No reduction may be in flight."""
@@ -236,7 +242,7 @@ class GradientReducer:
 
     def _wait_for_offload(self) -> None:
         with self.comm.clock.waiting("gradients out"):
-            self._offloading.popleft().wait()
+            self._offloading.popleft()[1].wait()
 
     def clear(self) -> None:
         """Forget all gradients; the next ones are written over them."""
