@@ -174,6 +174,7 @@ def make_reducer(
     settings: Config, comm: Communicator, placement: Placement, last_micro_step: Callable[[], bool]
 ) -> GradientReducer:
     zero = settings.zero_optimization
+    # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits themselves.
     return GradientReducer(
         comm,
         placement.shards,
@@ -182,6 +183,7 @@ def make_reducer(
         contiguous=zero.contiguous_gradients,
         dtype=settings.communication_data_type,
         sum_dtype=settings.sum_dtype,
+        narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
         deferred=zero.stage < 2,
         last_micro_step=last_micro_step,
     )

@@ -172,7 +172,7 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     if zero.offloads_optimizer and zero.stage:
         place = _place(zero.offload_optimizer.device, shard * 4)
         ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio
-    gradient = config.sum_dtype.itemsize
+    gradient = config.gradient_bytes(sums_have_16_bits=True)
 
     def add(part: str, nbytes: float) -> None:
         found.add(place, part, nbytes * ratio)

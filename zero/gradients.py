@@ -54,7 +54,8 @@ class GradientReducer:
     reduction and in all reductions in flight; overlap: reductions run while backward goes on, else each is waited for
     at once; contiguous: gradients are copied to the flat buffer when `MOST_APART` elements are there, else when the
     unit is complete; dtype: of the gradients in a reduction (None: that of the parameters); sum_dtype: in which the
-    result is kept and summed over micro-batches; deferred: gradients of all micro-batches are summed in a buffer of
+    result is kept and summed over micro-batches; narrow: a result to which nothing is added stays in the dtype of the
+    reduction, which loses nothing; deferred: gradients of all micro-batches are summed in a buffer of
     full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once;
     last_micro_step: whether the current micro-batch is the last one of its step.
 
@@ -71,10 +72,11 @@ class GradientReducer:
         contiguous: bool,
         dtype: torch.dtype | None = None,
         sum_dtype: torch.dtype = torch.float32,
+        narrow: bool = False,
         deferred: bool = False,
         last_micro_step: Callable[[], bool] = lambda: True,
     ):
-        self.comm, self.dtype, self.sum_dtype = comm, dtype, sum_dtype
+        self.comm, self.dtype, self.sum_dtype, self.narrow = comm, dtype, sum_dtype, narrow
         self._shards = {shard.unit: shard for shard in shards}
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
         self.deferred, self.last_micro_step = deferred, last_micro_step
@@ -155,23 +157,29 @@ class GradientReducer:
         unit.wait_for_update()  # the update of the step before reads the buffer that is about to be written
         shard, accumulate = self._shards[unit], unit in self._fresh
         self._fresh.add(unit)
-        in_place = not (shard.is_offloaded and accumulate)
-        if self.comm.world_size == 1 and flat.dtype == self.sum_dtype and in_place:
+        dtype = self._kept_dtype(flat.dtype, accumulate)
+        if accumulate:
+            self._finish_all_of(shard)  # the sum so far may not be complete, or not be written to its tier yet
+            shard.widen_gradient(dtype)
+        if self.comm.world_size == 1 and flat.dtype == dtype and not (shard.is_offloaded and accumulate):
             # A world of one has nothing to exchange: the flat buffer is the result.
             out = shard.grad.add_(flat) if accumulate else flat
             self._finish(_Reduction(shard, flat.numel(), out, Pending()))
             return
         while self._in_flight and sum(each.numel for each in self._in_flight) + flat.numel() > self.bucket_size:
             self._wait_oldest()
-        if shard.is_offloaded and accumulate:
-            self._finish_all_of(shard)  # the sum so far may not be written to its tier yet
-        out = shard.reduction_target(self.sum_dtype, accumulate)
+        out = shard.reduction_target(dtype, accumulate)
         exchange = self.comm.reduce if unit.layout.replicated else self.comm.reduce_scatter
         with label(f"reduction of {unit.name}"):
             pending = exchange(out, flat, accumulate, self.bucket_size, unit)
         self._in_flight.append(_Reduction(shard, flat.numel(), out, pending))
         if not self.overlap:
             self._wait_oldest()
+
+    def _kept_dtype(self, reduced: torch.dtype, accumulate: bool) -> torch.dtype:
+        if self.narrow and not accumulate and self.last_micro_step():
+            return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
+        return self.sum_dtype
 
     def _finish_all_of(self, shard: OptimizerShard) -> None:
         while any(each.shard is shard for each in self._in_flight):

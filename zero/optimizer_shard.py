@@ -105,7 +105,7 @@ class OptimizerShard:
 
     def reduction_target(self, dtype: torch.dtype, accumulate: bool) -> torch.Tensor:
         """A buffer on the compute device for a reduced gradient; it has the gradient so far if `accumulate`."""
-        if self.grad is not None and not self.is_offloaded:
+        if self.grad is not None and self.grad.dtype == dtype and not self.is_offloaded:
             return self.grad
         out = torch.empty(self.unit.layout.shard_numel, dtype=dtype, device=self.unit.comm.device)
         if accumulate:
@@ -122,9 +122,14 @@ class OptimizerShard:
         if starts := [piece.start for piece in self.unit.pieces]:
             parts = [values[piece.start : piece.start + piece.numel] for piece in self.unit.pieces]
             self._norms.update(zip(starts, torch._foreach_norm(parts, dtype=torch.float32), strict=True))
-        if self.grad is None:
+        if self.grad is None or self.grad.dtype != values.dtype:
             self.grad = self.tier.empty(values.numel(), values.dtype)
         return self.tier.store(self.grad, values)
+
+    def widen_gradient(self, dtype: torch.dtype) -> None:
+        """Keep the gradient in `dtype`: something is about to be added to it or written into it."""
+        if self.grad.dtype != dtype:
+            self.grad = self.tier.keep(self.grad, dtype)
 
     def known_norm(self, start: int) -> torch.Tensor | None:
         """2-norm (a scalar) of the gradient piece that begins at `start`, if it was taken before the gradient left."""

@@ -147,6 +147,7 @@ class ParameterState:
             raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         if self.kind == GRADIENT:
             self._shard.forget_norm(self.piece.start)
+            self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
         for start, place in self._places(self.piece):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
         if self.kind == FP32:

@@ -147,12 +147,13 @@ REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
     [
         ({}, {}),
         ({"reduce_bucket_size": WIDTH * WIDTH}, {}),
-        (SECTIONS[torch.bfloat16], {"aten.copy_": BLOCKS}),
+        (SECTIONS[torch.bfloat16], {}),
+        (SECTIONS[torch.bfloat16] | {"data_types": {"grad_accum_dtype": "fp32"}}, {"aten.copy_": BLOCKS}),
     ],
-    ids=["fp32", "a bucket smaller than a block", "bf16 summed in fp32"],
+    ids=["fp32", "a bucket smaller than a block", "bf16", "bf16 kept in fp32"],
 )
 def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
-    """In fp32 the collective writes the gradient to its place. Widening a 16-bit one takes one more kernel."""
+    """The collective writes the gradient to its place. Widening a 16-bit one takes one more kernel."""
     for found in run_on(2, fifth_step, sections, simulated=True):
         # Not compared phase by phase: the forward already starts gathers for the backward.
         assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out

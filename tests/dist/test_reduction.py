@@ -14,7 +14,8 @@ from tests.dist.toys import BLOCK, after_each, toy, toy_batches
 from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
 from tests.processes import run_on
 from zero.comm import Communicator
-from zero.deepspeed.fragments import safe_get_full_grad
+from zero.deepspeed.fragments import safe_get_full_grad, safe_set_full_grad
+from zero.offload import tiers
 from zero.gradients import GradientReducer
 from zero.pending import Pending
 
@@ -219,6 +220,37 @@ def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[li
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
     return grad.unique().tolist(), kept
+
+
+def kept(rank: int, world_size: int, folder: str | None) -> list[tuple[list[float], torch.dtype]]:
+    """Return the gradient and the dtype in which it is kept: after one backward, after two, and when it was set."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    away = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if folder else {}
+    engine, _ = start(Weighted(), ds_config(bf16={"enabled": True}, **WHOLE, **away))
+    weight, found = engine.module.weight, []
+
+    def look() -> None:
+        values = safe_get_full_grad(weight).unique().tolist()
+        found.append((values, engine.optimizer.shards[engine.units[0]].grad.dtype))
+
+    for value in (1.0, 2.0**-8):
+        engine.backward(engine(value))
+        look()
+    engine.step()
+    engine.backward(engine(1.0))
+    look()
+    safe_set_full_grad(weight, torch.full((6,), 1 + 2.0**-9))
+    look()
+    return found
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, in_files):
+    """One process: nothing is added in a reduction, so 16 bits lose nothing. On gloo, sums over ranks are in fp32."""
+    path = str(tmp_path) if in_files else None
+    single, summed, wide = ([1.0], torch.bfloat16), ([1 + 2.0**-8], torch.float32), ([1 + 2.0**-9], torch.float32)
+    assert run_on(1, kept, path)[0] == [single, summed, single, wide]
+    assert [dtype for _, dtype in run_on(2, kept, path)[0]] == [torch.float32] * 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

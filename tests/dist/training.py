@@ -178,7 +178,8 @@ def train_in_slices(
 
 def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> dict[str, Any]:
     """Return a configuration for stage 3. Keywords that name no section are keys of `zero_optimization`."""
-    named = ("fp16", "bf16", "optimizer", "scheduler", "communication_data_type", "activation_checkpointing")
+    named = ("fp16", "bf16", "data_types", "optimizer", "scheduler", "communication_data_type")
+    named += ("activation_checkpointing",)
     top = {key: value for key, value in sections.items() if key in named}
     stage3 = {key: value for key, value in sections.items() if key not in named}
     return {

@@ -315,6 +315,20 @@ class Config(SectionsWithoutEffect):
         """Dtype in which gradients are summed over micro-batches and kept for the step."""
         return self.data_types.grad_accum_dtype or (torch.bfloat16 if self.bf16.without_masters else torch.float32)
 
+    @property
+    def narrows_gradients(self) -> bool:
+        """Whether 16-bit gradients that are not summed over micro-batches are kept in 16 bits.
+
+        This loses nothing where the sum over ranks has 16 bits too.
+        """
+        return self.data_types.grad_accum_dtype is None and not self.zero_optimization.zero_quantized_gradients
+
+    def gradient_bytes(self, sums_have_16_bits: bool) -> int:
+        """Bytes of an element of the gradients that are kept for the step. Without accumulation steps: those of 1."""
+        narrow = self.narrows_gradients and sums_have_16_bits and (self.gradient_accumulation_steps or 1) == 1
+        sent = self.communication_data_type or self.compute_dtype
+        return min(sent.itemsize, self.sum_dtype.itemsize) if narrow else self.sum_dtype.itemsize
+
     def deprecated(self) -> list[tuple[str, str]]:
         return self._origin.renamed
 
