@@ -60,11 +60,11 @@ def paper_bytes(parameters: int, stage: int, ranks: int) -> float:
 
 
 def expected_bytes(parameters: int, stage: int, ranks: int) -> dict[str, float]:
-    """Return the bytes that this engine should hold of each part.
+    """Return the bytes that this engine should hold of each part, with accumulation, which the paper does not mention.
 
-    16-bit gradients exist only until their unit is reduced. Then the reduced gradient of the rank's own part is kept in
-    fp32: 4 bytes a parameter at stage 0, 4 / ranks from stage 1 on. With accumulation, stages 0 and 1 also hold the
-    rank's own sum in fp32 ("accumulated"). The paper does not mention accumulation.
+    16-bit gradients exist only until their unit is reduced. Then the sum of the rank's own part is kept in fp32: 4
+    bytes a parameter at stage 0, 4 / ranks from stage 1 on. Stages 0 and 1 also hold the rank's own sum over
+    micro-batches in fp32 ("accumulated").
     """
     part = parameters / (ranks if stage >= 1 else 1)
     return {

@@ -58,7 +58,10 @@ class DataTypesConfig(Section):
     """Dtypes of what is neither a parameter nor an optimizer state."""
 
     grad_accum_dtype: DType = None
-    """Gradients are summed over micro-batches, and kept for the step, in this dtype. Default: fp32."""
+    """Gradients are summed over micro-batches, and kept for the step, in this dtype.
+
+    Default: fp32; and 16 bits for a 16-bit gradient to which nothing is added.
+    """
     param_dtype: DType = unused(None, "parameters follow the fp16 and bf16 sections")
     buffer_dtype: DType = unused(None, "buffers keep the dtype they are loaded with")
     keep_in_fp32_modules: list[str] | str = unused("auto", "every parameter has the dtype of the fp16 or bf16 section")
