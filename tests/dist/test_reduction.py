@@ -15,8 +15,8 @@ from tests.dist.training import assert_same_weights, ds_config, start, step, tra
 from tests.processes import run_on
 from zero.comm import Communicator
 from zero.deepspeed.fragments import safe_get_full_grad, safe_set_full_grad
-from zero.offload import tiers
 from zero.gradients import GradientReducer
+from zero.offload import tiers
 from zero.pending import Pending
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
