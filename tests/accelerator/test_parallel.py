@@ -1,0 +1,41 @@
+"""Tensor parallelism and pipelines on the simulated accelerator: no mistake is found, and the numbers are plain torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity import test_pipeline as pipeline
+from tests.parity import test_tensor_parallel as tensor
+from tests.processes import run_on
+
+
+def on_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
+    found = train(rank, world_size, *args)
+    used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
+    assert used == [number == rank % 2 for number in range(2)], "each rank computes on its own device"
+    return found
+
+
+def test_layers_in_parts():
+    cases = [("llama", tensor.NOTHING_PERSISTS), ("layers", {"stage": 1})]
+    tensor.compare(run_on(2, on_device, tensor.trained, cases, simulated=True), cases)
+
+
+NAMES = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, pipeline.Curve]:
+    return run_on(1, pipeline.plain, NAMES)[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pipelines(tmp_path, ranks, expected):
+    """Each stage is sharded over half of the ranks."""
+    of_ranks = run_on(ranks, on_device, pipeline.piped, NAMES, str(tmp_path), simulated=True)
+    for name, curves in zip(NAMES, zip(*of_ranks, strict=True), strict=True):
+        pipeline.compare(curves, expected[name])
