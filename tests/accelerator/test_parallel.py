@@ -1,4 +1,4 @@
-"""Tensor parallelism and pipelines on the simulated accelerator: no mistake is found, and the numbers are plain torch's."""
+"""Tensor parallelism and pipelines on the simulated accelerator: free of mistakes, with the numbers of plain torch."""
 
 from __future__ import annotations
 
