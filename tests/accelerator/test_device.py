@@ -270,7 +270,7 @@ def test_messages_are_waited_for():
 
 
 def two_messages(rank: int, world_size: int) -> list[float]:
-    """Rank 0 sends 1, then 2 and 2. Rank 1 returns what it gets with the tags exchanged, and with room for one value."""
+    """Rank 0 sends 1, then 2 and 2. Rank 1 returns what it gets with exchanged tags and with room for one value."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         dist.send(torch.full((1,), 1.0, device=device.NAME), 1, tag=1)
