@@ -25,6 +25,7 @@ from tests.accelerator import device
 from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
+from zero import activations
 from zero.offload import memory
 
 ENGINE = Path(zero.__file__).parent
@@ -58,12 +59,16 @@ class Model(nn.Module):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`."""
+    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`.
+
+    `copied`: bytes between host and device, by file and by the kind of device that they go to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
+        self.copied: Counter[tuple[str, str]] = Counter()
         self.host_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -76,8 +81,10 @@ class Counting(TorchDispatchMode):
         devices = {tensor.device.type for tensor in [*tensors, *results]}
         if name == "aten._local_scalar_dense" and device.NAME in devices:
             self.syncs[f"{place}: {name}"] += 1
-        if name in ("aten._to_copy", "aten.copy_") and len(devices) == 2 and not _is_asynchronous(func, args, kwargs):
-            self.syncs[f"{place}: {name}"] += 1
+        if name in ("aten._to_copy", "aten.copy_") and len(devices) == 2:
+            self.copied[place.partition(":")[0], out.device.type] += out.nbytes
+            if not _is_asynchronous(func, args, kwargs):
+                self.syncs[f"{place}: {name}"] += 1
         if device.NAME in devices and not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[name] += 1
         if name.startswith("aten.empty"):
@@ -102,16 +109,21 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 
 @dataclass
 class Counts:
-    """What the engine does in one step: kernels by phase, waits of the host, blocks and bytes of new host memory."""
+    """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory."""
 
     kernels: dict[str, Counter[str]]
     syncs: Counter[str]
+    copied: Counter[tuple[str, str]]
     blocks: int
     host_bytes: int
 
 
-def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
-    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions."""
+def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int = activations.MIN_BYTES) -> Counts:
+    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions.
+
+    Args: least: bytes of the smallest activation that goes to the host.
+    """
+    activations.MIN_BYTES = least
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
     batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype)}
@@ -130,6 +142,7 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
     return Counts(
         {name: phase.kernels for name, phase in phases.items()},
         sum((phase.syncs for phase in phases.values()), Counter()),
+        sum((phase.copied for phase in phases.values()), Counter()),
         new_block.call_count,
         sum(phase.host_bytes for phase in phases.values()),
     )
@@ -171,6 +184,17 @@ HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
 def test_offload_allocates_no_host_memory_after_the_first_steps(sections):
     for found in run_on(2, fifth_step, sections, simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
+
+
+def test_each_activation_goes_to_the_host_once_and_comes_back_once():
+    """The result of a block's ReLU is saved twice: by the ReLU and by the layer after it. The host does not wait."""
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    of_block = ROWS * 4 * (WIDTH + WIDTH + 2 * WIDTH)  # the inputs of norm, up and down
+    saved = BLOCKS * of_block + ROWS * 4 * WIDTH  # and that of the square
+    for found in run_on(2, fifth_step, section, ROWS * 4 * WIDTH, simulated=True):
+        copied = {where: nbytes for (file, where), nbytes in found.copied.items() if file == "activations.py"}
+        assert copied == {"cpu": saved, device.NAME: saved}
+        assert sum(found.syncs.values()) == 1, found.syncs
 
 
 def profiled(rank: int, world_size: int) -> set[str]:

@@ -1,4 +1,4 @@
-"""bf16 without masters and schedule-free optimizers on the simulated accelerator: free of mistakes, with equal numbers."""
+"""bf16 without masters and schedule-free optimizers on the simulated accelerator: free of mistakes, equal numbers."""
 
 from __future__ import annotations
 

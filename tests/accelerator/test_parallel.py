@@ -11,9 +11,11 @@ import torch
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
+from zero import activations
 
 
 def on_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
+    activations.MIN_BYTES = 1
     found = train(rank, world_size, *args)
     used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
     assert used == [number == rank % 2 for number in range(2)], "each rank computes on its own device"
@@ -21,7 +23,9 @@ def on_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
 
 
 def test_layers_in_parts():
-    cases = [("llama", tensor.NOTHING_PERSISTS), ("layers", {"stage": 1})]
+    """Activations, some of them `DTensor`s, go to the host."""
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    cases = [("llama", tensor.NOTHING_PERSISTS | section), ("layers", {"stage": 1} | section)]
     tensor.compare(run_on(2, on_device, tensor.trained, cases, simulated=True), cases)
 
 
