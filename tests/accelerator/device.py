@@ -132,6 +132,11 @@ def pending() -> int:
     return _simulated().pending()
 
 
+def waits() -> int:
+    """Return how often the host has waited for the device: for a stream, an event, a value or a copy."""
+    return _simulated().waits()
+
+
 def set_limit(nbytes: int) -> None:
     """Limit the memory of each device, in bytes."""
     _simulated().set_limit(nbytes)

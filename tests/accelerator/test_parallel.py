@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import device
+from tests.dist.training import ds_config, step
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
@@ -27,6 +29,21 @@ def test_layers_in_parts():
     section = {"activation_checkpointing": {"cpu_checkpointing": True}}
     cases = [("llama", tensor.NOTHING_PERSISTS | section), ("layers", {"stage": 1} | section)]
     tensor.compare(run_on(2, on_device, tensor.trained, cases, simulated=True), cases)
+
+
+def waits_of_a_step(rank: int, world_size: int) -> int:
+    config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
+    engine = tensor.start(tensor.build("llama"), config)
+    batch = {name: value.to(engine.comm.device) for name, value in tensor.data_of("llama")[0].items()}
+    step(engine, [batch])
+    engine.backward(engine(**batch).loss)
+    before = device.waits()
+    engine.step()
+    return device.waits() - before
+
+
+def test_the_host_waits_for_the_norm_only():
+    assert run_on(2, waits_of_a_step, simulated=True) == [1, 1]
 
 
 NAMES = ["Llama, tied, 1F1B, stage 3", "GPT, tied, interleaved, stage 3, offload"]
