@@ -111,10 +111,11 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 class Counts:
     """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory.
 
-    `shard_numel`: of all units together.
+    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `shard_numel`: of all units.
     """
 
     shard_numel: int
+    waits: int
     kernels: dict[str, Counter[str]]
     syncs: Counter[str]
     copied: Counter[tuple[str, str]]
@@ -135,16 +136,19 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int 
         step(engine, [batch])
     new_block = mock.Mock(side_effect=memory.new_block)
     with mock.patch.object(memory, "new_block", new_block), mock.patch("zero.offload.tiers.new_block", new_block):
+        waits = device.waits()
         with Counting() as forward:
             loss = engine(**batch)
         with Counting() as backward:
             engine.backward(loss)
         with Counting() as update:
             engine.step()
+        waits = device.waits() - waits
     phases = {"forward": forward, "backward": backward, "step": update}
     assert device.mistakes() == []
     return Counts(
         sum(unit.layout.shard_numel for unit in engine.units),
+        waits,
         {name: phase.kernels for name, phase in phases.items()},
         sum((phase.syncs for phase in phases.values()), Counter()),
         sum((phase.copied for phase in phases.values()), Counter()),
@@ -176,7 +180,7 @@ def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
         # Not compared phase by phase: the forward already starts gathers for the backward.
         assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out
         assert found.kernels["step"]["aten._foreach_norm"] == 1
-        assert found.syncs == NORM
+        assert (found.syncs, found.waits) == (NORM, 1)
 
 
 HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
