@@ -235,6 +235,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     c10::DeviceGuard on(storage.device());

@@ -16,6 +16,7 @@ pinned      Pinned memory that a copy reads must not change before the host know
 matched     A communicator matches collectives by their order alone. Ranks with different orders get each other's data.
             If kinds or sizes differ too, they get NaN. All communicators of a process run one after another, so ranks
             that start them in different orders block each other. Sums are computed in the dtype of the tensors.
+            Messages between two ranks also match by order alone, and a send ends only when the other rank receives.
 two         There are two devices. Each has its own memory, limit, statistics and streams.
 
 `mistakes()` returns what was found. `set_limit` plans a lack of memory, `fail_collective` a failure. Not modelled:
@@ -131,6 +132,11 @@ def pending() -> int:
     return _simulated().pending()
 
 
+def waits() -> int:
+    """Return how often the host has waited for the device: for a stream, an event, a value or a copy."""
+    return _simulated().waits()
+
+
 def set_limit(nbytes: int) -> None:
     """Limit the memory of each device, in bytes."""
     _simulated().set_limit(nbytes)
@@ -145,6 +151,10 @@ def fail_collective(after: int) -> None:
 
 
 def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
     return True
 
 

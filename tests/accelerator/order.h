@@ -275,10 +275,13 @@ void go_on_if_idle() {
   run_late(wanted, false);
 }
 
+int64_t host_waits = 0;  // how often the host has waited
+
 // Let the host wait for a point.
 void wait_on_host(const Point& point) {
   run_late(point.late);
   Guarded guard(state);
+  host_waits++;
   host.join(point.before);
   settle_loans([](const Loan& loan) { return loan.use.known_to(host); });
 }

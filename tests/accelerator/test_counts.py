@@ -25,6 +25,7 @@ from tests.accelerator import device
 from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
+from zero import activations
 from zero.offload import memory, tiers
 
 ENGINE = Path(zero.__file__).parent
@@ -58,12 +59,16 @@ class Model(nn.Module):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`."""
+    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`.
+
+    `copied`: bytes between host and device, by file and by the kind of device that they go to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
+        self.copied: Counter[tuple[str, str]] = Counter()
         self.host_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -76,8 +81,10 @@ class Counting(TorchDispatchMode):
         devices = {tensor.device.type for tensor in [*tensors, *results]}
         if name == "aten._local_scalar_dense" and device.NAME in devices:
             self.syncs[f"{place}: {name}"] += 1
-        if name in ("aten._to_copy", "aten.copy_") and len(devices) == 2 and not _is_asynchronous(func, args, kwargs):
-            self.syncs[f"{place}: {name}"] += 1
+        if name in ("aten._to_copy", "aten.copy_") and len(devices) == 2:
+            self.copied[place.partition(":")[0], out.device.type] += out.nbytes
+            if not _is_asynchronous(func, args, kwargs):
+                self.syncs[f"{place}: {name}"] += 1
         if device.NAME in devices and not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[name] += 1
         if name.startswith("aten.empty"):
@@ -102,16 +109,26 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 
 @dataclass
 class Counts:
-    """What the engine does in one step: kernels by phase, waits of the host, blocks and bytes of new host memory."""
+    """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory.
 
+    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `shard_numel`: of all units.
+    """
+
+    shard_numel: int
+    waits: int
     kernels: dict[str, Counter[str]]
     syncs: Counter[str]
+    copied: Counter[tuple[str, str]]
     blocks: int
     host_bytes: int
 
 
-def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
-    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions."""
+def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int = activations.MIN_BYTES) -> Counts:
+    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions.
+
+    Args: least: bytes of the smallest activation that goes to the host.
+    """
+    activations.MIN_BYTES = least
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
     batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype)}
@@ -119,17 +136,22 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any]) -> Counts:
         step(engine, [batch])
     new_block = mock.Mock(side_effect=memory.new_block)
     with mock.patch.object(memory, "new_block", new_block), mock.patch("zero.offload.tiers.new_block", new_block):
+        waits = device.waits()
         with Counting() as forward:
             loss = engine(**batch)
         with Counting() as backward:
             engine.backward(loss)
         with Counting() as update:
             engine.step()
+        waits = device.waits() - waits
     phases = {"forward": forward, "backward": backward, "step": update}
     assert device.mistakes() == []
     return Counts(
+        sum(unit.layout.shard_numel for unit in engine.units),
+        waits,
         {name: phase.kernels for name, phase in phases.items()},
         sum((phase.syncs for phase in phases.values()), Counter()),
+        sum((phase.copied for phase in phases.values()), Counter()),
         new_block.call_count,
         sum(phase.host_bytes for phase in phases.values()),
     )
@@ -140,6 +162,7 @@ GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
 # `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
 REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
+NORM = {"optim/step.py:_global_norm: aten._to_copy": 1}  # the one wait of the host in a step
 
 
 @pytest.mark.parametrize(
@@ -158,7 +181,7 @@ def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
         # Not compared phase by phase: the forward already starts gathers for the backward.
         assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out
         assert found.kernels["step"]["aten._foreach_norm"] == 1
-        assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"
+        assert (found.syncs, found.waits) == (NORM, 1)
 
 
 HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
@@ -169,9 +192,29 @@ HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
     [HOST, HOST | SECTIONS[torch.bfloat16], HOST | SECTIONS[torch.bfloat16] | {"offload_param": {"device": "cpu"}}],
     ids=["optimizer", "optimizer, bf16", "both, bf16"],
 )
-def test_offload_allocates_no_host_memory_after_the_first_steps(sections):
+def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_the_norm_only(sections):
+    """It also waits for events of copies, while it updates tiles. These are not counted."""
     for found in run_on(2, fifth_step, sections, simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
+        assert found.syncs == NORM
+        # Each weight goes to the device once, after its update or for each gather, and each gradient to the host.
+        weight = 2 if "bf16" in sections else 4
+        gathers = (2 * BLOCKS - 1) / BLOCKS if "offload_param" in sections else 1
+        copied = Counter()
+        for (file, where), nbytes in found.copied.items():
+            copied[where] += nbytes * (file != "optim/step.py")
+        assert copied == {device.NAME: gathers * weight * found.shard_numel, "cpu": weight * found.shard_numel}
+
+
+def test_each_activation_goes_to_the_host_once_and_comes_back_once():
+    """The result of a block's ReLU is saved twice: by the ReLU and by the layer after it. The host does not wait."""
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    of_block = ROWS * 4 * (WIDTH + WIDTH + 2 * WIDTH)  # the inputs of norm, up and down
+    saved = BLOCKS * of_block + ROWS * 4 * WIDTH  # and that of the square
+    for found in run_on(2, fifth_step, section, ROWS * 4 * WIDTH, simulated=True):
+        copied = {where: nbytes for (file, where), nbytes in found.copied.items() if file == "activations.py"}
+        assert copied == {"cpu": saved, device.NAME: saved}
+        assert found.syncs == NORM
 
 
 def with_files(rank: int, world_size: int, folder: str) -> Counts:
@@ -185,8 +228,8 @@ def with_files(rank: int, world_size: int, folder: str) -> Counts:
 def test_files_do_not_block_the_host_in_copies(tmp_path, ranks):
     """Weights and gradients move between files and the device through pinned buffers, beside the computation."""
     for found in run_on(ranks, with_files, str(tmp_path), simulated=True):
-        assert found.syncs == {"optim/step.py:_global_norm: aten._to_copy": 1}, "the host waits for the norm only"
         assert (found.blocks, found.host_bytes) == (0, 0)
+        assert found.syncs == NORM, "the host waits for the norm only"
 
 
 def profiled(rank: int, world_size: int) -> set[str]:

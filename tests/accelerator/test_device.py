@@ -1,5 +1,7 @@
 """The simulated accelerator finds each kind of mistake. It finds none in the correct version of the same code."""
 
+import math
+import time
 from collections.abc import Callable
 
 import pytest
@@ -224,3 +226,66 @@ def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:
 
 def test_collectives_match_by_their_order():
     assert run_on(2, other_orders, simulated=True) == [([1.0, 2.0], True, 2.0), ([2.0, 1.0], True, 2.0)]
+
+
+def received_values_are_waited_for(rank: int, right: bool) -> None:
+    if rank == 0:
+        dist.send(ones(), 1)
+        return
+    received = torch.zeros(N, device=device.NAME)
+    work = dist.irecv(received, 0)
+    if right:
+        work.wait()
+    assert received.sum().item() == (N if right else 0), "messages are late"
+    work.wait()
+
+
+def sent_values_are_not_overwritten_early(rank: int, right: bool) -> None:
+    if rank == 1:
+        dist.recv(torch.empty(N, device=device.NAME), 0)
+        return
+    sent = ones()
+    work = dist.isend(sent, 1)
+    if right:
+        work.wait()
+    sent.zero_()
+    work.wait()
+
+
+def found_in_messages(rank: int, world_size: int) -> list[list[str]]:
+    """Return the mistakes of right and wrong code, of the one function and the other."""
+    found = []
+    for case in (received_values_are_waited_for, sent_values_are_not_overwritten_early):
+        for right in (True, False):
+            case(rank, right)
+            torch.accelerator.synchronize()
+            found.append(device.mistakes())
+    return found
+
+
+def test_messages_are_waited_for():
+    of_sender, of_receiver = run_on(2, found_in_messages, simulated=True)
+    for number, mistakes in enumerate([*of_receiver[:2], *of_sender[2:]]):
+        assert ["nothing orders them" in text for text in mistakes] == [True] * (number % 2), mistakes
+
+
+def two_messages(rank: int, world_size: int) -> list[float]:
+    """Rank 0 sends 1, then 2 and 2. Rank 1 returns what it gets with exchanged tags and with room for one value."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.send(torch.full((1,), 1.0, device=device.NAME), 1, tag=1)
+        torch.accelerator.synchronize()
+        assert store.check(["receiving"]), "a send ends when the other side receives, not before"
+        dist.send(torch.full((2,), 2.0, device=device.NAME), 1, tag=2)
+        return []
+    time.sleep(0.5)
+    store.set("receiving", "")
+    found = torch.zeros(2, device=device.NAME)
+    dist.recv(found[:1], 0, tag=2)
+    dist.recv(found[1:], 0, tag=1)
+    return found.tolist()
+
+
+def test_messages_match_by_their_order():
+    _, (first, second) = run_on(2, two_messages, simulated=True)
+    assert first == 1.0 and math.isnan(second), "a wrong size hangs or gives any values on hardware"

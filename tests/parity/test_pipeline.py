@@ -114,7 +114,8 @@ def config_of(case: Case, data_ranks: int, **sections: Any) -> dict[str, Any]:
 def start(case: Case, world_size: int, tensor: int = 1, **sections: Any) -> tuple[zero.ZeroEngine, Pipeline, Any]:
     """A pipeline of two stages, each of `tensor` ranks, beside as many others as there are."""
     data = world_size // 2 // tensor
-    mesh = init_device_mesh("cpu", (2, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
+    kind = zero.world.compute_device().type
+    mesh = init_device_mesh(kind, (2, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
     model = split(case.model(), mesh, 2 if case.schedule is ScheduleInterleaved1F1B else 1)
     if case.checkpointing:
         model.gradient_checkpointing_enable()

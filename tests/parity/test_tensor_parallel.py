@@ -82,7 +82,8 @@ def cut_by_torch(model: nn.Module, size: int) -> None:
     """Cut `Layers` by torch's styles. The norm works on a part of the tokens, so its gradient is a sum over ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // size, size), mesh_dim_names=("dp", "tp"))
+    shape = torch.distributed.get_world_size() // size, size
+    mesh = init_device_mesh(zero.world.compute_device().type, shape, mesh_dim_names=("dp", "tp"))
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

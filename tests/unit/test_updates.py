@@ -2,6 +2,7 @@
 
 import threading
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ class Shard:
 
     def __init__(self, name):
         self.name, self.grad, self.tier = name, torch.ones(4), Tier(torch.device("cpu"))
-        self.master = torch.zeros(4)
+        self.master, self.unit = torch.zeros(4), SimpleNamespace(tier=self.tier)
 
     def add_write(self, write):
         write.wait()

@@ -90,6 +90,9 @@ class Tier:
         """Start to write `values` to `target`, a tensor of this tier. Do not change `values` before the end."""
         if is_accelerator(values.device) and target.is_pinned():
             return _copy_out(target, values)
+        if is_accelerator(target.device) and values.is_pinned():
+            target.copy_(values, non_blocking=True)
+            return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
         if not self.holds_in_file(target):
             target.copy_(values)
             return Pending()

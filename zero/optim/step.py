@@ -362,8 +362,8 @@ class ZeroOptimizer:
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
         if self.comm.model is not None:  # parts of a parameter count once each, and copies not at all
-            counted = [number for number, param in enumerate(self._numbered) if not is_copy(param)]
-            sums = self.comm.model.all_reduce(torch.cat([squares[counted].sum().view(1), sums]))
+            copies = torch.tensor([is_copy(each) for each in self._numbered]).to(squares.device, non_blocking=True)
+            sums = self.comm.model.all_reduce(torch.cat([squares.masked_fill(copies, 0).sum().view(1), sums]))
             norm, sums = sums[0].sqrt(), sums[1:]
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()

@@ -10,7 +10,8 @@ stream of its own: on the default one its copies would delay the forward's kerne
 
 [Note: files]
 Tensors of a tile that are in a file are read into host buffers, updated there, and written back. While one tile is
-updated the next one is read (`pipeline_read`) and the last one is written (`pipeline_write`).
+updated the next one is read (`pipeline_read`) and the last one is written (`pipeline_write`). Weights that go from host
+memory to an accelerator are always copied while the next tile is updated.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class TileInMemory:
     """One tile with everything that its update needs in memory.
 
     An update reads `grad` and changes `master` and `state` (values by the optimizer's names). `write` stores them.
+    `is_in_files`: some of it may be in a file.
     """
 
     def __init__(self, tile: Tile, state: TiledState, memory: HostMemory):
         self.tile, self._state, self._memory = tile, state, memory
         self._tier = tile.shard.tier
+        self.is_in_files = self._tier.file is not None or tile.unit.tier.file is not None
         self._reads: list[Pending] = []
         self._stored = state.of(tile)
         self.grad = self._read(tile.shard.grad[tile.start : tile.end])
@@ -212,9 +215,9 @@ class Updates:
                 rounded = update(values)
             writing.wait()
             writing = values.write(rounded)
-            del values, rounded  # they would keep the buffers from being used again
-            if not self._write_behind:
+            if values.is_in_files and not self._write_behind:
                 writing.wait()
+            del values, rounded  # they would keep the buffers from being used again
             self._done(tile, stream)
             progress.advance(total)
             tile, following = self._next()

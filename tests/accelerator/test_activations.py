@@ -1,0 +1,57 @@
+"""Activations in host memory: what several operations save is copied once, and freed after the last one's backward."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from operator import call
+
+import torch
+
+from tests.accelerator import device
+from tests.processes import run_on
+from zero import activations
+from zero.activations import HostActivations
+
+ROWS, WIDTH = 8, 16
+
+
+def outputs(tripled: torch.Tensor) -> list[torch.Tensor]:
+    """Sines and cosines save their inputs."""
+    every_other, expanded = tripled[:, ::2], tripled[:1].expand(ROWS, WIDTH)
+    return [tripled.sin(), tripled.t().cos(), tripled.view(-1).sin(), every_other.cos(), expanded.cos()]
+
+
+def shared(rank: int, world_size: int) -> None:
+    activations.MIN_BYTES = 1
+    x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
+    hidden = 2 * x
+    expected = [hidden.sin(), hidden.t().cos(), *outputs(hidden * 3)]
+    (gradient,) = torch.autograd.grad(sum(each.sum() for each in expected), x)
+    del expected, hidden
+    moved, used = HostActivations(x.device, []), torch.accelerator.memory_allocated()
+    for goes_back in (True, False):
+        with moved.context():
+            hidden = 2 * x
+            found = [hidden.sin(), hidden.t().cos()]
+            found += outputs(hidden.mul_(3))
+        loss = sum(each.sum() for each in found)
+        copies = [weakref.ref(kept) for kept in moved._kept.values()]
+        del hidden, found
+        if goes_back:
+            # Both versions, half of the second one, and one row, which was expanded.
+            assert moved.moved_bytes == (2 * ROWS * WIDTH + ROWS * WIDTH // 2 + WIDTH) * 4
+            (again,) = torch.autograd.grad(loss, x)
+            assert torch.equal(again, gradient), (again - gradient).abs().max()
+            del again
+        del loss
+        assert len(copies) == 4
+        end = time.monotonic() + 10  # autograd's thread drops what it has used last a little later
+        while (torch.accelerator.memory_allocated() > used or any(map(call, copies))) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert torch.accelerator.memory_allocated() == used and not any(map(call, copies))
+
+
+def test_what_several_operations_save_is_copied_once():
+    """Without these copies, the change in place would be an error in backward."""
+    run_on(1, shared, simulated=True)

@@ -1,0 +1,30 @@
+"""bf16 without masters and schedule-free optimizers on the simulated accelerator: free of mistakes, equal numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import test_schedule_free as free
+from tests.dist import test_without_masters as bf16
+from tests.dist.training import assert_same_weights
+from tests.processes import run_on
+
+WHERE = {
+    "on the device": {},
+    "offloaded": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("name", "states"), [("AdamW", True), ("Adafactor", False)])
+def test_bf16_without_masters(name, states, where, tmp_path):
+    found, expected = (
+        run_on(ranks, bf16.trained, name, states, WHERE[where], str(tmp_path / str(ranks)), simulated=True)[0]
+        for ranks in (2, 1)
+    )
+    assert_same_weights(found, expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_schedule_free(where, tmp_path):
+    free.compare(run_on(2, free.sharded, "AdamW", WHERE[where], str(tmp_path), simulated=True)[0], "AdamW")
