@@ -75,12 +75,15 @@ def run(system: str, python: str, optimizers: list[str], ranks: int, rows: int, 
     for key, values in options.items():
         command += [f"--{key}", *map(str, values)]
     env = {"DS_ACCELERATOR": "cpu"} if system == "deepspeed" else None
-    reports = run_ranks(python, command, ranks, args.timeout, env)
     cases = [(name, stage) for name in optimizers for stage in stages]
+    try:
+        reports = run_ranks(python, command, ranks, args.timeout, env)
+        found = [_merged([report[f"{name}, {stage}"] for report in reports]) for name, stage in cases]
+    except RuntimeError as error:  # a crash or a hang ends all cases of the job; other systems go on
+        found = [{"error": str(error).splitlines()[0]}] * len(cases)
     return [
-        {"system": system, "optimizer": name, "stage": stage, "processes": rows // ROWS_OF_A_RANK}
-        | _merged([report[f"{name}, {stage}"] for report in reports])
-        for name, stage in cases
+        {"system": system, "optimizer": name, "stage": stage, "processes": rows // ROWS_OF_A_RANK} | row
+        for (name, stage), row in zip(cases, found, strict=True)
     ]
 
 
@@ -95,7 +98,7 @@ def _merged(ranks: list[Row]) -> Row:
 
 
 def measured(args: argparse.Namespace) -> list[Row]:
-    """The rows of all rounds, plain torch's included."""
+    """The rows of all rounds, plain torch's included. After each job the table so far is written to the output."""
     pythons = {"plain": sys.executable, "ours": sys.executable, "fsdp2": sys.executable}
     pythons["deepspeed"] = args.deepspeed_python
     names = {sys.executable: installed(sys.executable, args.optimizers, "this environment")}
@@ -108,39 +111,44 @@ def measured(args: argparse.Namespace) -> list[Row]:
                 python, rows = pythons[system], ranks * ROWS_OF_A_RANK
                 found += run(system, python, names[python], 1 if system == "plain" else ranks, rows, args)
                 print(f"round {number + 1}: {system}, {ranks} ranks; load {os.getloadavg()[0]:.1f}", file=sys.stderr)
+                save(args, found)
     return found
 
 
-def summarize(found: list[Row], systems: list[str]) -> list[Row]:
-    """A row for each case: medians over the rounds, ratios to ours, and the difference of losses to plain torch's.
+def save(args: argparse.Namespace, found: list[Row]) -> None:
+    settings = {key: value for key, value in vars(args).items() if key not in ("output", "deepspeed_python")}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    result = {"settings": settings, "rows": summarize(found, args.systems), "jobs": found}
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
 
-    Raises RuntimeError if ours does not train as plain torch does.
-    """
-    keys = ("optimizer", "stage", "processes")
+
+def summarize(found: list[Row], systems: list[str]) -> list[Row]:
+    """A row for each case: medians over the rounds, ratios to ours, and the difference of losses to plain torch's."""
+    keys = ("optimizer", "processes", "stage")
     plain = {(row["optimizer"], row["processes"]): row for row in found if row["system"] == "plain"}
     rows: list[Row] = []
-    for case in dict.fromkeys(tuple(row[key] for key in keys) for row in found if row["system"] != "plain"):
-        of_case = [row for row in found if tuple(row[key] for key in keys) == case]
+    for case in sorted({tuple(row[key] for key in keys) for row in found if row["system"] != "plain"}):
+        own: Row = {}
         for system in systems:
-            rounds = [row for row in of_case if row["system"] == system]
-            if not rounds:
-                continue
-            row = dict(zip(keys, case, strict=True)) | {"system": system}
-            rows.append(row)
-            if errors := [each["error"] for each in rounds if "error" in each]:
-                row["error"] = errors[0]
-                continue
-            row |= {key: statistics.median(each[key] for each in rounds) for key in ("cpu", "wall", "state")}
-            expected = plain[case[0], case[2]]["losses"]
-            row["apart"] = max(abs(a / b - 1) for each in rounds for a, b in zip(each["losses"], expected, strict=True))
-            if system == "ours" and row["apart"] > LOSS_TOLERANCE:
-                raise RuntimeError(f"{case}: ours differs from plain torch by {row['apart']:.1e}")
-    own = {tuple(row[key] for key in keys): row for row in rows if row["system"] == "ours" and "cpu" in row}
-    for row in rows:
-        of_ours = own.get(tuple(row[key] for key in keys))
-        if of_ours and "cpu" in row:
-            row["cpu to ours"], row["wall to ours"] = row["cpu"] / of_ours["cpu"], row["wall"] / of_ours["wall"]
+            rounds = [r for r in found if r["system"] == system and tuple(r[key] for key in keys) == case]
+            if rounds:
+                row = dict(zip(keys, case, strict=True)) | {"system": system}
+                rows.append(row | _over_rounds(rounds, plain[case[:2]], own))
+                own = rows[-1] if system == "ours" else own
     return rows
+
+
+def _over_rounds(rounds: list[Row], plain: Row, own: Row) -> Row:
+    """Medians of one case, or its error. Args: own: our row of the same case, empty for ours."""
+    for row in [*rounds, plain]:
+        if "error" in row:
+            return {"error": row["error"]}
+    found = {key: statistics.median(row[key] for row in rounds) for key in ("cpu", "wall", "state")}
+    pairs = [pair for row in rounds for pair in zip(row["losses"], plain["losses"], strict=True)]
+    found["apart"] = max(abs(loss / expected - 1) for loss, expected in pairs)
+    if "cpu" in own:
+        found |= {f"{key} to ours": found[key] / own[key] for key in ("cpu", "wall")}
+    return found
 
 
 def show(rows: list[Row]) -> None:
@@ -162,10 +170,10 @@ def show(rows: list[Row]) -> None:
 def main() -> None:
     args = parse_arguments()
     rows = summarize(measured(args), args.systems)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: value for key, value in vars(args).items() if key not in ("output", "deepspeed_python")}
-    args.output.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
     show(rows)
+    for row in rows:
+        if row["system"] == "ours" and ("error" in row or row["apart"] > LOSS_TOLERANCE):
+            sys.exit(f"error: ours does not train as plain torch does: {row}")
 
 
 if __name__ == "__main__":
