@@ -57,12 +57,12 @@ def installed(python: str, optimizers: list[str], where: str) -> list[str]:
     """Those of `optimizers` whose package the interpreter `python` has; prints the others."""
     found = []
     for name in optimizers:
-        package = PACKAGES.get(name, "torch")
-        probe = subprocess.run([python, "-c", f"import {package}"], capture_output=True, text=True)
-        if probe.returncode == 0:
+        package = PACKAGES.get(name)
+        probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+        if package is None or subprocess.run([python, "-c", probe]).returncode == 0:
             found.append(name)
         else:
-            print(f"left out, {where}: {name} ({probe.stderr.strip().splitlines()[-1]})", file=sys.stderr)
+            print(f"left out in {where}: {name} ({package} is not installed)", file=sys.stderr)
     return found
 
 
@@ -103,7 +103,8 @@ def measured(args: argparse.Namespace) -> list[Row]:
     pythons["deepspeed"] = args.deepspeed_python
     names = {sys.executable: installed(sys.executable, args.optimizers, "this environment")}
     if "deepspeed" in args.systems:
-        names[args.deepspeed_python] = installed(args.deepspeed_python, args.optimizers, "DeepSpeed's environment")
+        python = args.deepspeed_python
+        names[python] = installed(python, names[sys.executable], "DeepSpeed's environment")
     found = []
     for number in range(args.rounds):
         for ranks in args.processes:
