@@ -113,7 +113,8 @@ def fsdp2(model: nn.Module, name: str, stage: int) -> Trained:
 
 def _initialized(package: Any, model: nn.Module, name: str, sections: dict[str, Any]) -> Any:
     """An engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **sections}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **sections}
+    config["zero_allow_untested_optimizer"] = True
     if name == "Muon":
         config["optimizer"] = MUON
         return package.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
