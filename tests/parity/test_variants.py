@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.dist.training import (
+    LR,
     Curve,
     assert_equal,
     assert_same_training,
@@ -125,6 +126,43 @@ def test_param_groups_keep_their_learning_rate_and_weight_decay(world_size):
     found = curve_on(world_size, sharded, "plain", True)
     assert_same_training(found, curve_on(1, slices, "plain", world_size, True))
     assert found.losses != curve_on(world_size, sharded, "plain", False).losses
+
+
+def layer_wise(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
+    """Groups as scripts of Hugging Face make them, from the last layer to the first: the learning rate shrinks by a
+    fifth for each layer, and biases and norms have no weight decay."""
+    layers = [["ln_f"], ["h.1."], ["h.0."], ["wte", "wpe"]]
+    found = []
+    for depth, words in enumerate(layers):
+        own = [(name, param) for name, param in named if any(word in name for word in words)]
+        for decays in (True, False):
+            params = [p for name, p in own if (not name.endswith("bias") and "ln_" not in name) is decays]
+            if params:
+                found.append({"params": params, "lr": LR * 0.8**depth, "weight_decay": 0.1 if decays else 0.0})
+    assert len(found) == 6 and sum(len(group["params"]) for group in found) == len(named)
+    return found
+
+
+def grown(groups: list[dict]) -> torch.optim.Optimizer:
+    """Make the optimizer for the first group, and add the others."""
+    optimizer = torch.optim.AdamW(groups[:1])
+    for group in groups[1:]:
+        optimizer.add_param_group(group)
+    return optimizer
+
+
+def in_layers(rank: int, world_size: int, stage: int) -> Curve:
+    engine, _ = start(build("gpt2"), ds_config(stage=stage, **SMALL), layer_wise, grown)
+    return train_zero(engine, batches("gpt2", STEPS))
+
+
+def slices_in_layers(rank: int, world_size: int, count: int) -> Curve:
+    return train_in_slices(build("gpt2"), batches("gpt2", STEPS), count, grouping=layer_wise, make=grown)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 2)])
+def test_layer_wise_groups_are_bit_for_bit(stage, ranks):
+    assert_same_training(curve_on(ranks, in_layers, stage), curve_on(1, slices_in_layers, ranks))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Adafactor
 
 from zero.config import load_config
@@ -21,7 +23,7 @@ from zero.deepspeed.optimizers import (
     build_optimizer,
 )
 from zero.errors import UsageError
-from zero.optim import arithmetic
+from zero.optim import arithmetic, muon
 from zero.optim.elementwise import is_elementwise, require_possible
 from zero.optim.muon import MuonWithAdamW
 
@@ -279,6 +281,41 @@ def test_muon_with_adamw_steps_as_the_two_do():
     assert torch.equal(own[0], matrix) and torch.equal(own[1], vector)
     with pytest.raises(ValueError, match="use_muon"):
         MuonWithAdamW([{"params": own}])
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}])
+def test_matrices_of_equal_shape_are_multiplied_together(settings, monkeypatch):
+    monkeypatch.setattr(muon, "BATCH", 5 * 16 * 24)  # a sixth matrix goes into another batch
+    shapes = [(16, 24)] * 6 + [(24, 16)] * 3 + [(16, 16)]
+    plain = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    own = [nn.Parameter(param.detach().clone()) for param in plain]
+    optimizers = [torch.optim.Muon(plain, lr=0.1, **settings), muon.BatchedMuon(own, lr=0.1, **settings)]
+    for _ in range(3):
+        for one, other in zip(plain, own, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        flops, products = [], []
+        for optimizer in optimizers:
+            with FlopCounterMode(display=False) as flop_counter, CountOfProducts() as counter:
+                optimizer.step()
+            flops.append(flop_counter.get_total_flops())
+            products.append(counter.count)
+        assert products == [len(shapes) * 15, 4 * 15] and flops[0] == flops[1]
+    for one, other in zip(plain, own, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+        momentum = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (one, other), strict=True)]
+        assert torch.equal(*momentum)
+
+
+class CountOfProducts(TorchDispatchMode):
+    """Counts matrix products, of one pair or of a batch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+        self.count += func.overloadpacket in products
+        return func(*args, **(kwargs or {}))
 
 
 # -- DeepSpeed's classes

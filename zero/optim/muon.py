@@ -1,8 +1,13 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer: torch's own classes, each for its param groups."""
+"""Muon for matrices and AdamW for the rest, in one optimizer: torch's own classes, each for its param groups.
+
+torch's Muon orthogonalizes one matrix after another. Here matrices of equal shape go through Newton-Schulz together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 # Matrices whose names contain one of these are no hidden layers, for which Muon is made.
 NOT_HIDDEN = ("embed", "lm_head")
+# Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take more memory.
+BATCH = 1 << 22
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -36,7 +43,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if type(group.get("use_muon")) is not bool:
             raise UsageError("MuonWithAdamW: a param group needs the entry 'use_muon', True or False")
         if group["use_muon"]:
-            part = torch.optim.Muon([group], **MUON_DEFAULTS)
+            part = BatchedMuon([group], **MUON_DEFAULTS)
         else:
             part = torch.optim.Adam([group], **ADAM_DEFAULTS, decoupled_weight_decay=self._decoupled)
         self._parts.setdefault(group["use_muon"], part)
@@ -54,6 +61,61 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
             part.step()
         return loss
+
+
+class BatchedMuon(torch.optim.Muon):
+    """torch's Muon, with its settings, state and arithmetic, that multiplies matrices of equal shape together."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
+            for param in group["params"]:
+                if param.grad is not None:
+                    alike[param.shape].append(param)
+            for shape, params in alike.items():
+                most = max(1, BATCH // shape.numel())
+                for first in range(0, len(params), most):
+                    self._update(params[first : first + most], group)
+        return loss
+
+    def _update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+        """Update matrices of one shape."""
+        lr, momentum, (rows, columns) = float(group["lr"]), group["momentum"], params[0].shape
+        grads = [param.grad for param in params]
+        for param in params:
+            if "momentum_buffer" not in self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+        averages = [self.state[param]["momentum_buffer"] for param in params]
+        torch._foreach_lerp_(averages, grads, 1 - momentum)
+        updates = torch._foreach_lerp(grads, averages, momentum) if group["nesterov"] else averages
+        matrices = torch.stack([update.bfloat16() for update in updates])
+        matrices = orthogonalized(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        is_rms = group["adjust_lr_fn"] == "match_rms_adamw"
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if is_rms else math.sqrt(max(1, rows / columns))
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(params, matrices.unbind(), alpha=-lr * ratio)
+
+
+def orthogonalized(
+    matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """About U @ V.T for each matrix U @ S @ V.T, by Newton-Schulz iterations in bf16, operation by operation as torch's
+    Muon (`torch.optim._muon`). Args: matrices: bf16, (number, rows, columns).
+    """
+    a, b, c = coefficients
+    tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 def split_groups(

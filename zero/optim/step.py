@@ -189,7 +189,7 @@ class ZeroOptimizer:
         if len(self.param_groups) != len(self.model_params):
             raise UsageError(
                 "a param group was added to the optimizer after zero.initialize, which has sharded the others: "
-                "make all groups before"
+                "make all groups before, with a learning rate of 0 if they are to train later"
             )
         with self.comm.clock.waiting("optimizer"):
             self.wait()
