@@ -13,7 +13,6 @@ import contextlib
 import functools
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -74,8 +73,7 @@ class Host:
 
     def kill(self) -> None:
         """End all its processes, as a power cut would do."""
-        self.holder.kill()
-        self.holder.wait()
+        _end(self.holder)
 
 
 @functools.cache
@@ -115,8 +113,7 @@ def hosts(count: int, folder: Path, rate: str = "1gbit") -> Iterator[list[Host]]
         yield made
     finally:
         for holder in held:
-            holder.kill()
-            holder.wait()
+            _end(holder)
 
 
 def _write_files(folder: Path, names: dict[str, str]) -> None:
@@ -138,6 +135,12 @@ def _hold(script: str, held: list[subprocess.Popen[str]]) -> int:
         raise RuntimeError(f"a host did not start: {script}")
     (first,) = psutil.Process(held[-1].pid).children()
     return first.pid
+
+
+def _end(holder: subprocess.Popen[str]) -> None:
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
 
 
 def _connect(switch: int, host: int, name: str, address: str, rate: str) -> None:

@@ -167,6 +167,8 @@ def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) 
     variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | _from_env_file()
     variables["PYTHONPATH"] = _python_path()
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    if options.elastic_training:  # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     words = ["env", *(f"{key}={value}" for key, value in variables.items()), *_torchrun(options, placement)]
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 

@@ -128,8 +128,8 @@ class Watchdog:
                 if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
                     return
                 print(
-                    f"zero: [rank {self.rank}] ranks wait for each other, and the machine of rank 0 does not answer. It "
-                    f"may be gone, or a link is down. This rank {self._status()}. It ends.",
+                    f"zero: [rank {self.rank}] ranks wait for each other, and the machine of rank 0 does not answer: "
+                    f"it is gone, or a link is down. This rank {self._status()}. It ends.",
                     file=sys.stderr,
                     flush=True,
                 )

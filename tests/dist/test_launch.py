@@ -23,13 +23,14 @@ from zero.launch import choose, parse_hostfile
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# Each rank prints its numbers. With "fail", rank 1 fails while the others wait for it.
+# Each rank prints its numbers. With "fail", rank 1 fails. The others notice nothing: somebody must end them.
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-if sys.argv[1] == "fail" and rank == 1:
-    sys.exit(7)
+if sys.argv[1] == "fail":
+    dist.barrier()
+    sys.exit(7) if rank == 1 else time.sleep(600)
 total = torch.ones(())
 dist.all_reduce(total)
 slots = os.environ["CUDA_VISIBLE_DEVICES"]
