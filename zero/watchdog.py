@@ -53,7 +53,7 @@ class Watchdog:
         self._moved, self._mark = time.monotonic(), mark
         self._is_past: Callable[[], bool] | None = None
         self._stopped = threading.Event()
-        self._main = threading.main_thread().ident
+        self._main = threading.get_ident()
         if world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
             self._store = dist.distributed_c10d._get_default_store().clone()
