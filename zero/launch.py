@@ -25,7 +25,7 @@ from zero.hf import STARTUP
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 # Variables that begin so reach the other machines. A file `.deepspeed_env` adds lines `NAME=VALUE`.
-EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP", "UCX", "HF_", "MLFLOW", "WANDB", "DEEPSPEED_TIMEOUT")
+EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP", "UCX", "HF_", "MLFLOW", "WANDB", "DEEPSPEED_TIMEOUT", "ZERO_")
 ENV_FILE = ".deepspeed_env"
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need not be the cause.
