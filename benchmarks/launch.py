@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env
     Every process has one compute thread and no network. Returns the job's output. Raises RuntimeError with the end of
     the output if the job fails or takes more than `timeout` seconds.
     """
+    print(f"on {nproc} processes: {' '.join(command)}", file=sys.stderr, flush=True)  # the only line for minutes
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
     process = subprocess.Popen(

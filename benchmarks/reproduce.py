@@ -83,12 +83,16 @@ def run_command(command: list[str], log: Path) -> int:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command with all that it started. SIGTERM first, so that torchrun ends its workers."""
-    os.killpg(process.pid, signal.SIGTERM)
+    """End a command with all that it started. SIGTERM first, so that torchrun ends its workers: it takes 30 seconds."""
+    group, deadline = process.pid, time.monotonic() + 35
+    number = signal.SIGTERM
     try:
-        process.wait(timeout=30)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        while True:
+            os.killpg(group, number)
+            number = 0 if time.monotonic() < deadline else signal.SIGKILL
+            process.poll()  # otherwise it would stay in the group when it has ended
+            time.sleep(0.1)
+    except ProcessLookupError:  # the group is empty
         process.wait()
 
 

@@ -24,7 +24,9 @@ class Parser(ArgumentParser):
 
     def parse(self, arguments: list[str]) -> Namespace:
         """As `parse_args`, for a parser with `add_command`: there must be a command."""
-        options = self.parse_args(arguments)
+        module = arguments.index("-m") if "-m" in arguments else len(arguments)
+        options = self.parse_args(arguments[:module])  # argparse would look for an option -m of its own
+        options.command += arguments[module:]
         if not options.command:
             self.error("name a script or a launcher to run")
         if options.command[0].startswith("-") and options.command[0] != "-m":

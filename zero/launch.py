@@ -6,6 +6,7 @@ the engine: it runs on the machine from which jobs are started.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -24,11 +25,15 @@ from zero.hf import STARTUP
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 # Variables that begin so reach the other machines. A file `.deepspeed_env` adds lines `NAME=VALUE`.
-EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP", "UCX", "HF_", "MLFLOW", "WANDB", "DEEPSPEED_TIMEOUT")
+EXPORTED = ("NCCL", "GLOO", "TORCH", "PYTHON", "OMP", "UCX", "HF_", "MLFLOW", "WANDB", "DEEPSPEED_TIMEOUT", "ZERO_")
 ENV_FILE = ".deepspeed_env"
 _POLL = 0.1
-# Seconds that the other machines have to end after one has failed.
+# Seconds after a failure in which the other machines may fail by themselves: the first to end need not be the cause.
+_LAST_WORDS = 5.0
+# Seconds that they then have to end.
 _GRACE = 30.0
+# ssh gives up after three of these seconds without a sign of life. Its exit code is then 255.
+_ALIVE = 15
 
 
 def launch(arguments: list[str]) -> int:
@@ -151,7 +156,8 @@ def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) 
     name, slots = list(hosts.items())[index]
     address = options.master_addr or next(iter(hosts)).rpartition("@")[2]
     placement = ["--nproc_per_node", str(len(slots)), "--tee", "3"]
-    if options.elastic_training:
+    if options.elastic_training:  # any host may become the one of rank 0: the others need its name
+        placement += ["--local_addr", name.rpartition("@")[2] if index else address]
         placement += ["--nnodes", f"{options.min_elastic_nodes}:{len(hosts)}", "--rdzv_backend", "c10d"]
         placement += ["--rdzv_endpoint", f"{address}:{options.master_port}", "--rdzv_id", "zero"]
         placement += ["--max_restarts", "3"]
@@ -161,6 +167,8 @@ def remote_command(options: Namespace, hosts: dict[str, list[int]], index: int) 
     variables = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | _from_env_file()
     variables["PYTHONPATH"] = _python_path()
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    if options.elastic_training:  # torch 2.13 would use one store for all rounds, and connect to the last one's ranks
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     words = ["env", *(f"{key}={value}" for key, value in variables.items()), *_torchrun(options, placement)]
     return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
@@ -180,7 +188,8 @@ def _from_env_file() -> dict[str, str]:
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     """Start torchrun on all hosts, print their lines, and end all when one fails. Returns the first failure's code."""
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever ended it.
-    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", *(["-p", str(options.ssh_port)] if options.ssh_port else [])]
+    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", f"ServerAliveInterval={_ALIVE}"]
+    ssh += ["-p", str(options.ssh_port)] if options.ssh_port else []
     jobs = {
         name: subprocess.Popen(
             [*ssh, name, remote_command(options, hosts, index)],
@@ -211,15 +220,17 @@ def _print_lines(name: str, job: subprocess.Popen[str]) -> None:
 
 def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int) -> int:
     failed: dict[str, int] = {}
+    deadline = math.inf
     while True:
         for name, job in jobs.items():
             if job.poll() and name not in failed:
                 failed[name] = job.returncode
                 print(f"zero launch: {name} ended with code {job.returncode}", file=sys.stderr)
-        if len(jobs) - len(failed) < fewest:
-            return next(iter(failed.values()))
-        if all(job.poll() is not None for job in jobs.values()):
-            return 0
+        too_few = len(jobs) - len(failed) < fewest
+        if too_few:
+            deadline = min(deadline, time.monotonic() + _LAST_WORDS)
+        if time.monotonic() > deadline or all(job.poll() is not None for job in jobs.values()):
+            return next(iter(failed.values())) if too_few else 0
         time.sleep(_POLL)
 
 

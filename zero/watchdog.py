@@ -1,10 +1,10 @@
 """Ends a job whose ranks block each other, and says where each of them is.
 
 Ranks that take different paths through a model wait for messages that never come. The timeout of the process group (30
-minutes) would end them with a message about sockets. A thread in each rank notices that earlier. The first thread to
-notice raises an alarm through the job's key-value store. Every rank's thread answers with what its main thread is
-doing. The first one prints all answers, and all processes end with exit code 1. This file knows nothing of units or
-collectives.
+minutes) would end them with a message about sockets. A thread in each rank notices that earlier. The first one to
+notice raises an alarm through the job's key-value store. In every rank another thread listens to the store, and answers
+with what the main thread is doing. The first one prints all answers, and all processes end with exit code 1. A rank
+that does not reach the store says so and ends too. This file knows nothing of units or collectives.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ ADVICE = (
     "If ranks choose between modules, have their parent gathered as a whole: call "
     "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize."
 )
+GONE = "A rank that does not answer is on a machine that is gone, or behind a link that is down."
+_SILENT = "does not answer"
 _ALARM = "zero_watchdog/alarm"
 # In the messages of gloo and NCCL where the other process is gone.
 _LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -51,18 +53,23 @@ class Watchdog:
         self._moved, self._mark = time.monotonic(), mark
         self._is_past: Callable[[], bool] | None = None
         self._stopped = threading.Event()
-        self._main = threading.main_thread().ident
+        self._main = threading.get_ident()
         if world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
             self._store = dist.distributed_c10d._get_default_store().clone()
-            self._thread = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
-            self._thread.start()
+            self._watcher = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
+            self._listener = threading.Thread(target=self._listen, name="zero-watchdog-listener", daemon=True)
+            self._watcher.start()
+            self._listener.start()
 
     def stop(self) -> None:
-        """End the thread. It must end before the interpreter does: it would abort inside the store's C++ code."""
+        """End the threads. They must end before the interpreter does: one would abort inside the store's C++ code."""
         self._stopped.set()
         if self.world_size > 1:
-            self._thread.join()
+            self._watcher.join()
+            self._listener.join(timeout=GRACE)
+            if self._listener.is_alive():
+                return  # the store does not answer
             try:
                 self._store.set(self._ended_key(self.rank), "")
             except dist.DistError:
@@ -114,14 +121,36 @@ class Watchdog:
             return False  # the rank that kept the store is gone
 
     def _watch(self) -> None:
+        """Never asks the store itself, which may be on a machine that does not answer."""
+        while not self._is_stopped():
+            if self._is_blocked() or self._device_is_blocked():
+                threading.Thread(target=self._alarm, daemon=True).start()
+                if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
+                    return
+                print(
+                    f"zero: [rank {self.rank}] ranks wait for each other, and the machine of rank 0 does not answer: "
+                    f"it is gone, or a link is down. This rank {self._status()}. It ends.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _listen(self) -> None:
         try:
-            while not self._stopped.wait(min(1.0, self.timeout / 10)):
-                if self._is_blocked() or self._device_is_blocked():
-                    self._answer(first=self._store.add(_ALARM, 1) == 1)
-                elif self._store.check([_ALARM]):
+            while not self._is_stopped():
+                if self._store.check([_ALARM]):
                     self._answer(first=False)
         except dist.DistError:
-            return  # The store is gone: the job is at its end.
+            return  # The store is gone. If this is not the end of the job, a wait will be too long.
+
+    def _alarm(self) -> None:
+        try:
+            self._answer(first=self._store.add(_ALARM, 1) == 1)
+        except dist.DistError:
+            return  # the store is gone
+
+    def _is_stopped(self) -> bool:
+        return self._stopped.wait(min(1.0, self.timeout / 10))
 
     def _is_blocked(self) -> bool:
         waiting = self._waiting
@@ -155,14 +184,14 @@ class Watchdog:
             while time.monotonic() < deadline and not self._store.check([self._key(r) for r in range(self.world_size)]):
                 time.sleep(0.1)
             answers = [
-                self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else "does not answer"
+                self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else _SILENT
                 for rank in range(self.world_size)
             ]
             print(
                 f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
                 "(`watchdog_timeout` in the configuration).\n"
                 + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
-                + f"\n{ADVICE}",
+                + f"\n{GONE if _SILENT in answers else ADVICE}",
                 file=sys.stderr,
                 flush=True,
             )

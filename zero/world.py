@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero import interface
 from zero.device import CPU, accelerator, is_accelerator, use
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -92,8 +93,13 @@ def init_distributed(
     backend = dist_backend or (f"cpu:gloo,{device.type}:{backend}" if is_accelerator(device) else backend)
     if init_method is None and "RANK" not in os.environ and rank < 0:
         become_world_of_one()
+    timeout, store = timeout or default_timeout(), None
+    if init_method is None and rank < 0 and not interface.is_known():
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        interface.choose(store, world_size)
     dist.init_process_group(
-        backend, init_method=init_method, timeout=timeout or default_timeout(), rank=rank, world_size=world_size
+        backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size, store=store
     )
 
 

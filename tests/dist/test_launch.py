@@ -6,6 +6,7 @@ The hosts are reached over ssh. If there is no sshd, a shell replaces ssh.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -19,17 +20,18 @@ import pytest
 
 from tests.processes import REPOSITORY, run
 from zero.errors import UsageError
-from zero.launch import choose, parse_hostfile
+from zero.launch import _parser, choose, parse_hostfile, remote_command
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# Each rank prints its numbers. With "fail", rank 1 fails while the others wait for it.
+# Each rank prints its numbers. With "fail", rank 1 fails. The others notice nothing: somebody must end them.
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-if sys.argv[1] == "fail" and rank == 1:
-    sys.exit(7)
+if sys.argv[1] == "fail":
+    dist.barrier()
+    sys.exit(7) if rank == 1 else time.sleep(600)
 total = torch.ones(())
 dist.all_reduce(total)
 slots = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -118,6 +120,16 @@ def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Pat
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_over(tmp_path) == []
+
+
+def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ZERO_WATCH_FOLDER", "/shared/a b")
+    monkeypatch.setenv("UNRELATED", "x")
+    options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
+    command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
+    assert "ZERO_WATCH_FOLDER=/shared/a b" in command and not any("UNRELATED" in word for word in command)
+    assert command[command.index("--nnodes") + 1] == "2:2" and command[command.index("--local_addr") + 1] == "b"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
 
 
 # -- hosts

@@ -17,7 +17,8 @@ from zero.watch.command import _seconds
 from zero.watch.spans import Span
 from zero.watch.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
 
-WIDTH, STEPS = 800, 3
+WIDTH = 800
+STEPS = 4  # in backwards 1, 2, 4, 8... the ranks agree on an order, by a broadcast
 WEIGHTS = {f"{number}.0.weight" for number in range(3)}
 
 
@@ -76,6 +77,7 @@ def test_a_step_of_two_ranks(tmp_path: Path):
             assert event["dur"] >= 0
             of_track[event["pid"], tracks[event["pid"], event["tid"]].partition(" (")[0]].append(event)
     assert [event["name"] for event in of_track[0, "phases"]] == ["forward", "backward", "step"]
+    assert "broadcast" in [event["name"] for event in of_track[0, "other collectives"]]
     gathers = of_track[100, "all-gathers in flight"]
     assert {event["name"] for event in gathers} == WEIGHTS
     assert all(event["args"]["elements"] >= WIDTH * WIDTH for event in gathers)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.test_hook import assert_refused
 from zero.__main__ import COMMANDS, USAGE, main
+from zero.arguments import Parser
 from zero.hf import STARTUP
 
 # What a launched script prints is its own.
@@ -43,6 +44,17 @@ def test_an_unknown_option_is_one_line(command: str, capsys):
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], capsys):
     assert_refused(arguments, "", capsys)
+
+
+@pytest.mark.parametrize(
+    "command", ["-m job --step 3", "x.py --step 3", "torchrun --nproc_per_node 2 -m job -m", "x.py -m --step 3"]
+)
+def test_a_command_keeps_its_own_options(command: str):
+    parser = Parser("trace", "", "")
+    parser.add_argument("--step", type=int)
+    parser.add_command()
+    options = parser.parse(["--step", "2", *command.split()])
+    assert options.step == 2 and options.command == command.split()
 
 
 def test_the_folder_of_the_hook_as_json(capsys):

@@ -22,6 +22,7 @@ LAYERS = [
     "zero.watchdog",
     "zero.order",
     "zero.pending",
+    "zero.interface",
     "zero.world",
     "zero.comm",
     "zero.sequence",
@@ -191,7 +192,7 @@ def test_imports_point_downwards(path):
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_torch_distributed_has_one_door(path):
     of_dimensions = ("zero.sequence", "zero.tensor_parallel", "zero.pipeline")
-    doors = ("zero.comm", "zero.world", *of_dimensions, "zero.checkpoint", "zero.watchdog")
+    doors = ("zero.comm", "zero.world", "zero.interface", *of_dimensions, "zero.checkpoint", "zero.watchdog")
     if dotted(path).startswith(doors):
         return
     if dotted(path).startswith("zero.doctor"):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import reproduce
 from benchmarks.reproduce_parts import Experiment, Sizes, Table
+from tests.processes import child_environment, kill_tree
 
 
 def python(code: str) -> list[str]:
@@ -68,6 +73,36 @@ def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
     assert sections["good"]["state"] == "done" and sections["good"]["tables"][0]["rows"] == [[16, "a|b"]]
     assert text.index("## Bad") < text.index("the last word") < text.index("## Unread")
     assert "failed: bad, unread" in capsys.readouterr().err
+
+
+SIGTERM = """
+import runpy, sys
+import benchmarks.reproduce_experiments
+from benchmarks.reproduce_parts import Experiment
+
+code = "import subprocess; subprocess.run(['sleep', '600'])"
+command = [sys.executable, "-c", code]
+benchmarks.reproduce_experiments.EXPERIMENTS = [
+    Experiment("long", "Long", "Takes long.", lambda sizes: [command], lambda folder, logs: [])
+]
+runpy.run_module("benchmarks.reproduce", run_name="__main__")
+"""
+
+
+def test_sigterm_ends_what_was_started(tmp_path):
+    command = [sys.executable, "-c", SIGTERM, "--output", tmp_path / "out"]
+    with subprocess.Popen(command, env=child_environment(), stderr=subprocess.DEVNULL) as process:
+        try:
+            descendants: list[psutil.Process] = []
+            while not any(each.name() == "sleep" for each in descendants):
+                assert process.poll() is None
+                time.sleep(0.1)
+                descendants = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            assert process.wait(timeout=120) == 128 + signal.SIGTERM
+            assert [each for each in descendants if each.is_running()] == []
+        finally:
+            kill_tree(process.pid)
 
 
 def test_only_runs_some_and_keeps_earlier_sections(run):

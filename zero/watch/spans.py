@@ -59,7 +59,9 @@ class Spans:
             Communicator, "start_all_to_all", REDUCTIONS, lambda comm, received, *_: _about(_[-1], received)
         )
         self._while_called(Communicator, "all_reduce", OTHERS, lambda comm, tensor, *_, **__: _about("sum", tensor))
-        self._while_called(Communicator, "broadcast", OTHERS, lambda comm, tensor, *_: _about("broadcast", tensor))
+        self._while_called(
+            Communicator, "broadcast", OTHERS, lambda comm, tensor, *_, **__: _about("broadcast", tensor)
+        )
         self._while_called(
             Communicator, "all_to_all", OTHERS, lambda comm, received, *_: _about("all-to-all", received)
         )
