@@ -22,6 +22,7 @@ import torch
 from zero.gathered import gather_range
 from zero.gathering import Gathering
 from zero.layout import packs_experts
+from zero.parameters import local
 from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
@@ -32,7 +33,7 @@ def can_be_sliced(unit: Unit) -> bool:
         return False
     module = unit.modules[0]
     return hasattr(module, "_is_expert_parallel") and all(
-        len(param) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
+        len(local(param)) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
         for param in module.parameters()
     )
 
