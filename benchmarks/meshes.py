@@ -2,7 +2,7 @@
 
     python -m benchmarks.meshes
 
-Both train the same Llama (5.3M parameters) on the same batches: this engine, and FSDP2 composed with torch's
+Both train the same Llama (4.2M parameters) on the same batches: this engine, and FSDP2 composed with torch's
 `parallelize_module` or with `torch.distributed.pipelining`. They take turns, so that a busy machine disturbs both
 alike. A ratio is formed within a round, and the median over the rounds is reported. The run fails if losses differ.
 
