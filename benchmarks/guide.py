@@ -7,7 +7,8 @@ training     An MLP of 1000, 4000, 4000 and 1 values learns 10,000 random rows w
              plain torch on the whole batch, and stages 0 to 3 on 2 ranks: seconds, bytes of model states, losses.
 activations  What autograd keeps for backward: without and with gradient checkpointing, and what is left on the device
              if it goes to host memory (`cpu_checkpointing`). Counted in bytes of distinct storages, without parameters.
-meshes       Bytes a parameter of a rank for each stage and each mesh of data x tensor x pipeline on 1, 2, 4, 8 ranks.
+meshes       Bytes a parameter of a rank for each stage and each mesh on 1, 2, 4, 8 ranks: data x tensor x pipeline, or
+             data x sequence.
 claims       "4, 8 and 64 times less memory" for T5-3B at stages 1, 2 and 3: the estimate of `zero estimate`.
 
 The run fails if the losses of a stage are not those of plain torch.
@@ -58,7 +59,7 @@ def meshes(args: argparse.Namespace) -> Rows:
         for of_ranks in zip(*worker(world, "meshes", args), strict=True):
             row = max(of_ranks, key=lambda each: each["states"])
             part = row["elements"] / (row["tensor"] * row["pipeline"])
-            rows.append(row | {"paper": paper_bytes(part, row["stage"], row["data"]), "ranks": world})
+            rows.append(row | {"paper": paper_bytes(part, row["stage"], row["data"] * row["sequence"]), "ranks": world})
         print(f"meshes: {world} ranks", flush=True)
     return rows
 

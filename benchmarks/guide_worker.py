@@ -212,7 +212,7 @@ LLAMA = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
 }  # fmt: skip
-LENGTH, MICRO_BATCHES = 8, 4
+LENGTH, MICRO_BATCHES = 16, 4
 
 
 def meshes(args: argparse.Namespace) -> Rows:
@@ -221,24 +221,56 @@ def meshes(args: argparse.Namespace) -> Rows:
     for shape in [each for each in factors if each[0] * each[1] * each[2] == world]:
         for stage in STAGES:
             rows.append(mesh_states(*shape, stage))
+    for sequence in [each for each in (2, 4, 8) if world % each == 0]:
+        for stage in STAGES:
+            rows.append(sequence_states(world // sequence, sequence, stage))
     return rows
 
 
 def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, Any]:
     """Run two steps in bf16, and return this rank's model states before the second update."""
     mesh = init_device_mesh("cpu", (pipeline, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
+    model, config = for_meshes(stage)
+    config["gradient_accumulation_steps"] = MICRO_BATCHES
+    sizes = {"data": data, "sequence": 1, "tensor": tensor, "pipeline": pipeline, "stage": stage}
+    sizes["elements"] = sum(param.numel() for param in model.parameters())
+    engine, *_ = zero.initialize(model=split(model, mesh), config=config, mesh=mesh)
+    pipe = Pipeline(engine, mesh, LENGTH, Schedule1F1B)
+    ids = torch.randint(LLAMA["vocab_size"], (MICRO_BATCHES, LENGTH))
+    return sizes | states_of_second_step(engine, lambda: pipe.step(ids, ids))
+
+
+def sequence_states(data: int, sequence: int, stage: int) -> dict[str, Any]:
+    """The same, where `sequence` ranks share each sequence. Each takes the loss of its own tokens."""
+    model, config = for_meshes(stage)
+    sizes = {"data": data, "sequence": sequence, "tensor": 1, "pipeline": 1, "stage": stage}
+    sizes["elements"] = sum(param.numel() for param in model.parameters())
+    engine, *_ = zero.initialize(model=model, config=config | {"sequence_parallel_size": sequence})
+    ids = torch.randint(LLAMA["vocab_size"], (1, LENGTH))
+    whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(LENGTH)[None]}
+    own = {name: value.chunk(sequence, dim=1)[dist.get_rank() % sequence] for name, value in whole.items()}
+
+    def step() -> None:
+        engine.backward(engine(**own).loss)
+        engine.step()
+
+    return sizes | states_of_second_step(engine, step)
+
+
+def for_meshes(stage: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and a configuration."""
+    torch.manual_seed(SEED)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
-    elements = sum(param.numel() for param in model.parameters())
-    engine, *_ = zero.initialize(model=split(model, mesh), config=config, mesh=mesh)
-    pipe = Pipeline(engine, mesh, LENGTH, Schedule1F1B)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA)), config
+
+
+def states_of_second_step(engine: zero.ZeroEngine, train_step: Callable[[], object]) -> dict[str, int]:
+    """Take two steps. Returns this rank's model states before the second update."""
     states: dict[str, int] = {}
     update = engine.step
 
@@ -247,12 +279,10 @@ def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, 
         update()
 
     engine.step = step
-    ids = torch.randint(LLAMA["vocab_size"], (MICRO_BATCHES, LENGTH))
     for _ in range(2):
-        pipe.step(ids, ids)
+        train_step()
     engine.destroy()
-    sizes = {"data": data, "tensor": tensor, "pipeline": pipeline, "stage": stage, "elements": elements}
-    return {**sizes, **states, "states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))}
+    return states | {"states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))}
 
 
 def main() -> None:

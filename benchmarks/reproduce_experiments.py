@@ -92,10 +92,15 @@ def of_claims(folder: Path, logs: list[Path]) -> list[Table]:
 
 def of_meshes(folder: Path, logs: list[Path]) -> list[Table]:
     rows = read(folder, "guide")["meshes"]
-    columns = ["ranks", "data x tensor x pipeline", *(f"stage {stage}" for stage in range(4)), "paper, stages 0 to 3"]
+    columns = [
+        "ranks",
+        "data x sequence x tensor x pipeline",
+        *(f"stage {stage}" for stage in range(4)),
+        "paper, stages 0 to 3",
+    ]
     found: dict[tuple[int, ...], list[Any]] = {}
     for row in rows:
-        key = (row["ranks"], row["data"], row["tensor"], row["pipeline"])
+        key = (row["ranks"], row["data"], row["sequence"], row["tensor"], row["pipeline"])
         found.setdefault(key, []).append((row["states"] / row["elements"], row["paper"] / row["elements"]))
     table = [
         [key[0], " x ".join(map(str, key[1:])), *(states for states, _ in of), ", ".join(f"{p:.3g}" for _, p in of)]
@@ -308,9 +313,10 @@ EXPERIMENTS = [
         "meshes",
         "Memory by stage and mesh",
         "Model states of the largest rank, by counter. The paper's formula is given a part of 1 / (tensor x pipeline) "
-        "of the model. Norms are not shared by tensor parallelism, and the first and the last stage have an embedding "
-        "each, so a rank may hold more than that part. `--quick` leaves out 8 ranks. This engine keeps gradients in "
-        "fp32. At stage 3, parameters that are gathered at that moment count too.",
+        "of the model. Ranks that share sequences shard the model as ranks of data do. Norms are not shared by tensor "
+        "parallelism, and the first and the last stage have an embedding each, so a rank may hold more than that "
+        "part. `--quick` leaves out 8 ranks. This engine keeps gradients in fp32. At stage 3, parameters that are "
+        "gathered at that moment count too.",
         guide("meshes"),
         of_meshes,
     ),

@@ -5,14 +5,15 @@ experts. It is run by the module's own forward, on a copy of the module that hol
 which transformers runs the experts of one rank under expert parallelism: `num_experts` is that of the slice, and
 tokens of other experts get the index `num_experts`. The results of all slices are added.
 
-Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All ranks run all slices
-in the same order, whatever their tokens chose, so their gathers match. The gradient of all experts is whole until it is
-reduced.
+Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All ranks run the same
+slices in the same order, so their gathers match: all slices in training, whose many tokens choose nearly all experts.
+Without gradients, as in generation, the ranks agree on the experts that some token has chosen. The gradient of all
+experts is whole until it is reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from zero.gathered import gather_range
 from zero.gathering import Gathering
 from zero.layout import packs_experts
+from zero.parameters import local
 from zero.pending import Pending
 from zero.unit import Unit, unit_of
 
@@ -32,7 +34,7 @@ def can_be_sliced(unit: Unit) -> bool:
         return False
     module = unit.modules[0]
     return hasattr(module, "_is_expert_parallel") and all(
-        len(param) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
+        len(local(param)) == module.num_experts and (unit_of(param) is unit or unit_of(param).persistent)
         for param in module.parameters()
     )
 
@@ -69,17 +71,31 @@ class SlicedExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The names are those of the forward in transformers."""
-        return self._run(hidden_states, top_k_index, top_k_weights, *self.params)
+        return self._run(self._ranges(top_k_index), hidden_states, top_k_index, top_k_weights, *self.params)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the module has ordinary parameters, and its own forward."""
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
-    def slices(self) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    def _ranges(self, index: torch.Tensor) -> list[tuple[int, int]]:
+        """(first expert, end) of each slice; equal on all ranks, which must all call this. `index`: of the choices."""
+        chosen = [1.0] * self.module.num_experts
+        if not torch.is_grad_enabled():
+            marks = torch.zeros(len(chosen), device=index.device)
+            marks[index.flatten()] = 1.0
+            chosen = self.unit.comm.all_reduce(marks, of_shards=True).tolist()
+        found: list[tuple[int, int]] = []
+        for number in [number for number, mark in enumerate(chosen) if mark]:
+            first, end = found[-1] if found else (0, -1)
+            if number == end and number - first < self._step:
+                found[-1] = (first, number + 1)
+            else:
+                found.append((number, number + 1))
+        return found
+
+    def slices(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
         """(first expert, end, their part of each parameter), each in memory that is used again after it."""
-        experts = self.module.num_experts
-        for first in range(0, experts, self._step):
-            end = min(first + self._step, experts)
+        for first, end in ranges:
             numel = (end - first) * self._numel_of_one
             self._gathering.before_part(self.unit)
             self.unit.residency.add(numel)
@@ -118,12 +134,18 @@ class SlicedExperts:
 class _InSlices(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, experts: SlicedExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *params: Any
+        ctx: Any,
+        experts: SlicedExperts,
+        ranges: list[tuple[int, int]],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *params: Any,
     ) -> torch.Tensor:
-        ctx.experts, ctx.autocast = experts, _autocast(hidden.device.type)
+        ctx.experts, ctx.ranges, ctx.autocast = experts, ranges, _autocast(hidden.device.type)
         ctx.save_for_backward(hidden, index, weights)
         total = _zeros_for_a_sum(hidden)
-        for first, end, values in experts.slices():
+        for first, end, values in experts.slices(ranges):
             total.add_(experts.run(first, end, values, (hidden, index, weights)))
         return total.to(hidden.dtype)
 
@@ -133,9 +155,9 @@ class _InSlices(torch.autograd.Function):
         of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
         of_params = [
             torch.zeros(param.shape, dtype=param.dtype, device=grad.device) if needed else None
-            for param, needed in zip(experts.params, ctx.needs_input_grad[4:], strict=True)
+            for param, needed in zip(experts.params, ctx.needs_input_grad[5:], strict=True)
         ]
-        for first, end, values in experts.slices():
+        for first, end, values in experts.slices(ctx.ranges):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
                 out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
@@ -147,7 +169,7 @@ class _InSlices(torch.autograd.Function):
             for number, each in zip(wanted, found, strict=True):
                 if each is not None:
                     targets[number].add_(each)
-        return None, of_inputs[0].to(hidden.dtype), None, of_inputs[1].to(weights.dtype), *of_params
+        return None, None, of_inputs[0].to(hidden.dtype), None, of_inputs[1].to(weights.dtype), *of_params
 
 
 def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:

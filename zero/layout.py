@@ -153,8 +153,9 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def packs_experts(module: nn.Module) -> bool:
     """Whether the module holds the weights of all its experts in tensors whose first dimension is the expert."""
     experts = getattr(module, "num_experts", None)
-    packed = (param.dim() == 3 and len(param) == experts for param in module.parameters(recurse=False))
-    return isinstance(experts, int) and any(packed)
+    # Under expert parallelism the module's number is this rank's, and the parameters are DTensors.
+    own = (getattr(param, "_local_tensor", param) for param in module.parameters(recurse=False))
+    return isinstance(experts, int) and any(param.dim() == 3 and len(param) == experts for param in own)
 
 
 def block_classes(model: nn.Module) -> set[str]:

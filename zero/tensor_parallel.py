@@ -7,12 +7,13 @@ engine knows the attributes that `prepare` sets (see `zero.parameters.Cut`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from zero.errors import UsageError
@@ -39,10 +40,16 @@ class DTensorCut:
 
 
 def mesh_in(model: nn.Module) -> DeviceMesh | None:
-    """The mesh of the model's DTensors, None if it has none. Raises UsageError for several, or several dimensions."""
+    """The mesh of the model's DTensors, None if it has none.
+
+    Raises UsageError for several dimensions, for several sets of ranks, and for a model that `fully_shard` has wrapped.
+    """
+    if wrapped := next((module for module in model.modules() if isinstance(module, FSDPModule)), None):
+        raise UsageError(f"fully_shard has sharded {type(wrapped).__name__}: leave that to ZeRO (without fsdp_size)")
     found = {param.device_mesh: name for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in found}  # transformers makes one more mesh for experts
     for mesh, name in found.items():
-        if mesh.ndim > 1 or len(found) > 1:
+        if mesh.ndim > 1 or len(ranks) > 1:
             raise UsageError(
                 f"parameter {name!r} is a DTensor of {mesh}: cut the model over one mesh of one dimension, such as "
                 "mesh['tp']; ZeRO shards over the other ranks"
@@ -112,10 +119,12 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 
 
 @torch.no_grad()
-def parallelize(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Parameter]:
+def parallelize(model: nn.Module, mesh: DeviceMesh, whole_experts: bool) -> dict[nn.Parameter, nn.Parameter]:
     """Cut a transformers model over `mesh` by its own plan. Returns the new parameters, by those that they replace.
 
-    Raises UsageError for a model without a plan, and where the mesh does not divide its heads. All ranks must call it.
+    whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism). Otherwise it gets a
+    part of each. Raises UsageError for a model without a plan, and where the mesh does not divide its heads or experts.
+    All ranks must call it.
     """
     planned = next((module for module in model.modules() if getattr(module, "tp_plan", None)), None)
     if planned is None:
@@ -126,24 +135,52 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, nn.Par
     if adapter := next((name for name, module in planned.named_modules() if hasattr(module, "base_layer")), None):
         raise UsageError(f"tensor parallelism: {adapter!r} has an adapter, which no plan cuts: train without adapters")
     check_heads(planned, mesh.size())
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
-    for name, style in planned._expand_parallel_plan(planned.tp_plan).items():
+    for name, cut in _cuts(planned, mesh, whole_experts):
         if (old := before.get(name)) is None:
-            apply_tensor_parallelism(planned, mesh, {name: style})
+            cut()
             continue
         path, _, attribute = name.rpartition(".")
         module = planned.get_submodule(path)
         if old not in found:  # it may be tied to one that is cut already
             _take_back(old)
-            apply_tensor_parallelism(planned, mesh, {name: style})
+            cut()
             found[old] = new = module._parameters[attribute]
             if isinstance(new, DTensor):
                 new._local_tensor = new._local_tensor.clone()  # else it would keep the memory of the whole
         module._parameters[attribute] = found[old]
     return found
+
+
+def _cuts(planned: nn.Module, mesh: DeviceMesh, whole_experts: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The parameters and modules that the plans name, each with what cuts it."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    of_experts = {}
+    if whole_experts:
+        apply_to_experts, of_experts = _plan_of_experts(planned, mesh.size())
+    inside = tuple(f"{name}." for name in of_experts)
+    for name, style in planned._expand_parallel_plan(planned.tp_plan).items():
+        if not f"{name}.".startswith(inside):
+            yield name, partial(apply_tensor_parallelism, planned, mesh, {name: style})
+    for name, style in of_experts.items():
+        yield name, partial(apply_to_experts, planned, mesh, mesh, {name: style})
+
+
+def _plan_of_experts(planned: nn.Module, size: int) -> tuple[Callable, dict[str, str]]:
+    """What applies transformers' plan for expert parallelism to a model, and that plan."""
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:
+        raise UsageError("expert_parallel: needs transformers 5.22 or newer") from None
+    plan = planned._expand_parallel_plan(planned.ep_plan or {})
+    if not plan:
+        raise UsageError(f"expert_parallel: {type(planned).__name__} has no ep_plan; delete the section")
+    for name, style in plan.items():
+        if style == "grouped_gemm" and (experts := len(planned.get_parameter(name))) % size:
+            raise UsageError(f"expert_parallel: {size} ranks do not divide the {experts} experts of {name!r}")
+    return apply_expert_parallelism, plan
 
 
 def check_heads(model: nn.Module, size: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import zero
 from tests.dist.training import (
     Curve,
     assert_same_training,
@@ -107,14 +108,15 @@ def sliced(rank: int, world_size: int, name: str, implementation: str, experts: 
     limit = 2 * experts * EXPERTS_NUMEL // EXPERTS
     engine, _ = start(model, ds_config(**WHOLE, stage3_max_live_parameters=limit, **settings))
     assert len(engine._sliced) == {"mixtral": 2, "qwen3": 1}[name]
-    sizes: set[int] = set()
+    ranges: list[tuple[int, int]] = []
     for each in engine._sliced:
-        each.run = partial(watched, each.run, sizes)
+        each.run = partial(watched, each.run, ranges)
     curve = train_zero(engine, data())
-    assert max(sizes) == experts
+    assert max(end - first for first, end in ranges) == experts
     largest = max(unit.layout.numel for unit in engine.units if unit.modules)
     assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
     assert engine.residency.live == 0
+    assert_generation_gathers_what_is_chosen(engine, ranges)
     assert_a_copy_is_on_its_own(model.model.layers[0].mlp.experts)
     engine.destroy()
     assert "forward" not in vars(model.model.layers[0].mlp.experts)
@@ -130,8 +132,20 @@ def assert_a_copy_is_on_its_own(experts: nn.Module) -> None:
         assert not copied(*inputs).any() and experts(*inputs).any()
 
 
-def watched(run: Callable, sizes: set[int], first: int, end: int, *rest: object) -> torch.Tensor:
-    sizes.add(end - first)
+def assert_generation_gathers_what_is_chosen(engine: zero.ZeroEngine, ranges: list[tuple[int, int]]) -> None:
+    token = torch.tensor([[5 + engine.comm.rank]])
+    with_all = engine(input_ids=token).logits.detach()
+    ranges.clear()
+    with torch.no_grad():
+        logits = engine(input_ids=token).logits
+    torch.testing.assert_close(logits, with_all)
+    run = sum(end - first for first, end in ranges)
+    most = 2 * engine.comm.world_size * len(engine._sliced)  # two of each token
+    assert 0 < run <= most < EXPERTS * len(engine._sliced)
+
+
+def watched(run: Callable, ranges: list[tuple[int, int]], first: int, end: int, *rest: object) -> torch.Tensor:
+    ranges.append((first, end))
     return run(first, end, *rest)
 
 

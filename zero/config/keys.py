@@ -247,7 +247,7 @@ class SectionsWithoutEffect(Section):
     use_dynamic_tiling: bool = unused(False, "in published configurations, and read nowhere in DeepSpeed")
     memory_breakdown: bool = unused(False, _TORCH_PROFILER)
     dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
-    use_data_before_expert_parallelism: bool = unused(False, "there is no expert parallelism")
+    use_data_before_expert_parallelism: bool = unused(False, "processes that share layers share experts")
     datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
     weight_quantization: idle("enabled quantized_initialization post_init_quant q_type q_groups num_bits") = unused(
         None, "weights are not quantized"
@@ -283,14 +283,6 @@ class SectionsWithoutEffect(Section):
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
     ) = unused(None, "settings are never searched for; what the file says is used")
-    expert_parallel: idle(
-        "enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
-        "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
-        "route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm "
-        "comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k "
-        "load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
-        "has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
-    ) = unused(None, "there is no expert parallelism")
 
 
 _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"

@@ -36,7 +36,7 @@ from zero.config.keys import (
 from zero.config.monitor import CsvMonitorConfig, FlopsProfilerConfig, JsonMonitorConfig, TensorBoardConfig, WandbConfig
 from zero.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from zero.config.optim import OptimizerConfig, SchedulerConfig
-from zero.config.parallel import TensorParallelConfig
+from zero.config.parallel import ExpertParallelConfig, TensorParallelConfig
 from zero.config.precision import BF16Config, DataTypesConfig, FP16Config
 from zero.errors import UsageError
 
@@ -249,6 +249,7 @@ class Config(SectionsWithoutEffect):
     gradient_accumulation_steps: Positive | None = acts(None, auto="gradient_accumulation_steps")
     """Micro-batches of one step."""
     tensor_parallel: TensorParallelConfig = Field(default_factory=TensorParallelConfig)
+    expert_parallel: ExpertParallelConfig = Field(default_factory=ExpertParallelConfig)
     sequence_parallel_size: Positive = 1
     """Neighbouring processes that share each sequence (Ulysses). The Trainer's `ParallelismConfig` sets it."""
     managed_gradient_accumulation: bool = True

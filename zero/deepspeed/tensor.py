@@ -25,17 +25,19 @@ def tp_model_init(
     The engine, not `dtype`, gives the parameters their dtype. All ranks must call it.
     """
     world.init_distributed()
-    _cut(model, tp_size, None)
+    _cut(model, tp_size, None, whole_experts=False)
     return model
 
 
-def _cut(model: nn.Module, size: int, mesh: Any) -> Replaced:
+def _cut(model: nn.Module, size: int, mesh: Any, whole_experts: bool) -> Replaced:
     """Cut `model` over `size` neighbouring ranks, unless it is cut so already; `mesh`: has tp, or None."""
     found, replaced = tensor_parallel.mesh_in(model), {}
     if found is None and size > 1:
         comm = communicator()
         found = tensor_parallel.make_mesh(size, comm.world_size, comm.device) if mesh is None else mesh["tp"]
-        replaced = tensor_parallel.parallelize(model, found)
+        replaced = tensor_parallel.parallelize(model, found, whole_experts)
+    elif whole_experts and not any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
+        raise UsageError("expert_parallel: the model is cut already, and each process has a part of each expert")
     if found is not None:
         first = world.get_rank() // size * size
         if found.mesh.tolist() != list(range(first, first + size)):
@@ -66,7 +68,13 @@ def share_model(model: nn.Module, settings: Config, mesh: Mesh | None) -> tuple[
             raise UsageError(f"tensor_parallel.autotp_size is {autotp}, and the mesh is {sizes}: delete the key")
         if "shard" in sizes:
             settings.zero_optimization.use_shard_size(sizes["shard"])
-    replaced = _cut(model, sizes.get("tp", 1), mesh)
+    tp, ep = sizes.get("tp", 1), settings.expert_parallel.size
+    if ep not in (1, tp):
+        raise UsageError(
+            f"expert_parallel.autoep_size is {ep}, and {tp} processes share each layer: only these can share experts; "
+            f"set tensor_parallel.autotp_size to {ep}, or delete the section: experts are sharded anyway, as all else"
+        )
+    replaced = _cut(model, tp, mesh, whole_experts=ep > 1)
     if (found := tensor_parallel.mesh_in(model)) is not None:
         sixteen_bit = settings.fp16.enabled or settings.bf16.enabled
         tensor_parallel.prepare(model, found, job.device, settings.compute_dtype if sixteen_bit else None)
