@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,13 +26,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
 from zero.config.settings import ZeroConfig
+from zero.construction import make_schedule
 from zero.deepspeed.optimizers import build_optimizer
 from zero.errors import UsageError
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan, plan_units
 from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
 from zero.optim.muon import is_hidden_matrix
-from zero.schedule import Residency, Schedule
+from zero.schedule import Residency
 from zero.unit import State
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -132,10 +133,9 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
         for number, plan in enumerate(plans)
     }
     found = Estimate(sum(layout.numel for layout in layouts.values()))
-    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
-    for plan, layout in zip(plans, layouts.values(), strict=True):
-        in_memory -= layout.numel // ranks
-        _add_states(found, config, plan, layout, in_memory >= 0)
+    places = homes(plans, list(layouts.values()), config)
+    for plan, layout, home in zip(plans, layouts.values(), places, strict=True):
+        _add_states(found, config, plan, layout, home)
         if second and not plan.persistent:
             found.add(DEVICE, "second shards", layout.padded // second * config.compute_dtype.itemsize)
     item = config.compute_dtype.itemsize
@@ -158,20 +158,39 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
     return found
 
 
-def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, in_memory: bool) -> None:
-    """Parameters, gradients, masters and moments of one unit; `in_memory`: its shard does not go to a file."""
+class Home(NamedTuple):
+    """Where the weights of a unit live between their uses, and what the optimizer keeps of it."""
+
+    weights: str
+    optimizer: str
+
+
+def homes(plans: Sequence[UnitPlan], layouts: Sequence[UnitLayout], config: Config) -> Iterator[Home]:
+    """The home of each unit. Of weights for files, the first `max_in_cpu` elements of a rank stay in host memory."""
     zero, item = config.zero_optimization, config.compute_dtype.itemsize
-    persistent = plan.persistent or zero.stage < 3
-    shard = layout.shard_numel
-    home = DEVICE if persistent or not zero.offloads_params else _place(zero.offload_param.device, shard * item)
-    home = HOST if home == DISK and in_memory else home
+    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
+    for plan, layout in zip(plans, layouts, strict=True):
+        in_memory -= layout.numel // layout.world_size
+        weights = optimizer = DEVICE
+        if zero.offloads_params and zero.stage == 3 and not plan.persistent:
+            weights = _place(zero.offload_param.device, layout.shard_numel * item)
+            weights = HOST if in_memory >= 0 else weights
+        if zero.offloads_optimizer and zero.stage:
+            optimizer = _place(zero.offload_optimizer.device, layout.shard_numel * 4)
+        yield Home(weights, optimizer)
+
+
+def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, homes: Home) -> None:
+    """Parameters, gradients, masters and moments of one unit."""
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
+    persistent, shard = plan.persistent or zero.stage < 3, layout.shard_numel
+    home, place = homes
     found.add(home, "parameters", (layout.padded if persistent else shard) * item)
     if not plan.params[0].requires_grad:
         return
-    place, ratio = DEVICE, 1.0
-    if zero.offloads_optimizer and zero.stage:
-        place = _place(zero.offload_optimizer.device, shard * 4)
-        ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio
+    ratio = 1.0
+    if place != DEVICE and zero.offload_optimizer.ratio != "auto":
+        ratio = zero.offload_optimizer.ratio
     gradient = config.sum_dtype.itemsize
 
     def add(part: str, nbytes: float) -> None:
@@ -219,16 +238,24 @@ def _place(device: str, nbytes: int) -> str:
 # -- gathered parameters
 
 
-class _Unit:
+# As much of a communicator as `Gathering` sees.
+NO_COMMUNICATOR = SimpleNamespace(
+    watchdog=SimpleNamespace(set_position=lambda unit: None),
+    clock=SimpleNamespace(progress=SimpleNamespace(advance=lambda total: None)),
+    world_size=2,
+)
+
+
+class CountedUnit:
     """As much of a unit as `Gathering` sees: it counts, and moves nothing."""
 
     def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
-        self.layout, self.persistent, self._residency = layout, persistent, residency
+        self.layout, self.persistent, self.residency = layout, persistent, residency
         self.state, self.users, self.is_ready = State.SHARDED, 0, True
 
     def all_gather(self, by: object) -> None:
         self.state = State.GATHERING
-        self._residency.add(self.layout.numel)
+        self.residency.add(self.layout.numel)
 
     def unshard(self) -> None:
         self.state, self.users = State.UNSHARDED, self.users + 1
@@ -241,26 +268,15 @@ class _Unit:
 
     def reshard(self) -> None:
         self.state = State.SHARDED
-        self._residency.remove(self.layout.numel)
+        self.residency.remove(self.layout.numel)
 
 
 def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLayout], config: Config) -> int:
     """Most elements that are gathered at once in a forward and backward, by the engine's own policy."""
-    zero, residency = config.zero_optimization, Residency()
-    units = [_Unit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
-    schedule = Schedule(
-        [layout.numel for layout in layouts],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_live_parameters,
-        zero.stage3_max_reuse_distance,
-    )
-    nothing = SimpleNamespace(advance=lambda total: None)
-    comm = SimpleNamespace(
-        watchdog=SimpleNamespace(set_position=lambda unit: None),
-        clock=SimpleNamespace(progress=nothing),
-        world_size=2,
-    )
-    gathering = Gathering(units, schedule, comm, residency, before_use=lambda: None)
+    residency = Residency()
+    units = [CountedUnit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
+    schedule = make_schedule(units, config)
+    gathering = Gathering(units, schedule, NO_COMMUNICATOR, residency, before_use=lambda: None)
     order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
     for _ in range(2):  # the first pass is only recorded
         gathering.begin_pass("train", wraps=False)
