@@ -1,4 +1,4 @@
-"""The program of a step that `benchmarks.rehearsal` writes down is what the engine does on the simulated accelerator."""
+"""What `benchmarks.rehearsal` writes down of a step is what the engine does on the simulated accelerator."""
 
 from __future__ import annotations
 
