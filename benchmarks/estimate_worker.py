@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
-import psutil
 import torch
 import transformers
 
 import zero
 from tests.accelerator import device
-from zero.estimate import DEVICE, HOST
+from zero.activation_trace import enable_checkpointing
+from zero.monitor.held import DEVICE, HOST, held
 
 STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,9 +24,15 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
          "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]},
     ),
+    "tiny": (
+        "Llama",
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 2,
+         "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]},
+    ),
     "gpt2": (
         "GPT2",
         {"n_embd": 384, "n_layer": 8, "n_head": 6, "vocab_size": 4096, "n_positions": 512,
+         "bos_token_id": 1, "eos_token_id": 2,
          "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "architectures": ["GPT2LMHeadModel"]},
     ),
 }  # fmt: skip
@@ -44,22 +49,20 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
 def measure(
     rank: int, world_size: int, name: str, settings: dict[str, Any], batch: int, length: int, checkpointing: bool
 ) -> dict[str, int]:
-    """Train; peak of device memory in bytes after `initialize`, and the growth of host memory."""
+    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine holds on the host."""
     config = shape_of(name)
     model = getattr(transformers, config.architectures[0])(config)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    before = psutil.Process().memory_info().rss - sum(param.nbytes for param in model.parameters())
+        enable_checkpointing(model)
     engine = zero.initialize(model=model, config=settings)[0]
     torch.accelerator.reset_peak_memory_stats()
-    ids = torch.randint(3, 4096, (batch, length)).to(device.NAME)
+    ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
     for _ in range(STEPS):
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
     engine.optimizer.wait()
     torch.accelerator.synchronize()
-    gc.collect()
-    from zero.monitor.held import held
-
-    rss = psutil.Process().memory_info().rss - before - torch.accelerator.memory_allocated()
-    return {DEVICE: torch.accelerator.max_memory_allocated(), HOST: rss, "held": held(engine)}
+    pools = engine.optimizer._rounded, engine.optimizer._updates._memory
+    buffers = sum(len(block) for pool in pools for block in pool._free)
+    on_host = sum(held(engine).get(HOST, {}).values()) + buffers
+    return {DEVICE: torch.accelerator.max_memory_allocated(), HOST: on_host}

@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zero.activation_trace import FAKE
+from zero.activation_trace import FAKE, enable_checkpointing
 from zero.config import Config
 from zero.construction import make_schedule
-from zero.estimate import NO_COMMUNICATOR, CountedUnit, Home, build, homes
+from zero.estimate import Home, build, homes
+from zero.estimate_step import NO_COMMUNICATOR, CountedUnit
 from zero.gathering import Gathering
 from zero.hooks import ModuleHooks
 from zero.layout import UnitLayout, UnitPlan, plan_units
@@ -185,7 +186,7 @@ def rehearse_fake(
     shape._attn_implementation = "eager"  # the counter does not know the CPU's fused attention
     model = build(shape, config.compute_dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        enable_checkpointing(model)
     units = make_units(model, config, 2)  # outside of FAKE: the hooks compare addresses of their buffers
     with FAKE:
         ids = torch.zeros(batch, length, dtype=torch.long)
