@@ -1,7 +1,7 @@
 """The program of one training step: what the engine computes, gathers, waits for and reduces, and in which order.
 
 `rehearse` runs the engine's own hooks and policies (`zero.hooks`, `zero.gathering`, `zero.reduction`) over a model, on
-units that move nothing and write down what is asked of them. The model may be one of fake tensors, of any size.
+units that move nothing and write down what is asked of them. The model may be one on the meta device, of any size.
 `tests/accelerator/test_timeline.py` compares such programs with what the engine does on the simulated accelerator.
 """
 
@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from zero.activation_trace import FAKE, enable_checkpointing
+from zero.activation_trace import enable_checkpointing
 from zero.config import Config
 from zero.construction import make_schedule
-from zero.estimate import Home, build, homes
+from zero.estimate import Home, homes
 from zero.estimate_step import NO_COMMUNICATOR, CountedUnit
 from zero.gathering import Gathering
 from zero.hooks import ModuleHooks
@@ -47,6 +46,8 @@ class Operations(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True  # a question about a mask's values
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=out)
@@ -121,12 +122,6 @@ class RehearsedReducer:
         self._program.add("backward ends")
 
 
-class _Order(ReductionOrder):
-    def finish(self) -> None:
-        with unset_fake_temporarily():  # the ranks' order is a tensor with values
-            super().finish()
-
-
 def rehearse(
     model: nn.Module,
     units: Sequence[RehearsedUnit],
@@ -135,7 +130,7 @@ def rehearse(
     clock: Callable[[], float],
     on_accelerator: bool,
 ) -> list[Op]:
-    """The program of the third step, after which nothing changes any more. `loss` runs the model's forward."""
+    """The program of the second step, after which nothing changes any more. `loss` runs the model's forward."""
     program, residency, stage = Program(clock), units[0].residency, config.zero_optimization.stage
     micro_batches, at = config.gradient_accumulation_steps or 1, SimpleNamespace(micro=0)
     comm = SimpleNamespace(
@@ -146,13 +141,13 @@ def rehearse(
         return at.micro == micro_batches - 1
 
     reducer = RehearsedReducer(program, lambda: stage >= 2 or is_last())
-    order = _Order(units, reducer, comm)
+    order = ReductionOrder(units, reducer, comm)
     gathering = Gathering(units, make_schedule(units, config), comm, residency, order.before_use)
     hooks = ModuleHooks(model, units, gathering, order, is_last, lambda: None)
     for unit in units:
         unit.program = program
     try:
-        for _ in range(3):
+        for _ in range(2):
             program.ops = []
             for at.micro in range(micro_batches):
                 loss().backward()
@@ -179,20 +174,30 @@ def make_units(model: nn.Module, config: Config, ranks: int) -> list[RehearsedUn
     return units
 
 
-def rehearse_fake(
-    shape: transformers.PretrainedConfig, config: Config, batch: int, length: int, checkpointing: bool
+def rehearse_meta(
+    shape: transformers.PretrainedConfig,
+    config: Config,
+    batch: int,
+    length: int,
+    checkpointing: bool,
+    on_accelerator: bool = True,
 ) -> tuple[nn.Module, list[Op]]:
-    """A model of fake tensors, and the program of its step on an accelerator, with costs in operations."""
-    shape._attn_implementation = "eager"  # the counter does not know the CPU's fused attention
-    model = build(shape, config.compute_dtype)
+    """A model on the meta device, and the program of its step, with costs in operations."""
+    shape._attn_implementation = "eager"  # the counter does not know fused attention
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(config.compute_dtype)
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, shape.architectures[0])(shape).train()
+    finally:
+        torch.set_default_dtype(before)
     if checkpointing:
         enable_checkpointing(model)
-    units = make_units(model, config, 2)  # outside of FAKE: the hooks compare addresses of their buffers
-    with FAKE:
-        ids = torch.zeros(batch, length, dtype=torch.long)
+    ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    units = make_units(model, config, 2)
+    with Operations() as done:
 
-    def loss() -> torch.Tensor:
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
+        def loss() -> torch.Tensor:
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    with FAKE, Operations() as done:
-        return model, rehearse(model, units, config, loss, lambda: done.total, True)
+        return model, rehearse(model, units, config, loss, lambda: done.total, on_accelerator)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_fake
+from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
 from zero.arguments import above_zero, count
 from zero.config import Config, load_config
 from zero.config.settings import OffloadOptimizerConfig
@@ -299,7 +299,7 @@ def main() -> None:
     try:
         shape = shape_of(args.model)
         config = fill_in(load_config(args.ds_config, allow_auto=True), shape)
-        model, program = rehearse_fake(shape, config, args.batch, args.seq, not args.no_checkpointing)
+        model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
     except UsageError as error:
         parser.error(str(error))
     found = {
