@@ -14,7 +14,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "stage 0, many tokens": ({"stage": 0}, {}, 32, False),
     "stage 2, few tokens": ({"stage": 2, "reduce_bucket_size": 60000}, BF16, 1, False),
     "stage 3, few tokens": (STAGE3, BF16, 1, True),
-    "stage 3, checkpointing": (STAGE3, {}, 32, True),
+    "stage 3, checkpointing": (STAGE3, {}, 4, True),
     "both offloaded": (STAGE3 | {"offload_optimizer": CPU, "offload_param": CPU}, BF16, 8, False),
 }
 
