@@ -1,14 +1,19 @@
-"""What autograd saves in one forward, in bytes, found with fake tensors: they have shapes and take no memory."""
+"""What is live in a forward and backward besides parameters, in bytes: found with fake tensors, which take no room."""
 
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zero.errors import UsageError
 
@@ -16,68 +21,107 @@ from zero.errors import UsageError
 FAKE = FakeTensorMode()
 
 
-class Trace(NamedTuple):
-    """Bytes that autograd saves in one forward: in each checkpointable block, at its input, and outside of blocks."""
+class Moment(NamedTuple):
+    """A call of a hook. Gradients of parameters are counted in neither number.
 
-    blocks: list[int]
-    inputs: list[int]
-    outside: int
+    kind: "enter" or "leave" (a module, in forward), "backward" (of a module's output begins), "gradient" (of a
+    parameter is complete), "end". live: bytes now; peak: most bytes since the moment before.
+    """
+
+    kind: str
+    what: nn.Module | nn.Parameter | None
+    live: int
+    peak: int
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make, until they are freed."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) not in self._known:
+                storage = leaf.untyped_storage()
+                self._known.add(key)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return out
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Gradient checkpointing of a transformers model, of fake tensors or real ones without dropout."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name, earlier releases do not
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
 @functools.cache
-def trace(model: nn.Module, batch: int, length: int) -> Trace:
-    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels."""
+def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> tuple[Moment, ...]:
+    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels, and its backward."""
     positions = getattr(model.config, "max_position_embeddings", None) or length
     if length > positions:
         raise UsageError(f"--seq {length}: the model's configuration has max_position_embeddings {positions}")
-    saved, handles = _Saved(model), []
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            handles.append(module.register_forward_pre_hook(saved.enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(saved.leave))
+    if checkpointing:
+        enable_checkpointing(model)
     try:
-        with FAKE, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        with FAKE, _Live(model) as memory, _recorded(model, memory) as moments:
             ids = torch.zeros(batch, length, dtype=torch.long)
-            model(input_ids=ids, labels=ids, use_cache=False)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except Exception as error:  # of any kind: the forward is somebody else's
         raise UsageError(
-            f"{type(model).__name__}'s forward does not run on token ids and labels alone "
+            f"{type(model).__name__} does not train on token ids and labels alone "
             f"({' '.join(str(error).split())[:200]}): leave --batch and --seq out, then activations are not counted"
         ) from error
     finally:
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_disable()
+    return tuple(moments)
+
+
+@contextmanager
+def _recorded(model: nn.Module, memory: _Live) -> Iterator[list[Moment]]:
+    """Record the moments of one forward and backward."""
+    moments: list[Moment] = []
+
+    def record(kind: str, what: nn.Module | nn.Parameter | None) -> None:
+        moments.append(Moment(kind, what, memory.live, memory.peak))
+        memory.peak = memory.live
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # a block is computed again
+        record("leave", module)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda grads: record("backward", module))
+                break
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            record("enter", module)
+
+    def collect(param: nn.Parameter) -> None:
+        param.grad = None
+        record("gradient", param)
+
+    handles = [module.register_forward_pre_hook(enter) for module in model.modules()]
+    handles += [module.register_forward_hook(leave) for module in model.modules()]
+    handles += [p.register_post_accumulate_grad_hook(collect) for p in model.parameters() if p.requires_grad]
+    try:
+        yield moments
+        record("end", None)
+    finally:
         for handle in handles:
             handle.remove()
-    return Trace(saved.blocks, saved.inputs, saved.outside)
-
-
-class _Saved:
-    """Counts the bytes that autograd saves, each storage once, by the block in which they are saved."""
-
-    def __init__(self, model: nn.Module):
-        self._seen = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-        self._kept: list[torch.Tensor] = []  # a freed storage's address could come again
-        self.outside, self.blocks, self.inputs, self._inside = 0, [], [], False
-
-    def _bytes(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._seen:
-            return 0
-        self._seen.add(storage._cdata)
-        self._kept.append(tensor)
-        return storage.nbytes()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._inside:
-            self.blocks[-1] += self._bytes(tensor)
-        else:
-            self.outside += self._bytes(tensor)
-        return tensor
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        given = [value for value in (*args, *kwargs.values()) if torch.is_tensor(value) and value.requires_grad]
-        self.inputs.append(sum(value.untyped_storage().nbytes() for value in given))
-        self.blocks.append(0)
-        self._inside = True
-
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._inside = False

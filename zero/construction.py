@@ -231,7 +231,7 @@ def make_optimizer(
         scaler=scaler,
         reduce_op=settings.gradient_allreduce_op,
         checks_overflow=bf16.check_grad_overflow or not bf16.enabled,
-        overlap=_overlaps_step(offload, reducer.comm.device),
+        overlap=overlaps_step(offload, reducer.comm.device),
         read_ahead=offload.pipeline_read,
         write_behind=offload.pipeline_write,
         forward_order=lambda: [units[i] for i in schedule.recorded(("train", True, None))],
@@ -256,7 +256,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config
     return f"\noptimizer {type(optimizer).__name__} updates {how}"
 
 
-def _overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
+def overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
     """Whether updates run after `step` has returned: by default with files, and if other cores compute the forward."""
     if offload.overlap_step is not None and offload.device != "none":
         return offload.overlap_step

@@ -1,22 +1,21 @@
 """`zero estimate`: how much memory a training will take on each rank, before anything is started.
 
 The model is built of fake tensors, which have shapes and take no memory. What a rank holds is computed from the units,
-as the engine makes them, and from the rules of each stage. Gathered parameters are computed by running the engine's own
-policy over the order of the modules. Activations are what autograd saves in one forward with fake tensors.
+as the engine makes them, and from the rules of each stage. What it holds only for a part of a step, such as activations
+and gathered parameters, is followed through one step with fake tensors (`zero/estimate_step.py`).
 
-Not included: torch itself, buffers of NCCL, fragmentation, and temporary tensors inside of one operation. An attention
-mask is counted, also where a kernel would need none.
+Not included: torch itself, buffers of NCCL, fragmentation, temporary tensors of the optimizer. An attention mask is
+counted, also where a kernel would need none.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -28,12 +27,10 @@ from zero.config import Config, load_config
 from zero.config.settings import ZeroConfig
 from zero.deepspeed.optimizers import build_optimizer
 from zero.errors import UsageError
-from zero.gathering import Gathering
+from zero.estimate_step import StepMemory, gathered_peak, without_saved
 from zero.layout import UnitLayout, UnitPlan, plan_units
 from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
 from zero.optim.muon import is_hidden_matrix
-from zero.schedule import Residency, Schedule
-from zero.unit import State
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 
@@ -132,14 +129,23 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
         for number, plan in enumerate(plans)
     }
     found = Estimate(sum(layout.numel for layout in layouts.values()))
-    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
-    for plan, layout in zip(plans, layouts.values(), strict=True):
-        in_memory -= layout.numel // ranks
-        _add_states(found, config, plan, layout, in_memory >= 0)
+    places = homes(plans, list(layouts.values()), config)
+    for plan, layout, home in zip(plans, layouts.values(), places, strict=True):
+        _add_states(found, config, plan, layout, home)
         if second and not plan.persistent:
             found.add(DEVICE, "second shards", layout.padded // second * config.compute_dtype.itemsize)
     item = config.compute_dtype.itemsize
-    if zero.stage == 3 and (ranks > 1 or zero.offloads_params):
+    gathers = zero.stage == 3 and (ranks > 1 or zero.offloads_params)
+    if question.batch and question.length:
+        moments = trace(model, question.batch, question.length, question.checkpointing)
+        step = StepMemory(model, plans, list(layouts.values()), config, question.world_size, gathers)
+        if config.activation_checkpointing.cpu_checkpointing:
+            found.add(HOST, "activations", max(moment.live for moment in moments))
+            moments = without_saved(moments)
+        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0)).items():
+            found.add(DEVICE, part, nbytes)
+        return found
+    if gathers:
         peak = gathered_peak(model, plans, list(layouts.values()), config)
         found.add(DEVICE, "gathered parameters", peak * item)
     trained = [
@@ -151,27 +157,42 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
         found.add(
             DEVICE, "gradients on their way", (max(trained) + (in_flight if question.world_size > 1 else 0)) * item
         )
-    if question.batch and question.length:
-        place = HOST if config.activation_checkpointing.cpu_checkpointing else DEVICE
-        for part, nbytes in activation_bytes(model, question).items():
-            found.add(place if part == "activations" else DEVICE, part, nbytes)
     return found
 
 
-def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, in_memory: bool) -> None:
-    """Parameters, gradients, masters and moments of one unit; `in_memory`: its shard does not go to a file."""
+class Home(NamedTuple):
+    """Where the weights of a unit live between their uses, and what the optimizer keeps of it."""
+
+    weights: str
+    optimizer: str
+
+
+def homes(plans: Sequence[UnitPlan], layouts: Sequence[UnitLayout], config: Config) -> Iterator[Home]:
+    """The home of each unit. Of weights for files, the first `max_in_cpu` elements of a rank stay in host memory."""
     zero, item = config.zero_optimization, config.compute_dtype.itemsize
-    persistent = plan.persistent or zero.stage < 3
-    shard = layout.shard_numel
-    home = DEVICE if persistent or not zero.offloads_params else _place(zero.offload_param.device, shard * item)
-    home = HOST if home == DISK and in_memory else home
+    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
+    for plan, layout in zip(plans, layouts, strict=True):
+        in_memory -= layout.numel // layout.world_size
+        weights = optimizer = DEVICE
+        if zero.offloads_params and zero.stage == 3 and not plan.persistent:
+            weights = _place(zero.offload_param.device, layout.shard_numel * item)
+            weights = HOST if in_memory >= 0 else weights
+        if zero.offloads_optimizer and zero.stage:
+            optimizer = _place(zero.offload_optimizer.device, layout.shard_numel * 4)
+        yield Home(weights, optimizer)
+
+
+def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, homes: Home) -> None:
+    """Parameters, gradients, masters and moments of one unit."""
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
+    persistent, shard = plan.persistent or zero.stage < 3, layout.shard_numel
+    home, place = homes
     found.add(home, "parameters", (layout.padded if persistent else shard) * item)
     if not plan.params[0].requires_grad:
         return
-    place, ratio = DEVICE, 1.0
-    if zero.offloads_optimizer and zero.stage:
-        place = _place(zero.offload_optimizer.device, shard * 4)
-        ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio
+    ratio = 1.0
+    if place != DEVICE and zero.offload_optimizer.ratio != "auto":
+        ratio = zero.offload_optimizer.ratio
     gradient = config.gradient_bytes(sums_have_16_bits=True)
 
     def add(part: str, nbytes: float) -> None:
@@ -214,82 +235,6 @@ def _moments(config: Config, plan: UnitPlan) -> float:
 def _place(device: str, nbytes: int) -> str:
     """Where a tensor of this size is offloaded to: small ones stay in host memory."""
     return DISK if device == "nvme" and nbytes >= LEAST_BYTES_IN_A_FILE else HOST
-
-
-# -- gathered parameters
-
-
-class _Unit:
-    """As much of a unit as `Gathering` sees: it counts, and moves nothing."""
-
-    def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
-        self.layout, self.persistent, self._residency = layout, persistent, residency
-        self.state, self.users, self.is_ready = State.SHARDED, 0, True
-
-    def all_gather(self, by: object) -> None:
-        self.state = State.GATHERING
-        self._residency.add(self.layout.numel)
-
-    def unshard(self) -> None:
-        self.state, self.users = State.UNSHARDED, self.users + 1
-
-    def release(self) -> bool:
-        self.users -= 1
-        if not self.users:
-            self.state = State.GATHERED
-        return not self.users
-
-    def reshard(self) -> None:
-        self.state = State.SHARDED
-        self._residency.remove(self.layout.numel)
-
-
-def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLayout], config: Config) -> int:
-    """Most elements that are gathered at once in a forward and backward, by the engine's own policy."""
-    zero, residency = config.zero_optimization, Residency()
-    units = [_Unit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
-    schedule = Schedule(
-        [layout.numel for layout in layouts],
-        zero.stage3_prefetch_bucket_size,
-        zero.stage3_max_live_parameters,
-        zero.stage3_max_reuse_distance,
-    )
-    nothing = SimpleNamespace(advance=lambda total: None)
-    comm = SimpleNamespace(
-        watchdog=SimpleNamespace(set_position=lambda unit: None),
-        clock=SimpleNamespace(progress=nothing),
-        world_size=2,
-    )
-    gathering = Gathering(units, schedule, comm, residency, before_use=lambda: None)
-    order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
-    for _ in range(2):  # the first pass is only recorded
-        gathering.begin_pass("train", wraps=False)
-        for unit in [*order, *reversed(order)]:
-            gathering.unshard(unit)
-            gathering.release(unit)
-        gathering.end_pass()
-        for unit in units:
-            if unit.state is State.GATHERED:
-                unit.reshard()
-    return residency.peak
-
-
-def _visits(model: nn.Module, plans: list[UnitPlan]) -> Iterator[int]:
-    """The units in the order in which a forward calls their modules, if it calls them as they were made."""
-    users: dict[nn.Module, list[int]] = {}
-    for number, plan in enumerate(plans):
-        for module in plan.modules:
-            users.setdefault(module, []).append(number)
-    for module in model.modules():
-        yield from users.get(module, ())
-
-
-def activation_bytes(model: nn.Module, question: Question) -> dict[str, int]:
-    """What a rank keeps for backward: with checkpointing the blocks' inputs, and one block that is computed again."""
-    found = trace(model, question.batch, question.length)
-    if not question.checkpointing:
-        return {"activations": found.outside + sum(found.blocks)}
-    return {"activations": found.outside + sum(found.inputs), "block computed again": max(found.blocks, default=0)}
 
 
 # -- what to change

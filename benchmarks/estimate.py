@@ -1,0 +1,101 @@
+"""`zero estimate` beside what two ranks really take, on 12 cases.
+
+    python -m benchmarks.estimate
+    python -m benchmarks.estimate --only 3 10
+
+Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three steps. Host memory is
+the engine's own count after them, with buffers of copies: the simulated device's memory is host memory too. The run
+fails if a difference is above 10%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from benchmarks.estimate_worker import measure, shape_of
+from tests.processes import run_on
+from zero.config import load_config
+from zero.estimate import DEVICE, HOST, Question, build, estimate
+
+RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
+SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
+CPU = {"device": "cpu"}
+BF16 = {"bf16": {"enabled": True}}
+# Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
+Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
+CASES: list[Case] = [
+    ("t5", {"stage": 0}, {}, 4, 128, False),
+    ("llama", {"stage": 0}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 2}, BF16, 1, 32, False),
+    ("t5", {"stage": 2, "reduce_bucket_size": 2000000}, BF16, 4, 128, True),
+    ("gpt2", {"stage": 3, **SMALL}, {}, 2, 128, False),
+    ("llama", {"stage": 3, **SMALL}, BF16, 4, 256, False),
+    ("llama", {"stage": 3, **SMALL}, BF16, 2, 128, True),
+    ("t5", {"stage": 3, **SMALL, "stage3_max_live_parameters": 5000000}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 2, "offload_optimizer": CPU}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU}, {}, 4, 128, False),
+    ("t5", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 4, 128, False),
+    ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 64, True),
+]
+
+
+def run(case: Case) -> dict[str, Any]:
+    name, section, others, batch, length, checkpointing = case
+    settings = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": section,
+        **others,
+    }
+    config = load_config(settings)
+    model = build(shape_of(name), config.compute_dtype)
+    found = estimate(model, config, Question(RANKS, batch, length, checkpointing))
+    measured = run_on(RANKS, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
+    row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
+    for place in (DEVICE, HOST):
+        taken = max(each[place] for each in measured)
+        row[place] = {"predicted": found.total(place), "measured": taken, "parts": found.parts[place]}
+    return row
+
+
+def describe(case: Case) -> str:
+    name, section, others, batch, length, checkpointing = case
+    words = [name, f"stage {section['stage']}", "bf16" if others else "fp32", f"{batch} x {length} tokens"]
+    words += [f"{key.removeprefix('offload_')} offloaded" for key in section if key.startswith("offload")]
+    words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
+    return ", ".join(words)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| case | place | predicted, MiB | measured, MiB | difference |", "|---|---|---|---|---|"]
+    for row in rows:
+        for place in (DEVICE, HOST):
+            predicted, measured = row[place]["predicted"], row[place]["measured"]
+            if max(predicted, measured) > LEAST:
+                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {predicted / measured - 1:+.1%}"
+                lines.append(f"| {row['case']} | {place} | {sizes} |")
+    return "\n".join(lines)
+
+
+def is_off(row: dict[str, Any]) -> bool:
+    pairs = [(row[place]["predicted"], row[place]["measured"]) for place in (DEVICE, HOST)]
+    return any(abs(predicted - measured) > TOLERANCE * measured + LEAST for predicted, measured in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="numbers of cases, from 1")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON, with the estimate's parts")
+    args = parser.parse_args()
+    rows = [run(case) for number, case in enumerate(CASES, 1) if not args.only or number in args.only]
+    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    if wrong := [row["case"] for row in rows if is_off(row)]:
+        sys.exit(f"error: off by more than {TOLERANCE:.0%}: {'; '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""One rank of `python -m benchmarks.estimate`, on the simulated accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+import zero
+from tests.accelerator import device
+from zero.activation_trace import enable_checkpointing
+from zero.monitor.held import DEVICE, HOST, held
+
+STEPS = 3
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": (
+        "T5",
+        {"d_model": 384, "d_kv": 64, "d_ff": 1536, "num_layers": 4, "num_heads": 6, "vocab_size": 4096,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"]},
+    ),
+    "llama": (
+        "Llama",
+        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+         "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]},
+    ),
+    "tiny": (
+        "Llama",
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 2,
+         "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]},
+    ),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 384, "n_layer": 8, "n_head": 6, "vocab_size": 4096, "n_positions": 512,
+         "bos_token_id": 1, "eos_token_id": 2,
+         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "architectures": ["GPT2LMHeadModel"]},
+    ),
+}  # fmt: skip
+
+
+def shape_of(name: str) -> transformers.PretrainedConfig:
+    """The model's configuration, without fused attention: each device has another kernel for that."""
+    kind, sizes = SIZES[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config._attn_implementation = "eager"
+    return config
+
+
+def measure(
+    rank: int, world_size: int, name: str, settings: dict[str, Any], batch: int, length: int, checkpointing: bool
+) -> dict[str, int]:
+    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine holds on the host."""
+    config = shape_of(name)
+    model = getattr(transformers, config.architectures[0])(config)
+    if checkpointing:
+        enable_checkpointing(model)
+    engine = zero.initialize(model=model, config=settings)[0]
+    torch.accelerator.reset_peak_memory_stats()
+    ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
+    for _ in range(STEPS):
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+    engine.optimizer.wait()
+    torch.accelerator.synchronize()
+    pools = engine.optimizer._rounded, engine.optimizer._updates._memory
+    buffers = sum(len(block) for pool in pools for block in pool._free)
+    on_host = sum(held(engine).get(HOST, {}).values()) + buffers
+    return {DEVICE: torch.accelerator.max_memory_allocated(), HOST: on_host}

@@ -1,0 +1,228 @@
+"""Predicted step time and memory of a rank on 8 to 4,096 devices, and the prediction's error where it can be measured.
+
+    python -m benchmarks.scaling                    # T5-3B and 11B, Llama 8B and 70B: a table, a picture, JSON
+    python -m benchmarks.scaling llama-8b --ranks 16 128 --between 50e9
+    python -m benchmarks.scaling --check            # 1, 2 and 4 processes here, in network namespaces (needs root)
+
+Times come from `benchmarks.timeline`, memory from `zero estimate`. Each model is predicted with the configuration as it
+is, and without its offload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks import scaling_worker
+from benchmarks.launch import REPORT_FOLDER, REPOSITORY
+from benchmarks.rehearsal import make_units, rehearse_meta
+from benchmarks.timeline import ASSUMPTIONS, SHAPES, Machine, add_machine, machine_of, predict, shape_of
+from zero.arguments import count
+from zero.config import Config, load_config
+from zero.errors import UsageError
+from zero.estimate import DEVICE, HOST, Question, build, estimate, fill_in
+
+CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
+# Bytes/s of the links between the processes of the check, and how many processes there are.
+CHECK_RATE, CHECK_PROCESSES = 200e6 / 8, (1, 2, 4)
+Rows = list[dict[str, Any]]
+
+
+def without_offload(config: Config) -> Config:
+    zero = config.zero_optimization.model_copy(update={"offload_param": None, "offload_optimizer": None})
+    return config.model_copy(update={"zero_optimization": zero})
+
+
+def predictions(name: str, args: argparse.Namespace) -> Rows:
+    shape = shape_of(name)
+    config = fill_in(load_config(str(args.ds_config), allow_auto=True), shape)
+    model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
+    fake, rows = build(shape, config.compute_dtype), []
+    settings = {"as configured": config}
+    if config.zero_optimization.offloads_params or config.zero_optimization.offloads_optimizer:
+        settings["without offload"] = without_offload(config)
+    for words, each in settings.items():
+        for ranks in args.ranks:
+            times = predict(make_units(model, each, ranks), program, each, machine_of(args), ranks)
+            question = Question(ranks, args.batch, args.seq, not args.no_checkpointing)
+            memory = estimate(fake, each, question)
+            places = {place: memory.total(place) for place in (DEVICE, HOST)}
+            rows.append({"model": name, "settings": words, "ranks": ranks, **times, **places})
+    return rows
+
+
+def table(rows: Rows) -> str:
+    lines = ["| model | settings | ranks | step, s | computing | largest waits, s | device, GiB | host, GiB |"]
+    lines.append("|---" * 8 + "|")
+    for row in rows:
+        waits = sorted(row["waits"].items(), key=lambda each: -each[1])[:2]
+        listed = ", ".join(f"{cause} {seconds:.2f}" for cause, seconds in waits if seconds > 0.005) or "-"
+        share = row["busy"]["compute"] / row["step"]
+        lines.append(
+            f"| {row['model']} | {row['settings']} | {row['ranks']} | {row['step']:.2f} | {share:.0%} | {listed} |"
+            f" {row[DEVICE] / 2**30:.1f} | {row[HOST] / 2**30:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: Rows, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        for settings, line in (("as configured", "--"), ("without offload", "-")):
+            own = [row for row in rows if (row["model"], row["settings"]) == (model, settings)]
+            ranks = [row["ranks"] for row in own]
+            style = {"linestyle": line, "color": f"C{number}", "marker": ".", "label": f"{model}, {settings}"}
+            left.plot(ranks, [100 * row["busy"]["compute"] / row["step"] for row in own], **style)
+            right.plot(ranks, [row[DEVICE] / 2**30 for row in own], **style)
+    for axes, title in ((left, "share of a step spent computing, %"), (right, "memory of a device, GiB")):
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="devices", title=title)
+        axes.grid(alpha=0.3)
+    left.set_ylim(0, 100)
+    right.set_yscale("log")
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def save(rows: Rows, folder: Path) -> None:
+    """Write what there is so far: the next model may take a minute."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scaling.json").write_text(json.dumps(rows, indent=2))
+    draw(rows, folder / "scaling.png")
+
+
+# -- the check
+
+
+@contextmanager
+def namespaces(number: int) -> Iterator[list[str]]:
+    """Network namespaces with an address each, whose links send `CHECK_RATE` bytes/s."""
+    names = [f"zero-scaling-{os.getpid()}-{i}" for i in range(number)]
+    switch, made = f"zero-scaling-{os.getpid()}-switch", []
+
+    def ip(*words: object) -> None:
+        subprocess.run([str(word) for word in words], check=True, capture_output=True, text=True)
+
+    try:
+        for name in (switch, *names):
+            ip("ip", "netns", "add", name)
+            made.append(name)
+        ip("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("ip", "-n", switch, "link", "set", "bridge", "up")
+        for i, name in enumerate(names):
+            ip("ip", "-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "link0", "netns", name)
+            ip("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            ip("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "link0")
+            ip("ip", "-n", name, "link", "set", "link0", "up")
+            ip("ip", "-n", name, "link", "set", "lo", "up")
+            limits = ["rate", f"{CHECK_RATE * 8:.0f}bit", "burst", "256kb", "latency", "400ms"]
+            ip("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limits)
+        yield names
+    finally:
+        for name in made:
+            ip("ip", "netns", "del", name)
+
+
+def measured(names: list[str], together: bool) -> float:
+    """The median seconds of a step, of the slowest process: one job of all processes, or one job for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank, name in enumerate(names):
+            env = {**os.environ, "OMP_NUM_THREADS": "1", REPORT_FOLDER: folder, "MASTER_PORT": "29577"}
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "10.77.0.1"}
+            if not together:
+                env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": f"10.77.0.{rank + 1}"}
+                env[REPORT_FOLDER] = str(Path(folder, str(rank)))
+                Path(env[REPORT_FOLDER]).mkdir()
+            env |= {"GLOO_SOCKET_IFNAME": "link0", "LOCAL_RANK": "0"}
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.scaling_worker"]
+            processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY, stderr=subprocess.DEVNULL))
+        try:
+            codes = [process.wait(timeout=300) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            raise RuntimeError(f"the processes ended with {codes}")
+        return max(json.loads(path.read_text())["seconds"] for path in Path(folder).rglob("*.json"))
+
+
+def check() -> Rows:
+    """Predicted and measured seconds of a step on processes whose links are limited."""
+    config = load_config(scaling_worker.KEYS)
+    shape = scaling_worker.shape()
+    model, program = rehearse_meta(shape, config, scaling_worker.BATCH, scaling_worker.LENGTH, False, False)
+    rows, operations = [], sum(op.cost for op in program)
+    for processes in CHECK_PROCESSES:
+        with namespaces(processes) as names:
+            alone = measured(names, together=False)
+            machine = Machine(
+                flops=operations / alone,
+                between=CHECK_RATE,
+                latency_between=0.0,
+                per_node=1,
+                device_memory_bandwidth=float("inf"),
+                direct=True,
+            )
+            units = make_units(model, config, processes)
+            predicted = predict(units, program, config, machine, processes, on_accelerator=False)["step"]
+            taken = alone if processes == 1 else measured(names, together=True)
+        rows.append({"processes": processes, "alone": alone, "predicted": predicted, "measured": taken})
+        print(f"{processes} processes: {rows[-1]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def table_of_check(rows: Rows) -> str:
+    lines = ["| processes | computing alone, s | predicted, s | measured, s | difference |", "|---" * 5 + "|"]
+    for row in rows:
+        times = " | ".join(f"{row[key]:.2f}" for key in ("alone", "predicted", "measured"))
+        lines.append(f"| {row['processes']} | {times} | {row['predicted'] / row['measured'] - 1:+.0%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("models", nargs="*", default=list(SHAPES), help="folders or config.json; default: %(default)s")
+    parser.add_argument("--ds-config", type=Path, default=CONFIG, help="a ds_config.json")
+    parser.add_argument("--ranks", type=count, nargs="+", default=[8, 32, 128, 512, 1024, 2048, 4096])
+    parser.add_argument("--check", action="store_true", help="measure here, instead")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "scaling", help="a folder")
+    add_machine(parser)
+    args = parser.parse_args()
+    if args.check and os.geteuid():
+        sys.exit("skipped: network namespaces need root")
+    rows: Rows = []
+    try:
+        for name in () if args.check else args.models:
+            rows += predictions(name, args)
+            print(f"{name}: done", file=sys.stderr, flush=True)
+            save(rows, args.output)
+    except UsageError as error:
+        parser.error(str(error))
+    if args.check:
+        rows = check()
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(ASSUMPTIONS)
+    if args.check:
+        print(f"\nlinks of {CHECK_RATE * 8 / 1e6:g} Mbit/s\n\n{table_of_check(rows)}")
+        return
+    print(f"machine: {machine_of(args)}\n\n{table(rows)}\n\nwritten: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

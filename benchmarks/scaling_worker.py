@@ -1,0 +1,57 @@
+"""One process of `python -m benchmarks.scaling --check`: the median seconds of a step of a small Llama at stage 3."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import zero
+from benchmarks.launch import report
+
+WARMUP, STEPS = 3, 3
+KEYS = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 1000000,
+        "stage3_param_persistence_threshold": 1000,
+    },
+}
+BATCH, LENGTH = 1, 64
+
+
+def shape() -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=2048,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    engine = zero.initialize(model=transformers.LlamaForCausalLM(shape()), config=KEYS)[0]
+    ids = torch.randint(0, 2048, (BATCH, LENGTH))
+    seconds = []
+    for _ in range(WARMUP + STEPS):
+        begin = time.perf_counter()
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    report({"seconds": statistics.median(seconds[WARMUP:])})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""A model of a training step: what the engine waits for on N devices, by links and sizes that are given.
+
+    python -m benchmarks.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks 8 64 --batch 1 --seq 2048
+
+`benchmarks/rehearsal.py` has the engine's own policies write down the program of a step. This file gives each operation
+its time on N devices. Every run prints what is assumed for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
+from zero.arguments import above_zero, count
+from zero.config import Config, load_config
+from zero.config.settings import OffloadOptimizerConfig
+from zero.construction import overlaps_step
+from zero.errors import UsageError
+from zero.estimate import DEVICE, DISK, HOST, fill_in, read_config
+
+ASSUMPTIONS = """\
+assumptions
+- Every rank computes for the same time. The host is never late: launches and Python cost nothing.
+- Compute time is counted floating-point operations over --flops (attention without a fused kernel, a causal mask saves
+  nothing). Operations that read more than they compute, such as norms and the loss, are in --flops by guess only.
+- A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full buffer over the
+  slowest link, and pays the latency of each hop. All-gathers and reductions share the network, one after another.
+- A collective, and a copy from the host, starts when compute has come to where the engine starts it.
+- Copies to and from the device have a link each, the disk has one. Contention for host memory is in --host-adam only.
+- Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the device takes the time of
+  its bytes over --device-memory-bandwidth.
+- The step's norm is an all-reduce that costs latency alone. Late updates run in the order of the next forward."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds, each of one direction. The help of the command line says what each one is."""
+
+    flops: float = field(default=400e12, metadata={"help": "operations per second that a device reaches"})
+    within: float = field(default=300e9, metadata={"help": "bytes/s between the devices of a node"})
+    between: float = field(default=200e9, metadata={"help": "bytes/s between nodes, of all links of a node together"})
+    per_node: float = field(default=8, metadata={"help": "devices of a node"})
+    latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
+    latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
+    pcie: float = field(default=20e9, metadata={"help": "bytes/s between a device and host memory"})
+    disk: float = field(default=1e9, metadata={"help": "bytes/s of a rank's share of the disk"})
+    host_adam: float = field(default=4e8, metadata={"help": "elements/s that a rank's share of the CPU updates"})
+    device_memory_bandwidth: float = field(default=2e12, metadata={"help": "bytes/s of the device's memory"})
+    direct: bool = False
+
+    def collective(self, nbytes: float, ranks: int) -> float:
+        """Seconds of an all-gather or reduce-scatter whose full buffer has `nbytes`."""
+        if ranks == 1:
+            return 0.0
+        nodes = math.ceil(ranks / self.per_node)
+        speed = self.within if nodes == 1 else min(self.within, self.between)
+        latency = (nodes - 1) * self.latency_between + (ranks - nodes) * self.latency_within
+        if self.direct:
+            latency = self.latency_between if nodes > 1 else self.latency_within
+        return nbytes * (ranks - 1) / ranks / speed + latency
+
+
+class Timeline:
+    """Plays a program step after step, with `units` of this number of ranks.
+
+    Attributes, all in seconds: now: of the compute stream; waits: its waits, by cause; busy: by stream. A stream runs
+    one operation after another. An operation starts when its stream is free and what it needs is there.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[RehearsedUnit],
+        config: Config,
+        machine: Machine,
+        ranks: int,
+        on_accelerator: bool = True,
+    ):
+        self.units, self.config, self.machine, self.ranks = units, config, machine, ranks
+        self.now, self.waits, self.busy = 0.0, Counter[str](), Counter[str]()
+        self._free = Counter[str]()
+        self._gathers: dict[int, float] = {}
+        self._late: dict[int, float] = {}  # when a unit's late update ends
+        self._in_flight: deque[tuple[RehearsedUnit, float]] = deque()
+        self._offloading: deque[float] = deque()
+        self._fresh: set[RehearsedUnit] = set()
+        self._item, self._grad_item = config.compute_dtype.itemsize, config.sum_dtype.itemsize
+        self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
+        offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
+        self._updates_late = overlaps_step(offload, torch.device("cuda" if on_accelerator else "cpu"))
+
+    def run(self, stream: str, seconds: float, after: float) -> float:
+        """Give an operation to a stream; the time of its end."""
+        self._free[stream] = max(self._free[stream], after) + seconds
+        self.busy[stream] += seconds
+        return self._free[stream]
+
+    def wait(self, end: float, cause: str) -> None:
+        self.waits[cause] += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
+    def _network(self, nbytes: float, after: float) -> float:
+        return self.run("network", self.machine.collective(nbytes, self.ranks), after)
+
+    def _compute(self, seconds: float, stream: str = "compute") -> None:
+        self.now += seconds
+        self.busy[stream] += seconds
+
+    def step(self, program: Sequence[Op]) -> None:
+        act = {"gather": self._gather, "use": self._use, "reduce": self._reduce}
+        for op in program:
+            if op.kind == "compute":
+                self._compute(op.cost / self.machine.flops)
+            elif op.kind == "backward ends":
+                self._drain()
+            elif op.kind == "step":
+                self._update([op.unit for op in program if op.kind == "use"])
+            else:
+                act[op.kind](self.units[op.unit])
+
+    # -- weights
+
+    def _gather(self, unit: RehearsedUnit) -> None:
+        nbytes, ready = unit.layout.shard_numel * self._item, self.now
+        if unit.number in self._late:
+            self.wait(self._late.pop(unit.number), "optimizer")
+        if unit.home.weights == DISK:  # the all-gather starts at the use
+            self._gathers[unit.number] = self.run("disk", nbytes / self.machine.disk, self.now)
+            return
+        ready = self.now
+        if unit.home.weights == HOST:
+            ready = self.run("to device", nbytes / self.machine.pcie, ready)
+        self._gathers[unit.number] = self._network(unit.layout.padded * self._item, ready)
+
+    def _use(self, unit: RehearsedUnit) -> None:
+        end = self._gathers.pop(unit.number)
+        if unit.home.weights == DISK:
+            self.wait(end, "file")
+            end = self.run("to device", unit.layout.shard_numel * self._item / self.machine.pcie, self.now)
+            end = self._network(unit.layout.padded * self._item, end)
+        self.wait(end, "gather")
+
+    # -- gradients
+
+    def _reduce(self, unit: RehearsedUnit) -> None:
+        zero, numel = self.config.zero_optimization, unit.layout.padded
+        while self._in_flight and sum(u.layout.padded for u, _ in self._in_flight) + numel > zero.reduce_bucket_size:
+            self._finish_oldest()
+        if unit in self._fresh and unit.home.optimizer != DEVICE:
+            self._drain()
+            nbytes = unit.layout.shard_numel * self._grad_item
+            self.wait(self.run("to device", nbytes / self.machine.pcie, self.now), "gradients in")
+        self._fresh.add(unit)
+        self._in_flight.append((unit, self._network(numel * self._sent_item, self.now)))
+        if not zero.overlap_comm:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        unit, end = self._in_flight.popleft()
+        self.wait(end, "reduce")
+        if unit.layout.replicated:  # the second half of an all-reduce
+            self.wait(self._network(unit.layout.padded * self._grad_item, self.now), "reduce")
+        if unit.home.optimizer == DEVICE:
+            return
+        if len(self._offloading) == 2:
+            self.wait(self._offloading.popleft(), "gradients out")
+        nbytes = unit.layout.shard_numel * self._grad_item
+        end = self.run("from device", nbytes / self.machine.pcie, self.now)
+        if unit.home.optimizer == DISK:
+            end = self.run("disk", nbytes / self.machine.disk, end)
+        self._offloading.append(end)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+        while self._offloading:
+            self.wait(self._offloading.popleft(), "gradients out")
+
+    # -- the optimizer
+
+    def _update(self, order: Sequence[int]) -> None:
+        """The step: the norm, the updates that cannot be late, persistent units gathered again, late updates."""
+        self._fresh.clear()
+        self.wait(self.now + 2 * self.machine.collective(0, self.ranks), "norm")
+        trained = [unit for unit in self.units if unit.trainable]
+        late = {unit.number: unit for unit in trained if self._updates_late and not unit.persistent}
+        for end in self._updates([unit for unit in trained if unit.number not in late]):
+            self.wait(end, "update")
+        for unit in trained:
+            if unit.persistent and unit.layout.shard_numel < unit.layout.padded:
+                self.wait(self._network(unit.layout.padded * self._item, self.now), "gather")
+        ordered = [late[number] for number in dict.fromkeys([*order, *late]) if number in late]
+        self._late = dict(zip([unit.number for unit in ordered], self._updates(ordered), strict=True))
+
+    def _updates(self, units: Sequence[RehearsedUnit]) -> list[float]:
+        """When the update of each unit ends, if they begin now, one after another."""
+        offload, machine, read, ends = self.config.zero_optimization.offload_optimizer, self.machine, {}, []
+        for position, unit in enumerate(units):
+            for ahead in units[position : position + 1 + bool(offload and offload.pipeline_read)]:
+                if ahead.home.optimizer == DISK and ahead.number not in read:
+                    nbytes = ahead.layout.shard_numel * (self._grad_item + 12)  # gradient, master, two moments
+                    read[ahead.number] = self.run("disk", nbytes / machine.disk, self.now)
+            shard = unit.layout.shard_numel
+            if unit.home.optimizer == DEVICE:  # reads all four, writes master, moments and the rounded weights
+                seconds = shard * (self._grad_item + 24 + self._item) / machine.device_memory_bandwidth
+                ends.append(self.run("update on the device", seconds, self.now))
+                continue
+            end = self.run("update on the host", shard / machine.host_adam, read.get(unit.number, self.now))
+            if unit.home.weights == DEVICE:
+                end = self.run("to device", shard * self._item / machine.pcie, end)
+            if unit.home.optimizer == DISK:
+                in_file = 12 + self._item * (unit.home.weights == DISK)
+                end = self.run("disk", shard * in_file / machine.disk, end)
+            ends.append(end)
+        return ends
+
+
+def predict(
+    units: Sequence[RehearsedUnit], program: Sequence[Op], config: Config, machine: Machine, ranks: int, **others: Any
+) -> dict[str, Any]:
+    """Seconds of a step that follows others: "step", "waits" by cause, and "busy" by stream."""
+    timeline = Timeline(units, config, machine, ranks, **others)
+    for _ in range(3):
+        begin = timeline.now
+        timeline.waits.clear()
+        timeline.busy.clear()
+        timeline.step(program)
+    return {"step": timeline.now - begin, "waits": dict(timeline.waits), "busy": dict(timeline.busy)}
+
+
+# -- the command
+
+
+SHAPES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    "t5-3b": lambda: _t5(16384, 32),
+    "t5-11b": lambda: _t5(65536, 128),
+    "llama-8b": lambda: _llama(4096, 14336, 32, 32, 128256),
+    "llama-70b": lambda: _llama(8192, 28672, 80, 64, 128256),
+}
+
+
+def _t5(d_ff: int, heads: int) -> transformers.PretrainedConfig:
+    sizes = {"d_model": 1024, "d_kv": 128, "num_layers": 24, "vocab_size": 32128, "decoder_start_token_id": 0}
+    architectures = ["T5ForConditionalGeneration"]
+    return transformers.T5Config(d_ff=d_ff, num_heads=heads, dropout_rate=0.0, architectures=architectures, **sizes)
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def shape_of(name: str) -> transformers.PretrainedConfig:
+    return SHAPES[name]() if name in SHAPES else read_config(name)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each speed of a `Machine`, and those of the batch."""
+    for each in fields(Machine):
+        if each.metadata:
+            kind = {"type": above_zero, "metavar": "X", "default": each.default}
+            parser.add_argument(
+                f"--{each.name.replace('_', '-')}", **kind, help=f"{each.metadata['help']}; %(default)g"
+            )
+    parser.add_argument("--direct", action="store_true", help="ranks send to each other directly, as on gloo: no ring")
+    parser.add_argument("--batch", type=count, default=1, help="sequences of a micro-batch on a rank")
+    parser.add_argument("--seq", type=count, default=2048, help="tokens of a sequence")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    return Machine(**{each.name: getattr(args, each.name) for each in fields(Machine)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("model", help=f"a model's folder or config.json, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--ds-config", required=True, help="a ds_config.json")
+    parser.add_argument("--ranks", type=count, nargs="+", default=[8], help="numbers of devices")
+    add_machine(parser)
+    args = parser.parse_args()
+    try:
+        shape = shape_of(args.model)
+        config = fill_in(load_config(args.ds_config, allow_auto=True), shape)
+        model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
+    except UsageError as error:
+        parser.error(str(error))
+    found = {
+        ranks: predict(make_units(model, config, ranks), program, config, machine_of(args), ranks)
+        for ranks in args.ranks
+    }
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(ASSUMPTIONS, f"machine: {machine_of(args)}", "", sep="\n")
+    for ranks, times in found.items():
+        print(
+            f"{args.model} on {ranks} ranks: {times['step']:.3f} s a step, computing {times['busy']['compute']:.3f} s"
+        )
+        for part in ("waits", "busy"):
+            listed = sorted(times[part].items(), key=lambda each: -each[1])
+            print(f"  {part:<6}" + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in listed if seconds > 5e-4))
+
+
+if __name__ == "__main__":
+    main()

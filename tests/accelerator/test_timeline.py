@@ -1,0 +1,98 @@
+"""What `benchmarks.rehearsal` writes down of a step is what the engine does on the simulated accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.rehearsal import Op, Operations, Program, make_units, rehearse
+from tests.accelerator import device
+from tests.dist.training import ds_config, start
+from tests.parity.models import batches, build
+from tests.processes import run_on
+from zero.config import load_config
+from zero.gradients import GradientReducer
+from zero.unit import State, Unit
+
+SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
+HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", SMALL),
+    "t5, both offloaded": ("t5", SMALL | HOST),
+    "t5, no reuse": ("t5", SMALL | {"stage3_max_reuse_distance": 0}),
+    "llama, few live": ("llama", SMALL | {"stage3_max_live_parameters": 20000}),
+    "gpt2, two micro-batches": ("gpt2", SMALL | {"accumulation": 2}),
+    "llama, stage 2": ("llama", {"stage": 2}),
+    "llama, stage 1, two micro-batches": ("llama", {"stage": 1, "accumulation": 2}),
+}
+
+
+def eager(name: str) -> nn.Module:
+    """The model without fused attention, whose operations are not counted on CPUs."""
+    model = build(name)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def watch(program: Program, units: list[Unit]) -> None:
+    """Write down what the engine does with its units, as `RehearsedUnit` and `RehearsedReducer` do."""
+    number = {unit: i for i, unit in enumerate(units)}
+    gather, use = Unit.all_gather, Unit.wait_for_all_gather
+    reduce, end = GradientReducer._start, GradientReducer.end_backward
+
+    def all_gather(unit: Unit, by: object = None) -> None:
+        gather(unit, by)
+        program.add("gather", number[unit])
+
+    def wait_for_all_gather(unit: Unit) -> None:
+        program.add("use", number[unit])
+        use(unit)
+
+    def start_reduction(reducer: GradientReducer, unit: Unit, flat: torch.Tensor) -> None:
+        program.add("reduce", number[unit])
+        reduce(reducer, unit, flat)
+
+    def end_backward(reducer: GradientReducer) -> None:
+        program.add("backward ends")
+        end(reducer)
+
+    Unit.all_gather, Unit.wait_for_all_gather = all_gather, wait_for_all_gather
+    GradientReducer._start, GradientReducer.end_backward = start_reduction, end_backward
+
+
+def on_engine(rank: int, world_size: int, name: str, sections: dict[str, Any]) -> list[Op]:
+    engine, _ = start(eager(name), ds_config(**sections))
+    parts = [{key: value[:2].to(device.NAME) for key, value in batches(name, 1)[0].items()}]
+    with Operations() as done:
+        program = Program(lambda: done.total)
+        watch(program, engine.units)
+        for _ in range(3):
+            program.ops = []
+            for part in parts * engine.settings.gradient_accumulation_steps:
+                engine.backward(engine(**part).loss)
+                engine.step()
+            program.add("step")
+            assert all(unit.persistent or unit.state is State.SHARDED for unit in engine.units)
+    assert device.mistakes() == []
+    return program.ops
+
+
+def in_rehearsal(name: str, sections: dict[str, Any]) -> list[Op]:
+    model, config = eager(name), load_config(ds_config(**sections))
+    part = {key: value[:2] for key, value in batches(name, 1)[0].items()}
+    with Operations() as done:
+        return rehearse(
+            model, make_units(model, config, 2), config, lambda: model(**part).loss, lambda: done.total, True
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_and_waits_lie_between_the_same_computations(case):
+    """Operations, units and floating-point operations between them are equal, so the order is too."""
+    expected = in_rehearsal(*CASES[case])
+    assert {op.kind for op in expected} >= {"compute", "reduce", "backward ends", "step"}
+    for found in run_on(2, on_engine, *CASES[case], simulated=True):
+        assert found == expected

@@ -1,0 +1,241 @@
+"""What a rank holds at the moments of a step: `zero estimate` asks for the fullest one.
+
+The engine's own policy decides what is gathered (`zero/gathering.py`), on units that move nothing. What is live besides
+was found with fake tensors (`zero/activation_trace.py`). When gradients are reduced: as in `zero/gradients.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+from torch import nn
+
+from zero.activation_trace import Moment
+from zero.config import Config
+from zero.construction import make_schedule
+from zero.gathering import Gathering
+from zero.layout import UnitLayout, UnitPlan
+from zero.schedule import Residency
+from zero.unit import State
+
+# As much of a communicator as `Gathering` sees.
+NO_COMMUNICATOR = SimpleNamespace(
+    watchdog=SimpleNamespace(set_position=lambda unit: None),
+    clock=SimpleNamespace(progress=SimpleNamespace(advance=lambda total: None)),
+    world_size=2,
+)
+
+
+class CountedUnit:
+    """As much of a unit as `Gathering` sees: it counts, and moves nothing."""
+
+    def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
+        self.layout, self.persistent, self.residency = layout, persistent, residency
+        self.state, self.users, self.is_ready = State.SHARDED, 0, True
+
+    def all_gather(self, by: object) -> None:
+        self.state = State.GATHERING
+        self.residency.add(self.layout.numel)
+
+    def unshard(self) -> None:
+        self.state, self.users = State.UNSHARDED, self.users + 1
+
+    def release(self) -> bool:
+        self.users -= 1
+        if not self.users:
+            self.state = State.GATHERED
+        return not self.users
+
+    def reshard(self) -> None:
+        self.state = State.SHARDED
+        self.residency.remove(self.layout.numel)
+
+
+def make_gathering(units: Sequence[CountedUnit], config: Config, residency: Residency) -> Gathering:
+    schedule = make_schedule(units, config)
+    return Gathering(units, schedule, NO_COMMUNICATOR, residency, before_use=lambda: None)
+
+
+def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLayout], config: Config) -> int:
+    """Most elements that are gathered at once in a forward and backward, by the engine's own policy."""
+    residency = Residency()
+    units = [CountedUnit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
+    gathering = make_gathering(units, config, residency)
+    order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
+    for _ in range(2):  # the first pass is only recorded
+        gathering.begin_pass("train", wraps=False)
+        for unit in [*order, *reversed(order)]:
+            gathering.unshard(unit)
+            gathering.release(unit)
+        gathering.end_pass()
+        for unit in units:
+            if unit.state is State.GATHERED:
+                unit.reshard()
+    return residency.peak
+
+
+def _visits(model: nn.Module, plans: list[UnitPlan]) -> Iterator[int]:
+    """The units in the order in which a forward calls their modules, if it calls them as they were made."""
+    users: dict[nn.Module, list[int]] = {}
+    for number, plan in enumerate(plans):
+        for module in plan.modules:
+            users.setdefault(module, []).append(number)
+    for module in model.modules():
+        yield from users.get(module, ())
+
+
+def without_saved(moments: Sequence[Moment]) -> list[Moment]:
+    """The moments of a step that keeps what autograd saves in host memory."""
+    before = [0, *(moment.live for moment in moments)]
+    return [
+        moment._replace(live=0, peak=moment.peak - min(moment.live, former))
+        for moment, former in zip(moments, before[:-1], strict=True)
+    ]
+
+
+class _Gradients:
+    """Bytes of gradients that one backward makes, on the device of one rank, until their reduction has ended."""
+
+    def __init__(self, config: Config, layouts: Sequence[UnitLayout], world_size: int):
+        zero = config.zero_optimization
+        self._layouts, self._world_size = layouts, world_size
+        self._item, self._kept_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
+        self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
+        self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
+        self._offloads = bool(zero.offloads_optimizer and zero.stage)
+        self._frees = zero.stage < 2 and not self._offloads
+        self._in_flight: deque[UnitLayout] = deque()
+        self._leaving: deque[int] = deque(maxlen=2)
+        self.apart = self.kept = 0
+
+    def collect(self, numel: int) -> None:
+        self.apart += numel * self._item
+
+    def flatten(self, number: int) -> None:
+        """Gradients of a unit are copied to a flat buffer, which is about to be reduced."""
+        layout = self._layouts[number]
+        self._in_flight.append(layout)
+        while len(self._in_flight) > 1 and sum(each.padded for each in self._in_flight) > self._bucket:
+            self._finish_oldest()
+
+    def reduce(self, number: int) -> None:
+        """The copies' originals are free."""
+        self.apart -= self._layouts[number].numel * self._item
+        if self._frees:
+            self.kept += self._layouts[number].shard_numel * self._kept_item
+        if self._world_size == 1 or not self._bucket:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        layout = self._in_flight.popleft()
+        if self._offloads:
+            self._leaving.append(layout.shard_numel * self._kept_item)
+
+    @property
+    def moving(self) -> int:
+        """Bytes that are not kept: gradients apart, flat buffers, and results in another dtype or on another tier."""
+        differs = self._sent_item if self._sent_item != self._kept_item else 0
+        shard = differs + self._kept_item * self._offloads
+        flying = sum(each.padded * self._sent_item + each.shard_numel * shard for each in self._in_flight)
+        return self.apart + flying + sum(self._leaving)
+
+
+class StepMemory:
+    """Follows the moments of a step. `gathers`: whether parameters are gathered for use."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plans: Sequence[UnitPlan],
+        layouts: Sequence[UnitLayout],
+        config: Config,
+        world_size: int,
+        gathers: bool,
+    ):
+        self._plans, self._layouts, self._config, self._world_size = plans, layouts, config, world_size
+        self._gathers, self._residency = gathers, Residency()
+        self._units = [
+            CountedUnit(layout, plan.persistent or not gathers, self._residency)
+            for plan, layout in zip(plans, layouts, strict=True)
+        ]
+        self._gathering = make_gathering(self._units, config, self._residency)
+        self._actions = {
+            "enter": self._enter, "leave": self._leave, "backward": self._backward, "gradient": self._gradient,
+            "end": lambda moment: None,
+        }  # fmt: skip
+        self._unit_of = {param: number for number, plan in enumerate(plans) for param in plan.params}
+        self._used_by: dict[nn.Module | None, list[int]] = {}
+        for number, plan in enumerate(plans):
+            for module in plan.modules:
+                self._used_by.setdefault(module, []).append(number)
+
+    def peak(self, moments: Sequence[Moment], gradients: int) -> dict[str, int]:
+        """The parts at the fullest moment. `gradients`: bytes that are kept on the device after backward."""
+        self._follow(moments)  # the first pass is only recorded
+        most, in_step = self._follow(moments), {"gradients": gradients}
+        if self._config.zero_optimization.stage >= 2:
+            most["gradients"] = gradients  # the buffers of the step before are used again
+        return max(most, in_step, key=_total)
+
+    def _follow(self, moments: Sequence[Moment]) -> dict[str, int]:
+        self._gradients = _Gradients(self._config, self._layouts, self._world_size)
+        self._left = [len(plan.params) for plan in self._plans]
+        self._in_backward: set[int] = set()
+        self._most: dict[str, int] = {}
+        self._gathering.begin_pass("train", wraps=False)
+        for moment in moments:
+            self._look(moment.peak)
+            self._actions[moment.kind](moment)
+        self._release(self._in_backward.copy())
+        self._gathering.end_pass()
+        for unit in self._units:
+            if unit.state is State.GATHERED:
+                unit.reshard()
+        return self._most
+
+    def _look(self, activations: int) -> None:
+        now = {
+            "activations": activations,
+            "gathered parameters": self._residency.live * self._config.compute_dtype.itemsize,
+            "gradients on their way": self._gradients.moving,
+            "gradients": self._gradients.kept,
+        }
+        self._most = max(self._most, now, key=_total)
+
+    def _enter(self, moment: Moment) -> None:
+        for number in self._used_by.get(moment.what, ()):
+            self._gathering.unshard(self._units[number])
+
+    def _leave(self, moment: Moment) -> None:
+        for number in self._used_by.get(moment.what, ()):
+            self._gathering.release(self._units[number])
+
+    def _backward(self, moment: Moment) -> None:
+        if isinstance(moment.what, nn.Embedding):
+            return
+        self._release({number for number in self._in_backward if self._plans[number].shared})
+        for number in self._used_by.get(moment.what, ()):
+            if self._left[number] and number not in self._in_backward:
+                self._in_backward.add(number)
+                self._gathering.unshard(self._units[number])
+
+    def _gradient(self, moment: Moment) -> None:
+        number = self._unit_of[moment.what]
+        self._left[number] -= 1
+        self._gradients.collect(moment.what.numel())
+        if self._left[number] == 0:
+            self._release({number} & self._in_backward)
+            self._gradients.flatten(number)
+            self._look(moment.live)
+            self._gradients.reduce(number)
+
+    def _release(self, numbers: set[int]) -> None:
+        for number in numbers:
+            self._in_backward.discard(number)
+            self._gathering.release(self._units[number])
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
