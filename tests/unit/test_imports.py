@@ -64,6 +64,7 @@ LAYERS = [
     "zero.launch",
     "zero.doctor",
     "zero.activation_trace",
+    "zero.estimate_step",
     "zero.estimate",
     "zero.__main__",
 ]
