@@ -215,7 +215,9 @@ _NO_MODEL_PARALLEL = "acts on model-parallel ranks, of which there are none: eve
 class ActivationCheckpointingConfig(Section):
     """What happens to activations between forward and backward."""
 
-    cpu_checkpointing: bool = acts(False, "On a GPU, keep activations in host memory. Use gradient checkpointing too.")
+    cpu_checkpointing: bool = acts(
+        False, "On a GPU, keep activations in host memory, each one once. Use gradient checkpointing too."
+    )
     partition_activations: bool = unused(False, _NO_MODEL_PARALLEL)
     number_checkpoints: Count | None = unused(None, "only sizes the buffers of contiguous_memory_optimization")
     contiguous_memory_optimization: bool = unused(False, "torch's caching allocator reuses the blocks of activations")
