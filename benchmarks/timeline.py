@@ -92,7 +92,7 @@ class Timeline:
         self._in_flight: deque[tuple[RehearsedUnit, float]] = deque()
         self._offloading: deque[float] = deque()
         self._fresh: set[RehearsedUnit] = set()
-        self._item, self._grad_item = config.compute_dtype.itemsize, config.sum_dtype.itemsize
+        self._item, self._grad_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
         self._updates_late = overlaps_step(offload, torch.device("cuda" if on_accelerator else "cpu"))
