@@ -86,22 +86,27 @@ class HostActivations:
         """`versions`: of the tensors that this one is a part of."""
         if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
             tensor = tensor.trigger_wait()
-        if tensor.device != self.device or tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
+        is_wrapper = is_traceable_wrapper_subclass(tensor)
+        if tensor.device != self.device or not (is_wrapper or _is_plain(tensor)):
+            return tensor
+        if tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):
             return tensor
         tensor, versions = tensor.detach(), (*versions, tensor._version)
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper:
             names, rest = tensor.__tensor_flatten__()
             parts = {name: getattr(tensor, name) for name in names}
             packed = {n: self._pack(p, versions) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
             return _PackedParts(type(tensor), packed, rest, tensor.shape, tensor.stride())
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        is_dense = extent <= tensor.numel()  # less: an expanded tensor
+        # Others: an expanded tensor, or a lazy conjugate, whose values are not those of the region.
+        lazy = tensor.is_conj(), tensor.is_neg()
+        is_dense = extent <= tensor.numel() and not any(lazy)
         region = tensor.as_strided((extent,), (1,)) if is_dense else tensor
         # The weak reference keeps the address of the storage from being used for another one. A stream orders its own
         # copies only; autograd runs an operation's backward on the stream of its forward.
         stream = compute_stream(self.device) if is_accelerator(self.device) else None
         key = StorageWeakRef(region.untyped_storage()), region.storage_offset(), region.shape, region.stride()
-        key = *key, region.dtype, versions, stream
+        key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
             self._kept[key] = kept = _Kept(region)
             self.moved_bytes += region.nbytes
@@ -118,3 +123,8 @@ class HostActivations:
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, torch.nn.Parameter) or tensor.untyped_storage()._cdata in self._weights
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether all values are in one storage: not so for sparse and nested tensors."""
+    return tensor.layout == torch.strided and not tensor.is_nested

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from operator import call
+from unittest import mock
 
+import pytest
 import torch
 
 from tests.accelerator import device
@@ -55,3 +58,26 @@ def shared(rank: int, world_size: int) -> None:
 def test_what_several_operations_save_is_copied_once():
     """Without these copies, the change in place would be an error in backward."""
     run_on(1, shared, simulated=True)
+
+
+def conjugates(w: torch.Tensor) -> torch.Tensor:
+    """Lazy conjugates and negatives share their memory with the tensors that they come from."""
+    x = torch.randn(ROWS * WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    product = (x * w).abs().sum() + (x.conj() * w.conj() * w).imag.sum()
+    return product + (x.imag * w.real).sum() + (x.conj().imag * w.real * w.real).sum()
+
+
+def sparse(w: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(torch.eye(ROWS * WIDTH).to_sparse(), w.real.view(-1, 1)).square().sum()
+
+
+@pytest.mark.parametrize("function", [conjugates, sparse])
+def test_tensors_of_other_kinds_keep_their_values(function):
+    weight = torch.randn(ROWS * WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    gradients = []
+    for context in (contextlib.nullcontext(), HostActivations(torch.device("cpu"), []).context()):
+        w = weight.clone().requires_grad_()
+        with mock.patch.object(activations, "MIN_BYTES", 1), context:
+            loss = function(w)
+        gradients.append(torch.autograd.grad(loss, w)[0])
+    assert torch.equal(*gradients)
