@@ -46,7 +46,7 @@ class Watchdog:
         self, rank: int, world_size: int, timeout: float, mark: Callable[[], Callable[[], bool]] | None = None
     ):
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
-        self._position: Callable[[], object] = lambda: "before the first module"
+        self._position: Callable[[], object] = lambda: "no module yet"
         # Since when, for what, and for how long at most.
         self._waiting: tuple[float, object, float] | None = None
         # When the main thread started something the last time.
@@ -111,7 +111,7 @@ class Watchdog:
         )
         return (
             f"rank {self.rank} lost the connection while it waited at {what or 'an exchange between units'}: {who}. "
-            "All ranks need the same number of batches and of forward calls"
+            "If no rank has an error of its own: all ranks need the same number of batches and of forward calls"
         )
 
     def _has_ended(self, rank: int) -> bool:

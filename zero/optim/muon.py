@@ -79,7 +79,7 @@ class BatchedMuon(torch.optim.Muon):
                 if param.grad is not None:
                     alike[param.shape].append(param)
             for shape, params in alike.items():
-                most = max(1, BATCH // shape.numel())
+                most = max(1, BATCH // max(1, shape.numel()))
                 for first in range(0, len(params), most):
                     self._update(params[first : first + most], group)
         return loss
