@@ -141,6 +141,16 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
         compare([curves[number] for curves in of_ranks], plain(name))
 
 
+def by_the_trainer(rank: int, world_size: int) -> Curve:
+    config = configuration(world_size, stage=3)
+    model = tp_model_init(build("mixtral"), 2, config=config)  # as transformers' `deepspeed_init` calls it
+    return train_zero(start(model, config), data())
+
+
+def test_the_trainer_cuts_the_model_before_the_engine_is_made():
+    compare(run_on(2, by_the_trainer), plain("mixtral"))
+
+
 # -- checkpoints, and models that are saved and loaded
 
 HALF = 3

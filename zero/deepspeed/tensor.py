@@ -22,10 +22,12 @@ def tp_model_init(
 ) -> nn.Module:
     """Cut a transformers model over `tp_size` neighbouring ranks by its own plan, in place, and return it.
 
-    The engine, not `dtype`, gives the parameters their dtype. All ranks must call it.
+    Of `config`, the Trainer's dict, the section `expert_parallel` counts; `initialize` checks it. The engine, not
+    `dtype`, gives the parameters their dtype. All ranks must call it.
     """
     world.init_distributed()
-    _cut(model, tp_size, None, whole_experts=False)
+    experts = config.get("expert_parallel", {}) if isinstance(config, dict) else {}
+    _cut(model, tp_size, None, experts.get("enabled") is True and experts.get("autoep_size") == tp_size)
     return model
 
 
