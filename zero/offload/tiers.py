@@ -124,7 +124,7 @@ class _Staging:
     def like(self, source: torch.Tensor) -> torch.Tensor:
         """A free buffer with the dtype and the shape of `source`."""
         with self._lock:
-            while self._copies and (len(self._copies) == _COPIES_IN or self._copies[0][0].query()):
+            while self._copies and (len(self._copies) >= _COPIES_IN or self._copies[0][0].query()):
                 self._copies.popleft()[0].synchronize()
         return self._memory.like(source)
 

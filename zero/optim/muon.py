@@ -67,12 +67,8 @@ class BatchedMuon(torch.optim.Muon):
     """torch's Muon, with its settings, state and arithmetic, that multiplies matrices of equal shape together."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """One update of every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """One update of every parameter that has a gradient. `MuonWithAdamW` has called the closure."""
         for group in self.param_groups:
             alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for param in group["params"]:
@@ -82,7 +78,6 @@ class BatchedMuon(torch.optim.Muon):
                 most = max(1, BATCH // max(1, shape.numel()))
                 for first in range(0, len(params), most):
                     self._update(params[first : first + most], group)
-        return loss
 
     def _update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
