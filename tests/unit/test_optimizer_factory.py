@@ -287,8 +287,9 @@ def test_muon_with_adamw_steps_as_the_two_do():
 def test_matrices_of_equal_shape_are_multiplied_together(settings, monkeypatch):
     monkeypatch.setattr(muon, "BATCH", 5 * 16 * 24)  # a sixth matrix goes into another batch
     shapes = [(16, 24)] * 6 + [(24, 16)] * 3 + [(16, 16)]
+    torch.manual_seed(0)
     plain = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    own = [nn.Parameter(param.detach().clone()) for param in plain]
+    own, before = ([nn.Parameter(param.detach().clone()) for param in plain] for _ in range(2))
     optimizers = [torch.optim.Muon(plain, lr=0.1, **settings), muon.BatchedMuon(own, lr=0.1, **settings)]
     for _ in range(3):
         for one, other in zip(plain, own, strict=True):
@@ -301,8 +302,9 @@ def test_matrices_of_equal_shape_are_multiplied_together(settings, monkeypatch):
             flops.append(flop_counter.get_total_flops())
             products.append(counter.count)
         assert products == [len(shapes) * 15, 4 * 15] and flops[0] == flops[1]
-    for one, other in zip(plain, own, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+    for one, other, former in zip(plain, own, before, strict=True):
+        # Products of a batch may add in another order, and their results are rounded to bf16.
+        assert (other - one).abs().max() <= 2.0**-6 * (one - former).abs().max()
         momentum = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (one, other), strict=True)]
         assert torch.equal(*momentum)
 
