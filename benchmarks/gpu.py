@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_worker import MODELS, VARIANTS
+from benchmarks.gpu_worker import MODELS, VARIANTS, flops
 from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.offload import cause, table_of_waits
 
 # bf16: the variants round at different places, by up to 2**-8 each.
 LOSS_TOLERANCE = 2e-2
@@ -66,7 +67,7 @@ def run(variant: str, args: argparse.Namespace) -> Row:
     row = {
         name: max(rank[name] for rank in ranks) for name in ("seconds", "issued", "cpu", "device", "reserved", "host")
     }
-    return row | {name: ranks[0][name] for name in ("losses", "parameters", "flops", "name")}
+    return row | {name: ranks[0][name] for name in ("losses", "parameters", "phases", "waits", "name")}
 
 
 def one_round(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Row]:
@@ -75,14 +76,15 @@ def one_round(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Ro
         try:
             row = rows[variant] = run(variant, args)
         except RuntimeError as error:
-            missing[variant] = str(error)
-            print(f"{variant}: failed: {error}", flush=True)
+            missing[variant] = cause(str(error))
+            print(f"{variant}: failed: {missing[variant]}", flush=True)
             continue
         first = next(iter(rows.values()))
         row["loss_difference"] = max(
             abs(loss - other) / abs(other) for loss, other in zip(row["losses"], first["losses"], strict=True)
         )
         row["ratio"] = row["seconds"] / first["seconds"]
+        row["flops"] = args.gpus * args.flops / row["seconds"]
         row["tokens"] = args.gpus * args.batch * args.length / row["seconds"]
         print(f"{variant}: {row['seconds']:.4f} s, {row['device'] / 1e9:.2f} GB", flush=True)
         if row["loss_difference"] > LOSS_TOLERANCE:
@@ -93,10 +95,9 @@ def one_round(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Ro
 def table(rows: dict[str, Row]) -> str:
     columns = ["step s", "/ first", "tokens/s", "TFLOP/s", "issued s", "cpu s", "GPU GB", "host GB", "loss diff"]
     lines = ["  ".join([f"{'variant':<20}", *(f"{name:>9}" for name in columns)])]
-    flops = max(row["flops"] for row in rows.values())
     for variant, row in rows.items():
         cells = [f"{row['seconds']:9.4f}", f"{row['ratio']:9.3f}", f"{row['tokens']:9.0f}"]
-        cells += [f"{flops / row['seconds'] / 1e12:9.1f}", f"{row['issued']:9.4f}", f"{row['cpu']:9.3f}"]
+        cells += [f"{row['flops'] / 1e12:9.1f}", f"{row['issued']:9.4f}", f"{row['cpu']:9.3f}"]
         cells += [f"{row[name] / 1e9:9.2f}" for name in ("device", "host")] + [f"{row['loss_difference']:9.1e}"]
         lines.append("  ".join([f"{variant:<20}", *cells]))
     return "\n".join(lines)
@@ -105,6 +106,7 @@ def table(rows: dict[str, Row]) -> str:
 def main() -> None:
     args = parse_arguments()
     missing: dict[str, str] = {}
+    args.flops = flops(args.model, args.batch, args.length)
     rounds = [one_round(args, missing) for _ in range(args.rounds)]
     rows: dict[str, Row] = {}
     for variant in rounds[0]:
@@ -114,9 +116,11 @@ def main() -> None:
             for name, value in each[-1].items()
         }
     some = next(iter(rows.values()))
+    checkpointing = ", checkpointing" if args.checkpointing else ""
     print(
         f"\n{args.model}, {some['parameters'] / 1e6:.0f}M parameters, {args.gpus} x {some['name']},"
-        f" {args.batch} x {args.length} tokens a GPU{', checkpointing' if args.checkpointing else ''}\n\n{table(rows)}"
+        f" {args.batch} x {args.length} tokens a GPU{checkpointing}\n\n{table(rows)}\n\n"
+        f"seconds of a step by phase, as the host sees them\n{table_of_waits(rows)}"
     )
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "deepspeed_python")}
     versions = {"python": platform.python_version(), "torch": torch.__version__}

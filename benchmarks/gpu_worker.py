@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PretrainedConfig, T5Config
 
 from benchmarks.launch import report
@@ -35,7 +34,8 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 BLOCKS = ("LlamaDecoderLayer", "T5Block")
 CLIP, SEED = 1.0, 1
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+# A small rate: one batch is repeated, and a steep fall of the loss would enlarge differences of rounding.
+ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 Batch = dict[str, torch.Tensor]
 TrainStep = Callable[[Batch], torch.Tensor]
@@ -45,13 +45,16 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
+def auto(config: PretrainedConfig) -> type:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def build(name: str, checkpointing: bool) -> nn.Module:
     """Build a model with random fp32 weights on the device. All variants get the same values."""
     torch.manual_seed(SEED)
     config = MODELS[name]()
-    make = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with device():
-        model = make.from_config(config)
+        model = auto(config).from_config(config)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -135,6 +138,7 @@ def engine(package: str, stage: int, **sections: Any) -> Callable[[nn.Module, ar
             made.step()
             return loss
 
+        train_step.clock = getattr(getattr(made, "comm", None), "clock", None)
         return train_step
 
     return variant
@@ -160,29 +164,31 @@ VARIANTS: dict[str, Callable[[nn.Module, argparse.Namespace], TrainStep]] = {
 # -- measurements
 
 
-def flops(model: nn.Module, batch: Batch) -> int:
-    """Return the operations of a forward and backward pass, as torch counts them."""
-    with FlopCounterMode(display=False) as counter, torch.autocast("cuda", torch.bfloat16):
-        model(**batch).loss.backward()
-    model.zero_grad()
-    return counter.get_total_flops()
+def flops(name: str, batch: int, length: int) -> float:
+    """Return the operations of a forward and backward pass, counted as in PaLM (appendix B), without recomputation.
+
+    Six for each weight of a linear layer and token, and 12 x width x length for each attention and token.
+    """
+    with torch.device("meta"):
+        modules = list(auto(MODELS[name]()).from_config(MODELS[name]()).modules())
+    weights = sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
+    widths = [m.q_proj.out_features for m in modules if hasattr(m, "q_proj")]
+    widths += [m.q.out_features for m in modules if hasattr(m, "q")]
+    return batch * length * (6.0 * weights + 12.0 * sum(widths) * length)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Train. The counted steps are waited for only at their end, as in a training run that does not log each loss."""
     model = build(args.model, args.checkpointing)
     config, parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
-    counted = 0
-    if args.variant == "ddp":
-        torch.cuda.set_device(device())
     train_step = VARIANTS[args.variant](model, args)
     batch = batch_of(config, args)
-    if args.variant == "ddp":
-        counted = flops(model, batch)
     losses = [train_step(batch).detach() for _ in range(args.warmup)]
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    if clock := getattr(train_step, "clock", None):
+        clock.reset()
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(args.steps):
         losses.append(train_step(batch).detach())
@@ -190,7 +196,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.synchronize()
     return {
         "parameters": parameters,
-        "flops": counted,
         "losses": [loss.item() for loss in losses],
         "seconds": (time.perf_counter() - start) / args.steps,
         "issued": returned / args.steps,
@@ -198,6 +203,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "phases": {name: spent / args.steps for name, spent in clock.phases.items()} if clock else {},
+        "waits": {": ".join(name): spent / args.steps for name, spent in clock.waits.items()} if clock else {},
         "name": torch.cuda.get_device_name(),
     }
 
