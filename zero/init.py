@@ -63,8 +63,8 @@ class Init:
         ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means nothing here.
     """
 
-    # True: no context does anything. The plain run of `zero verify` holds whole models.
-    is_off = False
+    # True: no context does anything. The plain run of `zero verify` holds whole models. was_off: one was asked for.
+    is_off = was_off = False
     _active: Init | None = None
 
     def __init__(
@@ -81,6 +81,7 @@ class Init:
     ):
         if unknown := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
+        Init.was_off |= enabled and Init.is_off
         self.enabled, self.dtype = enabled and not Init.is_off, dtype
         if not self.enabled:
             return

@@ -20,6 +20,7 @@ from zero.deepspeed.engine import DeepSpeedEngine
 from zero.deepspeed.labels import label_whole
 from zero.deepspeed.optimizer import ParameterOffload
 from zero.errors import UsageError
+from zero.init import Init
 from zero.optim.loss_scaler import LossScaler
 
 
@@ -65,9 +66,11 @@ class PlainEngine(DeepSpeedEngine):
         # fp32 sums over micro-batches, and later their mean over ranks. Parameters without a gradient have none.
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._are_reduced = False
-        self._place_parameters()
-        # The optimizer trains fp32 values. A parameter in 16 bits has a second one for them.
-        self._masters = {p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in self._trained}
+        given = self._place_parameters()
+        # The optimizer trains fp32 values. A parameter in 16 bits has a second one for them. The engine's begins with
+        # the values that a script gave, but those of zero.Init are rounded.
+        first = {p: p.detach() for p in self._trained} if Init.was_off else given
+        self._masters = {p: p if p.dtype == torch.float32 else nn.Parameter(first[p].float()) for p in self._trained}
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"] = [self._masters.get(param, param) for param in group["params"]]
         if optimizer is not None:
@@ -75,18 +78,24 @@ class PlainEngine(DeepSpeedEngine):
         self.lr_scheduler = make_scheduler(lr_scheduler, optimizer)
 
     @torch.no_grad()
-    def _place_parameters(self) -> None:
-        """All parameters on the device, in the dtype they are computed in, with rank 0's values."""
+    def _place_parameters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """All parameters on the device, in the dtype they are computed in, with rank 0's values.
+
+        Returns the values of each parameter in the dtype in which it was given.
+        """
+        given = {}
         in_16_bits = self.settings.fp16.enabled or self.settings.bf16.enabled
         place_buffers(self.module, self.comm)
         for param in self.module.parameters():
             dtype = self.settings.compute_dtype if in_16_bits and param.is_floating_point() else param.dtype
-            param.data = param.data.to(self.comm.device, dtype).contiguous()
-            self.comm.broadcast(param.data, src=0)
+            given[param] = param.data.to(self.comm.device).contiguous()
+            self.comm.broadcast(given[param], src=0)
+            param.data = given[param].to(dtype)
             label_whole(param)
         self._trained = [param for param in self.module.parameters() if param.requires_grad]
         for param in self._trained:
             param.register_post_accumulate_grad_hook(self._collect)
+        return given
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | None:
