@@ -19,6 +19,9 @@ half as much time again. `fma` rounds once if torch's kernels do. They do at all
 instructions; the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or threads
 begin.
 
+Moments may be coded in 8 bits (`zero.optim.moments`). Then they are decoded before this arithmetic, and encoded after
+it, in the same pass.
+
 The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It gives other last bits of
 `exp_avg_sq` and of the master, which depend on an element's place in its piece.
 """
@@ -42,6 +45,8 @@ from pathlib import Path
 import torch
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from zero.optim import moments
 
 logger = logging.getLogger("zero")
 
@@ -82,14 +87,18 @@ def adam(
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from any thread.
 
-    `master`, `exp_avg` and `exp_avg_sq` (fp32) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
+    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
     is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the master, rounded to nearest.
     `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above.
     Raises ValueError for tensors that are otherwise.
     """
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
     _check(tensors)
-    parts = (repeat(None) if each is None else each.split(PIECE) for each in tensors.values())
+    scales: list[torch.Tensor | None] = [None, None]
+    for number, key in enumerate(moments.KEYS if _are_coded(tensors) else ()):
+        tensors[key], scales[number] = moments.parts(tensors[key], master.numel())
+    parts = [repeat(None) if each is None else each.split(PIECE) for each in tensors.values()]
+    parts += [repeat(None) if each is None else each.split(PIECE // moments.BLOCK) for each in scales]
     pieces = list(zip(*parts, strict=False))
     kernel = _kernel()
     if kernel is not None:
@@ -110,10 +119,11 @@ def adam(
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
     buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
-    for p, g, m, v, o in pieces:
+    for p, g, m, v, o, *scales in pieces:
         wide = buffer[: g.numel()].copy_(g).mul_(factor)
         steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-        torch_adam([p], [wide], [m], [v], [], [steps], **numbers, **variant)
+        with moments.as_fp32((m, v), scales) as (exp_avg, exp_avg_sq):
+            torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
         if o is not None:
             o.copy_(p)
 
@@ -121,8 +131,9 @@ def adam(
 def _check(tensors: dict[str, torch.Tensor | None]) -> None:
     length, sixteen_bits = tensors["master"].numel(), (torch.bfloat16, torch.float16)
     dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
+    coded = _are_coded(tensors)
     for name, tensor in tensors.items():
-        if tensor is None and name == "out":
+        if (tensor is None and name == "out") or (coded and name in moments.KEYS):
             continue
         allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
@@ -134,6 +145,10 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
             raise ValueError(f"{name} must be contiguous")
 
 
+def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
+    return all(moments.is_coded(tensors[key], tensors["master"].numel()) for key in moments.KEYS)
+
+
 def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
     """Update all pieces in this thread and some helpers. The kernel knows no fp16: torch casts."""
     left = iter(pieces)
@@ -141,10 +156,11 @@ def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tupl
 
     def work() -> None:
         buffer = torch.empty(PIECE if widens else 0, dtype=torch.float32, device="cpu")
-        for p, g, m, v, o in left:  # shared by the threads: each takes the next piece
+        for p, g, m, v, o, *scales in left:  # shared by the threads: each takes the next piece
             g = buffer[: g.numel()].copy_(g) if widens else g
             to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
             places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
+            places += tuple(None if each is None else each.data_ptr() for each in scales)
             kernel(*places, p.numel(), g.dtype == torch.bfloat16, ctypes.byref(scalars))
             if o is not None and to is None:
                 o.copy_(p)
@@ -166,6 +182,11 @@ def computes_as_torch_adam(kind: type) -> type:
     """Class decorator for a subclass of torch's Adam with the same `step`: `adam` may replace its step."""
     _served.add(kind)
     return kind
+
+
+def has_adams_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is plain Adam or AdamW, which keeps two moments and no third tensor."""
+    return type(optimizer) in _served and not any(group["amsgrad"] for group in optimizer.param_groups)
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
@@ -192,13 +213,11 @@ def _is_plain(group: dict) -> bool:
     return not variant and all(isinstance(number, (int, float)) for number in numbers)
 
 
-def new_state(master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch's Adam keeps for a parameter before its first step."""
-    return {
-        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
-        "exp_avg": torch.zeros_like(master),
-        "exp_avg_sq": torch.zeros_like(master),
-    }
+def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tensor]:
+    """What torch's Adam keeps for a parameter before its first step; `coded`: with moments in 8 bits."""
+    zeros = moments.new if coded else torch.zeros_like
+    step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    return {"step": step} | {key: zeros(master) for key in moments.KEYS}
 
 
 @functools.cache
@@ -255,7 +274,7 @@ def _kernel() -> Callable[..., None] | None:
             level, line = logging.INFO if missing else logging.WARNING, (reason.splitlines() or [repr(error)])[0]
             logger.log(level, "Adam on host memory falls back on torch's fused kernel, which is slower: %s", line)
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
     kernel.restype = None
     return kernel
 
