@@ -253,8 +253,8 @@ def _state_dtype(optimizer: torch.optim.Optimizer, settings: Config, elementwise
         )
     if not elementwise or not has_adams_moments(optimizer):
         raise UsageError(
-            "zero_optimization.zero_quantized_moments: it acts on torch's Adam and AdamW, element by element and without "
-            f"amsgrad, and the optimizer is {type(optimizer).__name__}; take one of them, or set it to false"
+            "zero_optimization.zero_quantized_moments: acts on torch's Adam and AdamW, element by element and without "
+            f"amsgrad; the optimizer is {type(optimizer).__name__}; take one of them, or set it to false"
         )
     return torch.uint8
 

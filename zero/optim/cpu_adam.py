@@ -87,10 +87,10 @@ def adam(
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from any thread.
 
-    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
-    is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the master, rounded to nearest.
-    `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above.
-    Raises ValueError for tensors that are otherwise.
+    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place; `grad` (fp32, bf16 or
+    fp16), which stays as it is, is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the
+    master, rounded to nearest. `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's
+    square roots; see above. Raises ValueError for tensors that are otherwise.
     """
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
     _check(tensors)

@@ -3,10 +3,10 @@
     exp_avg      int8, from -127 to 127    scale * sign(code) * (code / 127) ** 4
     exp_avg_sq   uint8                     scale * (code / 255) ** 8
 
-The scale is the largest absolute value of the block, which is thus exact; at least 1.2e-38. Roots give small values many codes, and need
-no tables. A second moment above 0 never becomes 0, because a step divides by its square root. If one of an element's
-moments is infinite or NaN, both are stored as 0: so no other element of the block suffers. Codes are rounded to the
-nearest one: rounding at random gave larger errors (benchmarks/LOG.md).
+The scale is the largest absolute value of the block, which is thus exact; at least 1.2e-38. Roots give small values
+many codes, and need no tables. A second moment above 0 never becomes 0, because a step divides by its square root. If
+one of an element's moments is infinite or NaN, both are stored as 0: so no other element of the block suffers. Codes
+are rounded to the nearest one: rounding at random gave larger errors (benchmarks/LOG.md).
 
 A coded tensor is uint8 and 1-D: the codes, up to 3 bytes of padding, the scales. 0 bytes mean 0. `cpu_adam` reads and
 writes codes in its one pass. All others use the functions here, which compute the same.
@@ -161,3 +161,12 @@ class CodedSlice:
         codes, scales = parts(self.tensor, self.total)
         blocks = slice(self.start // BLOCK, -(-self.end // BLOCK))
         return decode(self.key, codes[self.start : self.end], scales[blocks], self.start % BLOCK)
+
+
+@torch.no_grad()
+def replace(state: dict[str, Any], part: CodedSlice, values: torch.Tensor) -> None:
+    """Give the elements of `part`, which is of a tile's `state`, these values. The rest of their blocks is rounded."""
+    whole = decoded(state, part.total)
+    whole[part.key][part.start : part.end] = values
+    for key, made in encoded(whole).items():
+        state[key].copy_(made)

@@ -75,7 +75,7 @@ class ZeroOptimizer:
     depends on nothing but its own history; checks_overflow: False takes a step even if
     gradients are not finite; overlap: units that are not persistent are updated during the next forward;
     read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
-    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; state_dtype: as for `TileUpdate`.
+    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; state_dtype: see `TileUpdate`.
 
     Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
     optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step. before_norm: called in
