@@ -181,10 +181,10 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
             const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + 0.5f;
             const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
             code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
-            const float square = float_of(finite_bits(v[i], m[i]));
-            const float size_sq = std::sqrt(root4(square)) * inverse_sq * 255.0f + 0.5f;
+            const float deviation = float_of(finite_bits(root[i], m[i]));
+            const float size_sq = root4(deviation) * inverse_sq * 255.0f + 0.5f;
             const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
-            code_sq[i] = uint8_t(square > 0.0f ? above_zero : 0);
+            code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
         }
     }
 }
