@@ -4,10 +4,10 @@
     python -m benchmarks.cpu_adam --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
 The input is a bf16 gradient, the output a bf16 parameter; master and two moments are fp32. That is at least 28 bytes a
-parameter. With 8-bit moments it is 16. The contestants take turns on the same memory, one step each, so that a busy machine disturbs all of them
-alike. The first round does not count. `ms`: the fastest step, in brackets the median. `cpu ms`: the least sum over all
-threads. `GB/s` and the columns after it are of the fastest step. `of triad`: relative to the bandwidth of two fp32
-reads and one write in the same rounds.
+parameter. With 8-bit moments it is 16. The contestants take turns on the same memory, one step each, so that a busy
+machine disturbs all of them alike. The first round does not count. `ms`: the fastest step, in brackets the median.
+`cpu ms`: the least sum over all threads. `GB/s` and the columns after it are of the fastest step. `of triad`: relative
+to the bandwidth of two fp32 reads and one write in the same rounds.
 """
 
 from __future__ import annotations

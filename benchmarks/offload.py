@@ -6,9 +6,9 @@
 
 Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half of the optimizer
 state on the device (`ratio`); all in files, with the update inside the step; all in files, with reads ahead, late
-writes and the update during the next forward. "8-bit": with `zero_quantized_moments`. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed with all in host
-memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory is the same as without offload. DeepSpeed's
-files need async_io, which has to be built: they are not run.
+writes and the update during the next forward. "8-bit": with `zero_quantized_moments`. Peers: FSDP2 with
+`CPUOffloadPolicy`, and DeepSpeed with all in host memory. Without a GPU, FSDP2 runs without offload, and "ours" in host
+memory is the same as without offload. DeepSpeed's files need async_io, which has to be built: they are not run.
 
 All variants train the same model on the same batches, in new processes, in turns. Ratios are formed within a round. The
 losses must agree with those of "ours" without offload. Peaks of memory are those of the counted steps.

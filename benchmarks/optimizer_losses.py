@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ REFERENCE = dict.fromkeys(
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -155,12 +156,12 @@ def sharded(name: str, steps: int) -> list[float]:
     return losses
 
 
-def variants() -> list[str]:
+def installed(names: Sequence[str]) -> list[str]:
     """The variants whose packages are installed."""
     found = []
-    for name, (make, *_) in VARIANTS.items():
+    for name in names:
         try:
-            make(nn.Linear(2, 2))
+            VARIANTS[name][0](nn.Linear(2, 2))
         except ImportError as error:
             print(f"left out: {name} ({error})", file=sys.stderr)
             continue
@@ -201,12 +202,20 @@ def main() -> None:
     args = parse_arguments()
     if args.worker:
         dist.init_process_group("gloo")
-        report({name: sharded(name, args.steps) for name in variants()})
+        report({name: sharded(name, args.steps) for name in installed(args.variants)})
         dist.destroy_process_group()
         return
-    command = ["-m", "benchmarks.optimizer_losses", "--worker", "--steps", str(args.steps)]
+    command = [
+        "-m",
+        "benchmarks.optimizer_losses",
+        "--worker",
+        "--steps",
+        str(args.steps),
+        "--variants",
+        *args.variants,
+    ]
     ours = run_ranks(sys.executable, command, RANKS, timeout=3600)[0]
-    theirs = {name: plain(name, args.steps) for name in ours if name not in REFERENCE}
+    theirs = {name: plain(name, args.steps) for name in {REFERENCE.get(name, name): None for name in ours}}
     rows = summarize(ours, theirs)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"rows": rows, "engine": ours, "plain torch": theirs}, indent=1) + "\n")
