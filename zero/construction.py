@@ -79,6 +79,8 @@ def make_units(
         if param.numel() == 0 and param.is_floating_point():
             param.data = param.data.to(dtype)  # in no unit, but it must have the dtype of the layer's inputs
     tiers = _tiers(plans, settings, comm)
+    # Without fp32 masters nothing keeps the fp32 values of a model.
+    masters = None if settings.bf16.without_masters else Tier.of(zero.offload_optimizer, settings.aio, comm.device)
     second = zero.second_shards_over(comm.world_size)
     make = partial(HpzUnit, group_comm=comm.within(second)) if second else Unit
     return [
@@ -89,6 +91,7 @@ def make_units(
             residency,
             dtype=dtype,
             tier=tier,
+            keeps=masters if plan.params[0] in group_of else None,
             param_names=plan.param_names,
             modules=plan.modules,
             persistent=plan.persistent or zero.stage < 3,

@@ -63,20 +63,22 @@ class OptimizerShard:
         """Make the master. From now on `updates` change it, and the unit's next all-gather waits for them.
 
         A shard of this dtype in the same place is its own master. So is one in host memory if the tier is a file: the
-        weights are in memory anyway.
+        weights are in memory anyway. A model in fp32 that is trained in 16 bits keeps its fp32 values in the master.
         """
-        shard = self.unit.shard
+        shard, (precise, self.unit.precise) = self.unit.shard, (self.unit.precise, None)
         in_another_file = self.unit.tier.holds_in_file(shard) and self.unit.tier.file is not self.tier.file
         if shard.dtype == dtype and shard.device == self.tier.device and not in_another_file:
             self.master = shard
+        elif precise is not None and self.unit.keeps == self.tier and precise.dtype == dtype:
+            self.master = precise
         else:
-            self.master = self.tier.keep(shard, dtype)
+            self.master = self.tier.keep(shard if precise is None else precise, dtype)
         self._updates = updates
         self.unit.attach(self)
 
     def free(self) -> None:
         """Free master and gradient: the optimizer has ended."""
-        self.unit.detach()
+        self.unit.attach(None)
         self.master = self.grad = None
         self._writes.clear()
 

@@ -73,12 +73,13 @@ def unit_of(param: torch.Tensor) -> Unit | None:
 class Unit:
     """Parameters that are unsharded, reduced and resharded as one.
 
-    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), full (1-D, compute dtype, all values with
-    padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in `full`), pieces
-    (which part of each parameter is in the shard), state, users (how many callers need the parameters
-    unsharded now), version (counts changes of the values), serial (order of creation, equal on all ranks),
-    strict (a change of unsharded values that would be lost is an error), source (the communicator by which `full` was
-    gathered; another one than the unit's own may quantize).
+    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), precise (the slice in the dtype in which it was
+    given, on the tier `keeps`, for an optimizer; None if the shard has that dtype), full (1-D, compute dtype, all
+    values with padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in
+    `full`), pieces (which part of each parameter is in the shard), state, users (how many callers need the parameters
+    now), version (counts changes of the values), serial (order of creation, equal on all ranks), strict (a change of
+    unsharded values that would be lost is an error), source (by which communicator `full` was gathered; another one
+    than the unit's own may quantize).
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Unit:
         *,
         dtype: torch.dtype | None = None,
         tier: Tier | None = None,
+        keeps: Tier | None = None,
         param_names: Sequence[str] = (),
         modules: Sequence[nn.Module] = (),
         persistent: bool = False,
@@ -116,6 +118,9 @@ class Unit:
         self._read_hook: ReadHook | None = None
         self._gather, self._handed_over = Pending(), 0
         values = self._take_values()
+        self.keeps, loses = keeps, torch.promote_types(values.dtype, self.dtype) != self.dtype
+        self.precise = keeps.keep(self._own_slice(values)) if keeps is not None and loses else None
+        values = values.to(self.dtype)
         if self.persistent:
             self.full = values
             self.shard = self._own_slice(values) if on_device else self.tier.keep(self._own_slice(values))
@@ -144,7 +149,7 @@ class Unit:
 
     @torch.no_grad()
     def _take_values(self) -> torch.Tensor:
-        """A flat buffer with the parameters' values. Ordinary parameters get rank 0's values.
+        """A flat buffer with the parameters' values, in their dtype. Ordinary parameters get rank 0's values.
 
         Each parameter's former memory is freed before the next one is read. Unless the unit is persistent, only this
         rank's slice of the result is valid.
@@ -168,7 +173,7 @@ class Unit:
                 self.comm.broadcast(full, src=0)
             else:
                 self.comm.scatter(self._own_slice(full), full, src=0)
-        return full if self.dtype == source else full.to(self.dtype)
+        return full
 
     @torch.no_grad()
     def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
@@ -192,13 +197,9 @@ class Unit:
 
     # -- the shard
 
-    def attach(self, writer: ShardWriter) -> None:
-        """From now on `writer` updates the shard, and each all-gather waits for it."""
+    def attach(self, writer: ShardWriter | None) -> None:
+        """From now on `writer` updates the shard, and each all-gather waits for it. None: nobody does any more."""
         self._writer = writer
-
-    def detach(self) -> None:
-        """The shard has no writer any more."""
-        self._writer = None
 
     @property
     def is_ready(self) -> bool:

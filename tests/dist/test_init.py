@@ -25,6 +25,7 @@ from tests.dist.training import (
 from tests.parity import models
 from tests.parity.test_variants import variant
 from tests.processes import run_on
+from zero.deepspeed.fragments import safe_get_full_fp32_param
 from zero.errors import UsageError
 from zero.unit import unit_of
 
@@ -65,12 +66,29 @@ def test_a_model_built_under_init_trains_as_rank_0s_plain_one(world_size, tied):
         assert_same_weights(found.weights, expected.weights)
 
 
-def test_init_keeps_fp32_masters_of_a_16_bit_model():
-    """The masters start from the values before rounding, as without `Init`."""
+def rounded(rank: int, world_size: int, tied: bool, sections: dict) -> Curve:
+    torch.manual_seed(3 + rank)
+    model = Toy(tied=tied).bfloat16()
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=30, **sections))
+    return train_zero(engine, toy_batches(STEPS))
+
+
+def test_masters_of_a_16_bit_model_under_init_start_from_rounded_values():
     bf16 = {"bf16": {"enabled": True}}
-    with_init, without = (curve_on(2, make, False, bf16) for make in (from_init, ordinary))
+    with_init, without = (curve_on(2, make, False, bf16) for make in (from_init, rounded))
     assert with_init.losses == without.losses
     assert_same_weights(with_init.weights, without.weights)
+
+
+def masters(rank: int, world_size: int, sections: dict) -> list[torch.Tensor]:
+    engine, _ = start(toy(), ds_config(**sections, bf16={"enabled": True}))
+    return [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("sections", [{"stage": 1}, {}, {"offload_optimizer": {"device": "cpu"}}], ids=str)
+def test_without_init_masters_keep_the_fp32_values_of_the_model(sections):
+    for found in run_on(2, masters, sections):
+        assert all(map(torch.equal, found, toy().parameters()))
 
 
 class Watch:

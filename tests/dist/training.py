@@ -142,17 +142,17 @@ def train_in_slices(
     `scale`. (In fp16 the scale changes gradients: small ones are subnormal.) Gradients are summed in fp32, of a float64
     model in float64: micro-batch by micro-batch, and within one rank by rank. With `own_first` each rank's own
     gradients are summed first, as at stages 0 and 1. The gradients of `shard_size` consecutive ranks are summed before
-    these sums are. Their mean updates the masters, which are rounded into the model.
+    these sums are. Their mean updates the masters, which begin with the model's fp32 values and are rounded into it.
 
     `norms`: clipping divides by these, step by step, in place of this run's own. The last bit of a norm depends on how
     parameters are cut, and all weights depend on that bit.
     """
     curve = Curve()
-    for param in model.parameters():
-        param.data = param.data.to(dtype or param.dtype)
     masters = {
         name: nn.Parameter(param.detach().to(master_dtype(param), copy=True)) for name, param in trainable(model)
     }
+    for param in model.parameters():
+        param.data = param.data.to(dtype or param.dtype)
     optimizer = make(grouping(list(masters.items())))
     for number, batch in enumerate(batches):
         found = [_gradients(model, part, accumulation, scale) for part in split(batch, ranks * accumulation)]

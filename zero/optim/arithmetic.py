@@ -128,8 +128,11 @@ class TorchStep:
 
     def __call__(self, values: TileInMemory, group: dict, factor: float) -> None:
         """Update `values.master` and `values.state` with `values.grad` times `factor`; `group` is one of the groups."""
-        master, grad = values.master.detach(), values.grad.to(values.master.dtype)
-        master.grad = grad if factor == 1.0 else grad.mul_(factor)
+        master, grad = values.master.detach(), values.grad
+        if grad.dtype == master.dtype:
+            master.grad = grad if factor == 1.0 else grad.mul_(factor)
+        else:  # a vector of one element, unlike a number, widens and multiplies in one pass
+            master.grad = grad * torch.full((1,), factor, dtype=master.dtype, device=grad.device)
         if group.get("fused") and "step" in values.state:  # it may have been counted on the host before
             values.state["step"] = values.state["step"].to(master.device)
         self._twin.state = defaultdict(dict, {master: values.state})

@@ -1,0 +1,135 @@
+"""Time and memory of a training step on GPUs: DDP, FSDP2, this engine and, if it is given, DeepSpeed.
+
+    python -m benchmarks.gpu                                   # Llama-3.2-1B's shape, 4 x 2048 tokens
+    python -m benchmarks.gpu --model t5-3b --batch 8 --length 512 --variants zero3-offload fsdp2-offload
+    python -m benchmarks.gpu --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+
+All variants train the same model in bf16 with fp32 masters on the same batch, each in its own processes (one a GPU).
+With several rounds they take turns. Ratios are to the first variant, within a round. `issued`: seconds until the host
+has given all work of a step to the GPU; if it is near the step's time, the host is the limit. The run fails if losses
+differ. A variant that fails is named, and the others go on; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_worker import MODELS, VARIANTS, flops
+from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.offload import cause, table_of_waits
+
+# bf16: the variants round at different places, by up to 2**-8 each.
+LOSS_TOLERANCE = 2e-2
+
+Row = dict[str, Any]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-1b")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all without offload")
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--batch", type=int, default=4, help="sequences per GPU and step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of each block")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
+    parser.add_argument("--steps", type=int, default=10, help="steps counted, per round")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "gpu.json")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device: `python -m benchmarks.step` compares the engines on CPUs")
+    args.variants = args.variants or [name for name in VARIANTS if "off" not in name and "-opt" not in name]
+    if not args.deepspeed_python:
+        args.variants = [name for name in args.variants if not name.startswith("deepspeed")]
+    return args
+
+
+def run(variant: str, args: argparse.Namespace) -> Row:
+    """Run one job. Return the slowest rank's seconds, the largest memory and the losses of rank 0."""
+    options = {name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")}
+    command = ["-m", "benchmarks.gpu_worker", "--variant", variant]
+    command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command += ["--checkpointing"] if args.checkpointing else []
+    python = args.deepspeed_python if variant.startswith("deepspeed") else sys.executable
+    threads = str(max(1, (os.cpu_count() or 1) // args.gpus))
+    ranks = run_ranks(python, command, args.gpus, 600, {"OMP_NUM_THREADS": threads})
+    row = {
+        name: max(rank[name] for rank in ranks) for name in ("seconds", "issued", "cpu", "device", "reserved", "host")
+    }
+    return row | {name: ranks[0][name] for name in ("losses", "parameters", "phases", "waits", "name")}
+
+
+def one_round(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for variant in args.variants:
+        try:
+            row = rows[variant] = run(variant, args)
+        except RuntimeError as error:
+            missing[variant] = cause(str(error))
+            print(f"{variant}: failed: {missing[variant]}", flush=True)
+            continue
+        first = next(iter(rows.values()))
+        row["loss_difference"] = max(
+            abs(loss - other) / abs(other) for loss, other in zip(row["losses"], first["losses"], strict=True)
+        )
+        row["ratio"] = row["seconds"] / first["seconds"]
+        row["flops"] = args.gpus * args.flops / row["seconds"]
+        row["tokens"] = args.gpus * args.batch * args.length / row["seconds"]
+        print(f"{variant}: {row['seconds']:.4f} s, {row['device'] / 1e9:.2f} GB", flush=True)
+        if row["loss_difference"] > LOSS_TOLERANCE:
+            missing[variant] = f"losses differ by {row['loss_difference']:.1e}: it does not compute the same training"
+    return rows
+
+
+def table(rows: dict[str, Row]) -> str:
+    columns = ["step s", "/ first", "tokens/s", "TFLOP/s", "issued s", "cpu s", "GPU GB", "host GB", "loss diff"]
+    lines = ["  ".join([f"{'variant':<20}", *(f"{name:>9}" for name in columns)])]
+    for variant, row in rows.items():
+        cells = [f"{row['seconds']:9.4f}", f"{row['ratio']:9.3f}", f"{row['tokens']:9.0f}"]
+        cells += [f"{row['flops'] / 1e12:9.1f}", f"{row['issued']:9.4f}", f"{row['cpu']:9.3f}"]
+        cells += [f"{row[name] / 1e9:9.2f}" for name in ("device", "host")] + [f"{row['loss_difference']:9.1e}"]
+        lines.append("  ".join([f"{variant:<20}", *cells]))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_arguments()
+    missing: dict[str, str] = {}
+    args.flops = flops(args.model, args.batch, args.length)
+    rounds = [one_round(args, missing) for _ in range(args.rounds)]
+    rows: dict[str, Row] = {}
+    for variant in rounds[0]:
+        each = [found[variant] for found in rounds if variant in found]
+        rows[variant] = {
+            name: statistics.median(row[name] for row in each) if isinstance(value, int | float) else value
+            for name, value in each[-1].items()
+        }
+    some = next(iter(rows.values()))
+    checkpointing = ", checkpointing" if args.checkpointing else ""
+    print(
+        f"\n{args.model}, {some['parameters'] / 1e6:.0f}M parameters, {args.gpus} x {some['name']},"
+        f" {args.batch} x {args.length} tokens a GPU{checkpointing}\n\n{table(rows)}\n\n"
+        f"seconds of a step by phase, as the host sees them\n{table_of_waits(rows)}"
+    )
+    settings = {name: value for name, value in vars(args).items() if name not in ("output", "deepspeed_python")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    result = {"settings": settings, "versions": versions, "missing": missing, "rows": rows, "rounds": rounds}
+    args.output.write_text(json.dumps(result, indent=2))
+    print(f"\nwritten: {args.output}")
+    sys.exit(1 if missing else 0)
+
+
+if __name__ == "__main__":
+    main()
