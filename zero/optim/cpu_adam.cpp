@@ -1,12 +1,16 @@
 // Adam on host memory in one pass; compiled and called by cpu_adam.py, which says what is computed and to which bits.
 //
-// No header of torch or Python, so that it compiles in a second. Every operation is one IEEE fp32 operation in torch's
+// No header of torch or Python, so that it compiles in seconds. Every operation is one IEEE fp32 operation in torch's
 // order, and `fused` stands where torch's own kernels fuse; with -ffp-contract=off nothing else is fused. Vector bodies
 // and scalar tails of the compiler's loops thus give the same bits, wherever a piece begins or ends.
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
 
 // MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
 extern "C" typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
@@ -191,19 +195,41 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
 
 }  // namespace
 
-// `grad`: bf16 if `grad_is_bf16`, else fp32. `out` may be null. Moments are fp32 without scales, else codes.
+// `grad`: bf16 if `grad_is_bf16`, else fp32. `out` may be null. Moments are fp32 without scales, else codes; then
+// `piece` is a multiple of BLOCK. Up to `threads` threads take pieces of this many elements, so that a thread on a busy
+// core takes fewer. They are this function's own: Python's would need its lock for each piece, and would take it from
+// the thread that gives work to a GPU.
 extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out,
-                              float* scales, float* scales_sq, int64_t numel, int grad_is_bf16, const Scalars* s) {
+                              float* scales, float* scales_sq, int64_t numel, int grad_is_bf16, const Scalars* s,
+                              int64_t piece, int threads) {
     BFloat16* copy = static_cast<BFloat16*>(out);
-    const auto with = [&](const auto* gradient) {
+    const auto with = [&](const auto* gradient, int64_t first) {
+        const int64_t count = numel - first < piece ? numel - first : piece;
+        BFloat16* to = copy == nullptr ? nullptr : copy + first;
         if (scales != nullptr)
-            update_coded(master, gradient, static_cast<int8_t*>(exp_avg), scales, static_cast<uint8_t*>(exp_avg_sq),
-                         scales_sq, copy, numel, *s);
+            update_coded(master + first, gradient + first, static_cast<int8_t*>(exp_avg) + first,
+                         scales + first / BLOCK, static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq + first / BLOCK,
+                         to, count, *s);
         else
-            update(master, gradient, static_cast<float*>(exp_avg), static_cast<float*>(exp_avg_sq), copy, numel, *s);
+            update(master + first, gradient + first, static_cast<float*>(exp_avg) + first,
+                   static_cast<float*>(exp_avg_sq) + first, to, count, *s);
     };
-    if (grad_is_bf16)
-        with(static_cast<const BFloat16*>(grad));
-    else
-        with(static_cast<const float*>(grad));
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t first = next.fetch_add(piece); first < numel; first = next.fetch_add(piece)) {
+            if (grad_is_bf16)
+                with(static_cast<const BFloat16*>(grad), first);
+            else
+                with(static_cast<const float*>(grad), first);
+        }
+    };
+    std::vector<std::thread> helpers;
+    try {
+        for (int64_t first = piece; first < numel && int(helpers.size()) < threads - 1; first += piece)
+            helpers.emplace_back(work);
+    } catch (const std::exception&) {
+        // The system gives no more threads: those that there are do all.
+    }
+    work();
+    for (std::thread& each : helpers) each.join();
 }

@@ -38,7 +38,6 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
@@ -52,10 +51,11 @@ logger = logging.getLogger("zero")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and selections.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Elements that a thread takes at a time: 7 MB of memory, which stays in a cache for the casts around the kernel. A
-# thread on a busy core takes fewer pieces. The calling thread alone updates tensors of up to this size.
+FLAGS = ("-std=c++17", "-pthread", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors of up to this size.
 PIECE = 1 << 18
+# Elements that torch casts at a time, where the kernel does not: 16 MB of memory.
+_CAST_PIECE = 1 << 22
 
 
 class _Scalars(ctypes.Structure):
@@ -97,10 +97,12 @@ def adam(
     scales: list[torch.Tensor | None] = [None, None]
     for number, key in enumerate(moments.KEYS if _are_coded(tensors) else ()):
         tensors[key], scales[number] = moments.parts(tensors[key], master.numel())
-    parts = [repeat(None) if each is None else each.split(PIECE) for each in tensors.values()]
-    parts += [repeat(None) if each is None else each.split(PIECE // moments.BLOCK) for each in scales]
-    pieces = list(zip(*parts, strict=False))
     kernel = _kernel()
+    casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
+    most = max(1, _CAST_PIECE if casts else master.numel())
+    parts = [repeat(None) if each is None else each.split(most) for each in tensors.values()]
+    parts += [repeat(None) if each is None else each.split(-(-most // moments.BLOCK)) for each in scales]
+    pieces = list(zip(*parts, strict=False))
     if kernel is not None:
         scalars = _Scalars(
             factor=factor,
@@ -118,9 +120,8 @@ def adam(
         return
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
-    buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
     for p, g, m, v, o, *scales in pieces:
-        wide = buffer[: g.numel()].copy_(g).mul_(factor)
+        wide = g.to(torch.float32, copy=True).mul_(factor)
         steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
         with moments.as_fp32((m, v), scales) as (exp_avg, exp_avg_sq):
             torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
@@ -150,29 +151,16 @@ def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
 
 
 def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
-    """Update all pieces in this thread and some helpers. The kernel knows no fp16: torch casts."""
-    left = iter(pieces)
-    widens = any(g.dtype == torch.float16 for _, g, *_ in pieces)
-
-    def work() -> None:
-        buffer = torch.empty(PIECE if widens else 0, dtype=torch.float32, device="cpu")
-        for p, g, m, v, o, *scales in left:  # shared by the threads: each takes the next piece
-            g = buffer[: g.numel()].copy_(g) if widens else g
-            to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
-            places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
-            places += tuple(None if each is None else each.data_ptr() for each in scales)
-            kernel(*places, p.numel(), g.dtype == torch.bfloat16, ctypes.byref(scalars))
-            if o is not None and to is None:
-                o.copy_(p)
-
+    """Update all pieces, each on several threads. The kernel knows no fp16: torch casts."""
     threads = thread_count()
-    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(pieces)) - 1)]
-    try:
-        work()
-    finally:  # no thread may write to the tensors after this
-        for other in others:
-            if not other.cancel():
-                other.result()
+    for p, g, m, v, o, *scales in pieces:
+        wide = g.float() if g.dtype == torch.float16 else g
+        rounds = o is not None and o.dtype == torch.bfloat16
+        places = (p, wide, m, v, o if rounds else None, *scales)
+        addresses = (None if each is None else each.data_ptr() for each in places)
+        kernel(*addresses, p.numel(), wide.dtype == torch.bfloat16, ctypes.byref(scalars), PIECE, threads)
+        if o is not None and not rounds:
+            o.copy_(p)
 
 
 _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
@@ -248,15 +236,6 @@ def thread_count() -> int:
     return max(1, cores // ranks)
 
 
-@functools.cache
-def _helpers(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="zero-cpu-adam")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
-
-
 def is_compiled() -> bool:
     """Whether the kernel is available; builds it if need be."""
     return _kernel() is not None
@@ -275,6 +254,7 @@ def _kernel() -> Callable[..., None] | None:
             logger.log(level, "Adam on host memory falls back on torch's fused kernel, which is slower: %s", line)
         return None
     kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
+    kernel.argtypes += [ctypes.c_int64, ctypes.c_int]
     kernel.restype = None
     return kernel
 
