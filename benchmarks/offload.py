@@ -6,9 +6,9 @@
 
 Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half of the optimizer
 state on the device (`ratio`); all in files, with the update inside the step; all in files, with reads ahead, late
-writes and the update during the next forward. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed with all in host
-memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory is the same as without offload. DeepSpeed's
-files need async_io, which has to be built: they are not run.
+writes and the update during the next forward. "8-bit": with `zero_quantized_moments`. Peers: FSDP2 with
+`CPUOffloadPolicy`, and DeepSpeed with all in host memory. Without a GPU, FSDP2 runs without offload, and "ours" in host
+memory is the same as without offload. DeepSpeed's files need async_io, which has to be built: they are not run.
 
 All variants train the same model on the same batches, in new processes, in turns. Ratios are formed within a round. The
 losses must agree with those of "ours" without offload. Peaks of memory are those of the counted steps.
@@ -16,7 +16,8 @@ losses must agree with those of "ours" without offload. Peaks of memory are thos
 `floor` is the lower bound, the largest of these times:
 
 - plain torch's forward and backward, measured;
-- 28 bytes a parameter for Adam in host memory (the part that is there), over the bandwidth of a triad;
+- 28 bytes a parameter (16 with 8-bit moments) for Adam in host memory (the part that is there), over the bandwidth of
+  a triad;
 - bytes to and from files, over the file's bandwidths;
 - on a GPU: gathered and reduced bytes, over the bandwidths to and from the GPU (for a peer: the bytes of "ours").
 
@@ -43,7 +44,7 @@ from benchmarks.offload_worker import MODELS, VARIANTS
 
 REFERENCE, IN_MEMORY = "no offload", "cpu"
 # Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master, moments, parameter.
-ADAM_BYTES = 28
+ADAM_BYTES, ADAM_BYTES_8_BIT = 28, 16
 # Bytes of an element of a reduced gradient that is copied to the host.
 GRADIENT_BYTES = 4
 # Largest relative difference of a loss. In fp32 the order of sums differs, in bf16 the places of rounding.
@@ -106,7 +107,7 @@ def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
         "device": max(rank["device"] for rank in ranks),
         "phases": ranks[0]["phases"],
         "waits": ranks[0]["waits"],
-        "adam_on_host": host_share(variant) * ADAM_BYTES * parameters,
+        "adam_on_host": host_share(variant) * (ADAM_BYTES_8_BIT if "8-bit" in variant else ADAM_BYTES) * parameters,
     }
     if moved:
         # A rank counts whole buffers. Each rank sends only its own part of them.

@@ -86,8 +86,11 @@ def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple
     return train_step, engine
 
 
-def ours(parameters: str, optimizer: str, **settings: Any) -> Callable:
-    """This engine with these devices for parameters and optimizer state. `settings`: of `offload_optimizer`."""
+def ours(parameters: str, optimizer: str, coded: bool = False, **settings: Any) -> Callable:
+    """This engine with these devices for parameters and optimizer state.
+
+    `coded`: 8-bit moments. `settings`: of `offload_optimizer`.
+    """
 
     def build(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, Any]:
         import zero  # imported here, because DeepSpeed's environment may lack packages that it needs
@@ -98,6 +101,7 @@ def ours(parameters: str, optimizer: str, **settings: Any) -> Callable:
             "offload_param": {"device": parameters, **path, "max_in_cpu": 0},
             "offload_optimizer": {"device": optimizer, **path, **settings},
             "sub_group_size": 50_000_000,
+            "zero_quantized_moments": coded,
         }
         return initialized(zero, model, ds_config(args, away))
 
@@ -145,9 +149,11 @@ def fsdp2(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
 VARIANTS = {
     "no offload": ours("none", "none"),
     "cpu": ours("cpu", "cpu"),
+    "cpu, 8-bit": ours("cpu", "cpu", coded=True),
     "cpu, half": ours("cpu", "cpu", ratio=0.5),
     "nvme": ours("nvme", "nvme", overlap_step=False),
     "nvme, behind": ours("nvme", "nvme", overlap_step=True, pipeline_read=True, pipeline_write=True),
+    "nvme, 8-bit": ours("nvme", "nvme", coded=True, overlap_step=True, pipeline_read=True, pipeline_write=True),
     "fsdp2": fsdp2,
     "deepspeed cpu": deepspeed,
 }

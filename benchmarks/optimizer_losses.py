@@ -6,7 +6,7 @@ A small Llama learns the bytes of this project's documentation. All variants see
 the same order. A line of the table gives the mean of the last 20 losses, of both runs, and their largest relative
 difference in the first 10 steps and in all steps. Rounding differs between one process and two, and training amplifies
 it. The picture has the losses of all variants: lines for the engine, dots for plain torch. bf16 variants have no plain
-run of their own: their dots are those of AdamW in fp32.
+run of their own, nor have 8-bit moments of this engine: they are compared with AdamW in fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +75,33 @@ def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-# Name -> (function that makes the optimizer, section bf16 of the engine's configuration).
-VARIANTS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (adamw, {}),
-    "Adafactor": (adafactor, {}),
-    "Muon": (muon, {}),
-    "AdamW, 8-bit state (torchao)": (adamw_8bit, {}),
-    "AdamW, 4-bit state (torchao)": (adamw_4bit, {}),
-    "AdamW, 8-bit state (bitsandbytes)": (adamw_8bit_of_bitsandbytes, {}),
-    "AdamW, schedule-free": (schedule_free, {}),
-    "AdamW, bf16": (adamw, BF16),
-    "AdamW, bf16 without masters": (adamw, NO_MASTERS),
+CODED: dict[str, Any] = {"zero_quantized_moments": True}
+
+# Name -> (function that makes the optimizer, section bf16 of the configuration, keys of zero_optimization).
+VARIANTS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
+    "AdamW": (adamw, {}, {}),
+    "Adafactor": (adafactor, {}, {}),
+    "Muon": (muon, {}, {}),
+    "AdamW, 8-bit moments (ours)": (adamw, {}, CODED),
+    "AdamW, 8-bit state (torchao)": (adamw_8bit, {}, {}),
+    "AdamW, 4-bit state (torchao)": (adamw_4bit, {}, {}),
+    "AdamW, 8-bit state (bitsandbytes)": (adamw_8bit_of_bitsandbytes, {}, {}),
+    "AdamW, schedule-free": (schedule_free, {}, {}),
+    "AdamW, bf16": (adamw, BF16, {}),
+    "AdamW, bf16 without masters": (adamw, NO_MASTERS, {}),
+    "AdamW, bf16 without masters, 8-bit": (adamw, NO_MASTERS | {"bf16_optimizer_states": False}, CODED),
 }
-# What bf16 variants are compared with.
-REFERENCE = {"AdamW, bf16": "AdamW", "AdamW, bf16 without masters": "AdamW"}
+# What variants without a plain run of their own are compared with.
+REFERENCE = dict.fromkeys(
+    ("AdamW, 8-bit moments (ours)", "AdamW, bf16", "AdamW, bf16 without masters", "AdamW, bf16 without masters, 8-bit"),
+    "AdamW",
+)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -129,12 +137,12 @@ def plain(name: str, steps: int) -> list[float]:
 
 def sharded(name: str, steps: int) -> list[float]:
     """The losses of the engine at stage 3, the mean over ranks; each has its part of every batch."""
-    make, bf16 = VARIANTS[name]
+    make, bf16, zero_keys = VARIANTS[name]
     config = {
         "train_micro_batch_size_per_gpu": ROWS // RANKS,
         "gradient_clipping": 0.0,
         "bf16": bf16 or {"enabled": False},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero_keys},
     }
     model, losses = build(), []
     engine, *_ = zero.initialize(model=model, optimizer=make(model), config=config)
@@ -148,12 +156,12 @@ def sharded(name: str, steps: int) -> list[float]:
     return losses
 
 
-def variants() -> list[str]:
+def installed(names: Sequence[str]) -> list[str]:
     """The variants whose packages are installed."""
     found = []
-    for name, (make, _) in VARIANTS.items():
+    for name in names:
         try:
-            make(nn.Linear(2, 2))
+            VARIANTS[name][0](nn.Linear(2, 2))
         except ImportError as error:
             print(f"left out: {name} ({error})", file=sys.stderr)
             continue
@@ -194,12 +202,20 @@ def main() -> None:
     args = parse_arguments()
     if args.worker:
         dist.init_process_group("gloo")
-        report({name: sharded(name, args.steps) for name in variants()})
+        report({name: sharded(name, args.steps) for name in installed(args.variants)})
         dist.destroy_process_group()
         return
-    command = ["-m", "benchmarks.optimizer_losses", "--worker", "--steps", str(args.steps)]
+    command = [
+        "-m",
+        "benchmarks.optimizer_losses",
+        "--worker",
+        "--steps",
+        str(args.steps),
+        "--variants",
+        *args.variants,
+    ]
     ours = run_ranks(sys.executable, command, RANKS, timeout=3600)[0]
-    theirs = {name: plain(name, args.steps) for name in ours if name not in REFERENCE}
+    theirs = {name: plain(name, args.steps) for name in {REFERENCE.get(name, name): None for name in ours}}
     rows = summarize(ours, theirs)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"rows": rows, "engine": ours, "plain torch": theirs}, indent=1) + "\n")

@@ -23,6 +23,7 @@ from zero.gathering import Gathering
 from zero.gradients import GradientReducer
 from zero.layout import UnitPlan, plan_units
 from zero.offload.tiers import Tier
+from zero.optim.cpu_adam import has_adams_moments
 from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
@@ -218,11 +219,6 @@ def make_optimizer(
         )
     zero, bf16 = settings.zero_optimization, settings.bf16
     offload = zero.offload_optimizer or OffloadOptimizerConfig()
-    if bf16.without_masters and bf16.bf16_optimizer_states and not elementwise:
-        raise UsageError(
-            f"bf16.bf16_optimizer_states: {type(inner).__name__} updates whole tensors, and their state has the dtype "
-            "that the optimizer gives it; set it to false"
-        )
     return kind(
         inner,
         reducer,
@@ -239,8 +235,31 @@ def make_optimizer(
         write_behind=offload.pipeline_write,
         forward_order=lambda: [units[i] for i in schedule.recorded(("train", True, None))],
         rounding=StochasticRounding(bf16.rounding_seed, steps) if bf16.without_masters else None,
-        bf16_state=bf16.bf16_optimizer_states,
+        state_dtype=_state_dtype(inner, settings, elementwise),
     )
+
+
+def _state_dtype(optimizer: torch.optim.Optimizer, settings: Config, elementwise: bool) -> torch.dtype:
+    """In which dtype the optimizer's state is kept; uint8: as codes (`zero.optim.moments`)."""
+    narrow = settings.bf16.without_masters and settings.bf16.bf16_optimizer_states
+    if narrow and not elementwise:
+        raise UsageError(
+            f"bf16.bf16_optimizer_states: {type(optimizer).__name__} updates whole tensors, and their state has the "
+            "dtype that the optimizer gives it; set it to false"
+        )
+    if not settings.zero_optimization.zero_quantized_moments:
+        return torch.bfloat16 if narrow else torch.float32
+    if narrow:
+        raise UsageError(
+            "zero_optimization.zero_quantized_moments: moments cannot be both codes and bf16; set "
+            "bf16.bf16_optimizer_states to false"
+        )
+    if not elementwise or not has_adams_moments(optimizer):
+        raise UsageError(
+            "zero_optimization.zero_quantized_moments: acts on torch's Adam and AdamW, element by element and without "
+            f"amsgrad; the optimizer is {type(optimizer).__name__}; take one of them, or set it to false"
+        )
+    return torch.uint8
 
 
 def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool:

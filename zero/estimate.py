@@ -30,6 +30,7 @@ from zero.errors import UsageError
 from zero.estimate_step import StepMemory, gathered_peak, without_saved
 from zero.layout import UnitLayout, UnitPlan, plan_units
 from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
+from zero.optim.moments import nbytes as coded_bytes
 from zero.optim.muon import is_hidden_matrix
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -206,7 +207,8 @@ def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLay
     found.add(place, "masters", 0 if item == master and _is_own_master(zero, home, place) else shard * master * ratio)
     found.add(DEVICE, "masters", 0 if item == master and home == DEVICE else shard * master * (1 - ratio))
     moment = 2 if config.bf16.without_masters and config.bf16.bf16_optimizer_states else 4
-    add("optimizer state", shard * moment * _moments(config, plan))
+    state = coded_bytes(shard) if zero.zero_quantized_moments else shard * moment
+    add("optimizer state", state * _moments(config, plan))
 
 
 def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:

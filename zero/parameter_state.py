@@ -14,6 +14,7 @@ from torch import nn
 
 from zero.errors import UsageError
 from zero.layout import Piece
+from zero.optim.moments import CodedSlice, replace
 from zero.optim.step import optimizer_of
 from zero.optimizer_shard import OptimizerShard
 from zero.parameters import cut_of, local
@@ -87,8 +88,11 @@ class ParameterState:
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
         return out
 
-    def _places(self, piece: Piece) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles."""
+    def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles.
+
+        Values of coded moments are a copy, which is stored before the next one comes if the caller `writes`.
+        """
         start, end = piece.start, piece.start + piece.numel
         if self.kind in (FP32, GRADIENT):
             yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
@@ -97,8 +101,14 @@ class ParameterState:
         for tile in self.optimizer.tiles:
             first, last = max(start, tile.start), min(end, tile.end)
             if tile.unit is self.unit and first < last:
-                state = self.optimizer.state[tile.master][self.kind]
-                yield first - start, state[first - tile.start : last - tile.start]
+                state, numel = self.optimizer.state[tile.master], tile.master.numel()
+                part = CodedSlice.of(self.kind, state[self.kind], numel)[first - tile.start : last - tile.start]
+                if not isinstance(part, CodedSlice):
+                    yield first - start, part
+                    continue
+                yield first - start, (values := part.values())
+                if writes:
+                    replace(state, part, values)
 
     @torch.no_grad()
     def read_local(self) -> torch.Tensor | None:
@@ -148,7 +158,7 @@ class ParameterState:
         if self.kind == GRADIENT:
             self._shard.forget_norm(self.piece.start)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
-        for start, place in self._places(self.piece):
+        for start, place in self._places(self.piece, writes=True):
             place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
         if self.kind == FP32:
             self._shard.master_was_replaced()

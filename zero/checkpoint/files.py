@@ -28,6 +28,7 @@ from zero.checkpoint import disk
 from zero.checkpoint.manifest import BLOCK, DamagedCheckpointError, File, Manifest
 from zero.checkpoint.model import TensorSpec, header
 from zero.checkpoint.values import dtype_name, dtype_of
+from zero.optim.moments import CodedSlice
 
 THREADS = 4
 # Bytes after which the file is synced, so that the last sync has little to do.
@@ -36,10 +37,13 @@ _FLUSH = 256 << 20
 
 @dataclass
 class Slices:
-    """The parts of one flattened tensor of `numel` elements that this rank holds: {position: 1-D values}."""
+    """The parts of one flattened tensor of `numel` elements that this rank holds: {position: 1-D values}.
+
+    To be written, a part may be a `CodedSlice`: its values are made a block at a time.
+    """
 
     numel: int
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    parts: dict[int, torch.Tensor | CodedSlice] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +63,7 @@ def whole(tensor: torch.Tensor) -> Slices:
     return Slices(tensor.numel(), {0: tensor.detach().view(-1)})
 
 
-def add(slices: dict[str, Slices], key: str, numel: int, start: int, values: torch.Tensor) -> None:
+def add(slices: dict[str, Slices], key: str, numel: int, start: int, values: torch.Tensor | CodedSlice) -> None:
     """Note that `values` are the elements from `start` on of the tensor `key`."""
     slices.setdefault(key, Slices(numel)).parts[start] = values
 
@@ -126,10 +130,12 @@ def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
     return {"name": name, "file": {"bytes": size, "sums": sums}, "tensors": stored}
 
 
-def _bytes_of(content: torch.Tensor, first: int, end: int) -> memoryview:
+def _bytes_of(content: torch.Tensor | CodedSlice, first: int, end: int) -> memoryview:
     """Bytes `first : end`, both at multiples of the element's size, in host memory."""
     size = content.itemsize
-    return memoryview(content[first // size : end // size].detach().cpu().view(torch.uint8).numpy())
+    values = content[first // size : end // size]
+    values = values.values() if isinstance(values, CodedSlice) else values
+    return memoryview(values.detach().cpu().view(torch.uint8).numpy())
 
 
 # -- reading

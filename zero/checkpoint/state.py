@@ -30,6 +30,7 @@ from zero.device import is_accelerator, random_state, set_random_state
 from zero.gradients import GradientReducer
 from zero.offload.tiers import HostTrimmer
 from zero.optim.loss_scaler import LossScaler
+from zero.optim.moments import KEYS, CodedSlice, encoded
 from zero.optim.step import ZeroOptimizer, precise_values
 from zero.optim.tiles import Tile
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
@@ -125,6 +126,7 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
         for key, value in engine.optimizer.state.get(tile.master, {}).items():
             if value is None:
                 continue
+            value = CodedSlice.of(key, value, tile.master.numel())
             kind = kinds.setdefault(key, _kind(key, value, tile.master))
             for name, numel, position, where in _parts(tile):
                 if "dtype" in kind:
@@ -135,7 +137,7 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
 
 
 def _kind(key: str, value: object, master: torch.Tensor) -> dict:
-    if isinstance(value, torch.Tensor) and value.shape == master.shape:
+    if isinstance(value, (torch.Tensor, CodedSlice)) and value.shape == master.shape:
         return {"dtype": dtype_name(value.dtype)}
     if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return {"numbers": {}}
@@ -170,6 +172,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
     """
     optimizer, slices = engine.optimizer, {}
+    coded = optimizer.state_dtype == torch.uint8
     optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
     for tensor in () if optimizer.whole is None else optimizer.whole.own:
@@ -184,10 +187,18 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
                 names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
                 state[key] = _number(key, kind.numbers, names, group, tile.master.device)
                 continue
-            dtype = optimizer.state_dtype(dtype_of(kind.dtype))
-            state[key] = tile.shard.tier.zeros(tile.master.numel(), dtype)
+            dtype, tier, size = dtype_of(kind.dtype), tile.shard.tier, tile.master.numel()
+            if coded and key in KEYS:
+                state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
+            else:
+                floats = dtype in (torch.float32, torch.bfloat16)
+                state[key] = tier.zeros(size, optimizer.state_dtype if floats else dtype)
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
+        if coded and KEYS[0] in state:  # tile by tile: fp32 moments of all of them may not fit into memory
+            reader.read(slices)
+            slices.clear()
+            state |= {key: tile.shard.tier.keep(value) for key, value in encoded(state).items()}
     reader.read(slices)
 
 

@@ -122,6 +122,9 @@ class ZeroConfig(Section):
     """Gradients travel as integers with a scale for each block of 256, and are summed in fp32."""
     zero_quantized_gradient_bits: Annotated[Literal[4, 8], BeforeValidator(integral)] = acts(8)
     """Not a key of DeepSpeed, which always sends 4. Bits of these integers: 8 or 4."""
+    zero_quantized_moments: bool = False
+    """Not a key of DeepSpeed. Adam's and AdamW's moments are 8-bit codes with an fp32 scale for each block of 256: 2.03
+    bytes per parameter instead of 8. See `docs/optimizers.md`."""
     enable_sanity_checks: bool = False
     """Changing parameters inside `GatheredParameters(modifier_rank=None)` is an error: the change would be lost."""
 

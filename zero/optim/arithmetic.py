@@ -11,7 +11,7 @@ import torch
 
 from zero.errors import UsageError
 from zero.offload.memory import HostMemory
-from zero.optim import cpu_adam
+from zero.optim import cpu_adam, moments
 from zero.optim.rounding import StochasticRounding
 from zero.optim.tiles import is_elementwise
 from zero.optim.updates import TileInMemory
@@ -23,8 +23,8 @@ class TileUpdate:
     while tiles are still to be updated.
 
     Args: factor: of gradients. by_kernel: `cpu_adam` updates tiles in host memory. torch_sqrt: with torch's roots.
-    rounded: host memory for rounded values. rounding: for masters that are not fp32, else None. bf16_state: with such
-    masters, the optimizer's state is rounded too.
+    rounded: host memory for rounded values. rounding: for masters that are not fp32, else None. state_dtype: fp32; bf16
+    if the optimizer's state is rounded, too; uint8 if it is Adam's, coded (`zero.optim.moments`).
     """
 
     def __init__(
@@ -36,26 +36,31 @@ class TileUpdate:
         torch_sqrt: bool,
         rounded: HostMemory,
         rounding: StochasticRounding | None = None,
-        bf16_state: bool = False,
+        state_dtype: torch.dtype = torch.float32,
     ):
         self._groups = [_frozen(group) for group in optimizer.param_groups]
         self._torch_step = TorchStep(optimizer, self._groups)
         self._factor, self._by_kernel, self._torch_sqrt = factor, by_kernel, torch_sqrt
-        self._rounded, self._rounding, self._bf16_state = rounded, rounding, bf16_state
+        self._rounded, self._rounding, self._state_dtype = rounded, rounding, state_dtype
 
     def __call__(self, values: TileInMemory) -> Pending:
         """Update one tile in memory, and start to round it into the unit's shard."""
         tile, narrow = values.tile, values.master
         if self._rounding is not None:
             values.master = narrow.float()
+        if self._state_dtype == torch.bfloat16:
             values.put_state({k: v.float() if is_elementwise(v) else v for k, v in values.state.items()})
-        group, result = self._groups[tile.group], values.master
+        group, result, coded = self._groups[tile.group], values.master, self._state_dtype == torch.uint8
         if self._by_kernel and tile.master.device.type == "cpu":
             out = self._target(values)
-            _adam(values, group, self._factor, out, self._torch_sqrt)
+            _adam(values, group, self._factor, out, self._torch_sqrt, coded)
             result = values.master if out is None else out
         else:
+            if coded:
+                values.put_state(moments.decoded(values.state, tile.master.numel()))
             self._torch_step(values, group, self._factor)
+            if coded:
+                values.put_state(values.state | moments.encoded(values.state))
         if self._rounding is not None:
             result = self._narrow(values, narrow)
         return tile.shard.round_into_shard(tile.start, result)
@@ -73,7 +78,7 @@ class TileUpdate:
         """Round the updated values, and the state if that is wanted, to bf16; `master` gets the values."""
         self._rounding.store(master, values.master, values.tile.shard, values.tile.start)
         values.master = master
-        if self._bf16_state:
+        if self._state_dtype == torch.bfloat16:
             state = dict(values.state)
             for key, value in state.items():
                 if is_elementwise(value):
@@ -89,11 +94,13 @@ def _frozen(group: dict) -> dict:
     return values | {"params": []}
 
 
-def _adam(values: TileInMemory, group: dict, factor: float, out: torch.Tensor | None, torch_sqrt: bool) -> None:
-    """Adam on host memory in one pass. Args: as for `TorchStep`; out, torch_sqrt: as for `cpu_adam.adam`."""
+def _adam(
+    values: TileInMemory, group: dict, factor: float, out: torch.Tensor | None, torch_sqrt: bool, coded: bool
+) -> None:
+    """Adam on host memory in one pass. Args: as for `TorchStep`, `cpu_adam.adam` and `cpu_adam.new_state`."""
     state = values.state
     if not state:
-        state |= cpu_adam.new_state(values.master)
+        state |= cpu_adam.new_state(values.master, coded)
     state["step"] = state["step"].to("cpu") + 1  # it may have been counted on the device before
     beta1, beta2 = group["betas"]
     cpu_adam.adam(

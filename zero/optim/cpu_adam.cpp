@@ -1,12 +1,16 @@
 // Adam on host memory in one pass; compiled and called by cpu_adam.py, which says what is computed and to which bits.
 //
-// No header of torch or Python, so that it compiles in a second. Every operation is one IEEE fp32 operation in torch's
+// No header of torch or Python, so that it compiles in seconds. Every operation is one IEEE fp32 operation in torch's
 // order, and `fused` stands where torch's own kernels fuse; with -ffp-contract=off nothing else is fused. Vector bodies
 // and scalar tails of the compiler's loops thus give the same bits, wherever a piece begins or ends.
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
 
 // MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
 extern "C" typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
@@ -72,12 +76,33 @@ void take_roots(Roots* roots, float* values, int32_t count) {
     }
 }
 
+// torch.lerp goes from the nearer end, so that it arrives exactly.
+struct Lerp {
+    bool nearer_start;
+    float weight;
+
+    explicit Lerp(float to_gradient)
+        : nearer_start(std::fabs(to_gradient) < 0.5f), weight(nearer_start ? to_gradient : to_gradient - 1.0f) {}
+
+    float operator()(float m, float g) const { return fused(weight, g - m, nearer_start ? m : g); }
+};
+
+template <class Gradient>
+inline float scaled(Gradient gradient, float p, const Scalars& s) {
+    const float g = load(gradient) * s.factor;
+    return s.l2 != 0.0f ? fused(p, s.l2, g) : g;
+}
+
+inline float squares(float v, float g, const Scalars& s) { return fused(s.from_square * g, g, v * s.beta2); }
+
+inline float updated(float p, float m, float root, const Scalars& s) {
+    return p * s.shrink + s.step_size * m / (root / s.correction + s.eps);
+}
+
 template <class Gradient>
 void update(float* __restrict master, const Gradient* __restrict grad, float* __restrict exp_avg,
             float* __restrict exp_avg_sq, BFloat16* __restrict out, int64_t numel, const Scalars s) {
-    // torch.lerp goes from the nearer end, so that it arrives exactly.
-    const bool nearer_start = std::fabs(s.to_gradient) < 0.5f;
-    const float weight = nearer_start ? s.to_gradient : s.to_gradient - 1.0f;
+    const Lerp lerp(s.to_gradient);
     float root[BLOCK];
     for (int64_t first = 0; first < numel; first += BLOCK) {
         const int32_t count = int32_t(numel - first < BLOCK ? numel - first : BLOCK);
@@ -86,28 +111,125 @@ void update(float* __restrict master, const Gradient* __restrict grad, float* __
         float* __restrict m = exp_avg + first;
         float* __restrict v = exp_avg_sq + first;
         for (int32_t i = 0; i < count; ++i) {
-            float g = load(gradient[i]) * s.factor;
-            if (s.l2 != 0.0f) g = fused(p[i], s.l2, g);
-            m[i] = fused(weight, g - m[i], nearer_start ? m[i] : g);
-            v[i] = root[i] = fused(s.from_square * g, g, v[i] * s.beta2);
+            const float g = scaled(gradient[i], p[i], s);
+            m[i] = lerp(m[i], g);
+            v[i] = root[i] = squares(v[i], g, s);
         }
         take_roots(s.roots, root, count);
         BFloat16* __restrict copy = out == nullptr ? nullptr : out + first;
         for (int32_t i = 0; i < count; ++i) {
-            p[i] = p[i] * s.shrink + s.step_size * m[i] / (root[i] / s.correction + s.eps);
+            p[i] = updated(p[i], m[i], root[i], s);
             if (out != nullptr) copy[i] = rounded(p[i]);
+        }
+    }
+}
+
+inline float power4(float value) {
+    const float square = value * value;
+    return square * square;
+}
+
+inline float root4(float value) { return std::sqrt(std::sqrt(value)); }
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
+
+// The bits of a moment's magnitude; 0 if this moment or the other one is not finite.
+inline uint32_t finite_bits(float moment, float other) {
+    const uint32_t bits = bits_of(moment) & MAGNITUDE, others = bits_of(other) & MAGNITUDE;
+    return bits & uint32_t(int32_t((bits - INFINITE) & (others - INFINITE)) >> 31);  // the sign bit, in all places
+}
+
+// The same with moments as codes; see moments.py. Magnitudes are ordered as their bits, whose maximum the compiler
+// vectorises.
+template <class Gradient>
+void update_coded(float* __restrict master, const Gradient* __restrict grad, int8_t* __restrict exp_avg,
+                  float* __restrict scales, uint8_t* __restrict exp_avg_sq, float* __restrict scales_sq,
+                  BFloat16* __restrict out, int64_t numel, const Scalars s) {
+    const Lerp lerp(s.to_gradient);
+    float m[BLOCK], v[BLOCK], root[BLOCK];
+    for (int64_t first = 0; first < numel; first += BLOCK) {
+        const int32_t count = int32_t(numel - first < BLOCK ? numel - first : BLOCK);
+        float* __restrict p = master + first;
+        const Gradient* __restrict gradient = grad + first;
+        int8_t* __restrict code = exp_avg + first;
+        uint8_t* __restrict code_sq = exp_avg_sq + first;
+        const float scale = *scales, scale_sq = *scales_sq;
+        for (int32_t i = 0; i < count; ++i) {
+            const float g = scaled(gradient[i], p[i], s), ratio = float(code[i]) * (1.0f / 127.0f);
+            const float power = power4(float(code_sq[i]) * (1.0f / 255.0f));
+            m[i] = lerp(std::copysign(power4(ratio), ratio) * scale, g);
+            v[i] = root[i] = squares(power * power * scale_sq, g, s);
+        }
+        take_roots(s.roots, root, count);
+        BFloat16* __restrict copy = out == nullptr ? nullptr : out + first;
+        for (int32_t i = 0; i < count; ++i) {
+            p[i] = updated(p[i], m[i], root[i], s);
+            if (out != nullptr) copy[i] = rounded(p[i]);
+        }
+        uint32_t top = LEAST_NORMAL, top_sq = LEAST_NORMAL;
+        for (int32_t i = 0; i < count; ++i) {
+            const uint32_t bits = finite_bits(m[i], v[i]), bits_sq = finite_bits(v[i], m[i]);
+            top = top > bits ? top : bits;
+            top_sq = top_sq > bits_sq ? top_sq : bits_sq;
+        }
+        *scales = float_of(top);
+        *scales_sq = float_of(top_sq);
+        const float inverse = 1.0f / root4(*scales++), inverse_sq = 1.0f / std::sqrt(root4(*scales_sq++));
+        for (int32_t i = 0; i < count; ++i) {
+            const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + 0.5f;
+            const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
+            code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
+            const float deviation = float_of(finite_bits(root[i], m[i]));
+            const float size_sq = root4(deviation) * inverse_sq * 255.0f + 0.5f;
+            const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
+            code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
         }
     }
 }
 
 }  // namespace
 
-// `grad`: bf16 if `grad_is_bf16`, else fp32. `out` may be null.
-extern "C" void zero_cpu_adam(float* master, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
-                              int64_t numel, int grad_is_bf16, const Scalars* s) {
+// `grad`: bf16 if `grad_is_bf16`, else fp32. `out` may be null. Moments are fp32 without scales, else codes; then
+// `piece` is a multiple of BLOCK. Up to `threads` threads take pieces of this many elements, so that a thread on a busy
+// core takes fewer. They are this function's own: Python's would need its lock for each piece, and would take it from
+// the thread that gives work to a GPU.
+extern "C" void zero_cpu_adam(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, void* out,
+                              float* scales, float* scales_sq, int64_t numel, int grad_is_bf16, const Scalars* s,
+                              int64_t piece, int threads) {
     BFloat16* copy = static_cast<BFloat16*>(out);
-    if (grad_is_bf16)
-        update(master, static_cast<const BFloat16*>(grad), exp_avg, exp_avg_sq, copy, numel, *s);
-    else
-        update(master, static_cast<const float*>(grad), exp_avg, exp_avg_sq, copy, numel, *s);
+    const auto with = [&](const auto* gradient, int64_t first) {
+        const int64_t count = numel - first < piece ? numel - first : piece;
+        BFloat16* to = copy == nullptr ? nullptr : copy + first;
+        if (scales != nullptr)
+            update_coded(master + first, gradient + first, static_cast<int8_t*>(exp_avg) + first,
+                         scales + first / BLOCK, static_cast<uint8_t*>(exp_avg_sq) + first, scales_sq + first / BLOCK,
+                         to, count, *s);
+        else
+            update(master + first, gradient + first, static_cast<float*>(exp_avg) + first,
+                   static_cast<float*>(exp_avg_sq) + first, to, count, *s);
+    };
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t first = next.fetch_add(piece); first < numel; first = next.fetch_add(piece)) {
+            if (grad_is_bf16)
+                with(static_cast<const BFloat16*>(grad), first);
+            else
+                with(static_cast<const float*>(grad), first);
+        }
+    };
+    std::vector<std::thread> helpers;
+    try {
+        for (int64_t first = piece; first < numel && int(helpers.size()) < threads - 1; first += piece)
+            helpers.emplace_back(work);
+    } catch (const std::exception&) {
+        // The system gives no more threads: those that there are do all.
+    }
+    work();
+    for (std::thread& each : helpers) each.join();
 }

@@ -19,6 +19,9 @@ half as much time again. `fma` rounds once if torch's kernels do. They do at all
 instructions; the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or threads
 begin.
 
+Moments may be coded in 8 bits (`zero.optim.moments`). Then they are decoded before this arithmetic, and encoded after
+it, in the same pass.
+
 The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It gives other last bits of
 `exp_avg_sq` and of the master, which depend on an element's place in its piece.
 """
@@ -35,7 +38,6 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
@@ -43,14 +45,17 @@ import torch
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zero.optim import moments
+
 logger = logging.getLogger("zero")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 # No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and selections.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Elements that a thread takes at a time: 7 MB of memory, which stays in a cache for the casts around the kernel. A
-# thread on a busy core takes fewer pieces. The calling thread alone updates tensors of up to this size.
+FLAGS = ("-std=c++17", "-pthread", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors of up to this size.
 PIECE = 1 << 18
+# Elements that torch casts at a time, where the kernel does not: 16 MB of memory.
+_CAST_PIECE = 1 << 22
 
 
 class _Scalars(ctypes.Structure):
@@ -82,16 +87,22 @@ def adam(
 ) -> None:
     """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from any thread.
 
-    `master`, `exp_avg` and `exp_avg_sq` (fp32) are updated in place; `grad` (fp32, bf16 or fp16), which stays as it is,
-    is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the master, rounded to nearest.
-    `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above.
-    Raises ValueError for tensors that are otherwise.
+    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place; `grad` (fp32, bf16 or
+    fp16), which stays as it is, is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the
+    master, rounded to nearest. `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's
+    square roots; see above. Raises ValueError for tensors that are otherwise.
     """
     tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
     _check(tensors)
-    parts = (repeat(None) if each is None else each.split(PIECE) for each in tensors.values())
-    pieces = list(zip(*parts, strict=False))
+    scales: list[torch.Tensor | None] = [None, None]
+    for number, key in enumerate(moments.KEYS if _are_coded(tensors) else ()):
+        tensors[key], scales[number] = moments.parts(tensors[key], master.numel())
     kernel = _kernel()
+    casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
+    most = max(1, _CAST_PIECE if casts else master.numel())
+    parts = [repeat(None) if each is None else each.split(most) for each in tensors.values()]
+    parts += [repeat(None) if each is None else each.split(-(-most // moments.BLOCK)) for each in scales]
+    pieces = list(zip(*parts, strict=False))
     if kernel is not None:
         scalars = _Scalars(
             factor=factor,
@@ -109,11 +120,11 @@ def adam(
         return
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
-    buffer = torch.empty(PIECE, dtype=torch.float32, device="cpu")
-    for p, g, m, v, o in pieces:
-        wide = buffer[: g.numel()].copy_(g).mul_(factor)
+    for p, g, m, v, o, *scales in pieces:
+        wide = g.to(torch.float32, copy=True).mul_(factor)
         steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-        torch_adam([p], [wide], [m], [v], [], [steps], **numbers, **variant)
+        with moments.as_fp32((m, v), scales) as (exp_avg, exp_avg_sq):
+            torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
         if o is not None:
             o.copy_(p)
 
@@ -121,8 +132,9 @@ def adam(
 def _check(tensors: dict[str, torch.Tensor | None]) -> None:
     length, sixteen_bits = tensors["master"].numel(), (torch.bfloat16, torch.float16)
     dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
+    coded = _are_coded(tensors)
     for name, tensor in tensors.items():
-        if tensor is None and name == "out":
+        if (tensor is None and name == "out") or (coded and name in moments.KEYS):
             continue
         allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
@@ -134,29 +146,21 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
             raise ValueError(f"{name} must be contiguous")
 
 
+def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
+    return all(moments.is_coded(tensors[key], tensors["master"].numel()) for key in moments.KEYS)
+
+
 def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
-    """Update all pieces in this thread and some helpers. The kernel knows no fp16: torch casts."""
-    left = iter(pieces)
-    widens = any(g.dtype == torch.float16 for _, g, *_ in pieces)
-
-    def work() -> None:
-        buffer = torch.empty(PIECE if widens else 0, dtype=torch.float32, device="cpu")
-        for p, g, m, v, o in left:  # shared by the threads: each takes the next piece
-            g = buffer[: g.numel()].copy_(g) if widens else g
-            to = o.data_ptr() if o is not None and o.dtype == torch.bfloat16 else None
-            places = (p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), to)
-            kernel(*places, p.numel(), g.dtype == torch.bfloat16, ctypes.byref(scalars))
-            if o is not None and to is None:
-                o.copy_(p)
-
+    """Update all pieces, each on several threads. The kernel knows no fp16: torch casts."""
     threads = thread_count()
-    others = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(pieces)) - 1)]
-    try:
-        work()
-    finally:  # no thread may write to the tensors after this
-        for other in others:
-            if not other.cancel():
-                other.result()
+    for p, g, m, v, o, *scales in pieces:
+        wide = g.float() if g.dtype == torch.float16 else g
+        rounds = o is not None and o.dtype == torch.bfloat16
+        places = (p, wide, m, v, o if rounds else None, *scales)
+        addresses = (None if each is None else each.data_ptr() for each in places)
+        kernel(*addresses, p.numel(), wide.dtype == torch.bfloat16, ctypes.byref(scalars), PIECE, threads)
+        if o is not None and not rounds:
+            o.copy_(p)
 
 
 _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
@@ -166,6 +170,11 @@ def computes_as_torch_adam(kind: type) -> type:
     """Class decorator for a subclass of torch's Adam with the same `step`: `adam` may replace its step."""
     _served.add(kind)
     return kind
+
+
+def has_adams_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is plain Adam or AdamW, which keeps two moments and no third tensor."""
+    return type(optimizer) in _served and not any(group["amsgrad"] for group in optimizer.param_groups)
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
@@ -192,13 +201,11 @@ def _is_plain(group: dict) -> bool:
     return not variant and all(isinstance(number, (int, float)) for number in numbers)
 
 
-def new_state(master: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch's Adam keeps for a parameter before its first step."""
-    return {
-        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
-        "exp_avg": torch.zeros_like(master),
-        "exp_avg_sq": torch.zeros_like(master),
-    }
+def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tensor]:
+    """What torch's Adam keeps for a parameter before its first step; `coded`: with moments in 8 bits."""
+    zeros = moments.new if coded else torch.zeros_like
+    step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+    return {"step": step} | {key: zeros(master) for key in moments.KEYS}
 
 
 @functools.cache
@@ -229,15 +236,6 @@ def thread_count() -> int:
     return max(1, cores // ranks)
 
 
-@functools.cache
-def _helpers(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="zero-cpu-adam")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
-
-
 def is_compiled() -> bool:
     """Whether the kernel is available; builds it if need be."""
     return _kernel() is not None
@@ -255,7 +253,8 @@ def _kernel() -> Callable[..., None] | None:
             level, line = logging.INFO if missing else logging.WARNING, (reason.splitlines() or [repr(error)])[0]
             logger.log(level, "Adam on host memory falls back on torch's fused kernel, which is slower: %s", line)
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
+    kernel.argtypes += [ctypes.c_int64, ctypes.c_int]
     kernel.restype = None
     return kernel
 

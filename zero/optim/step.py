@@ -75,7 +75,7 @@ class ZeroOptimizer:
     depends on nothing but its own history; checks_overflow: False takes a step even if
     gradients are not finite; overlap: units that are not persistent are updated during the next forward;
     read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
-    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; bf16_state: so is the state.
+    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; state_dtype: see `TileUpdate`.
 
     Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
     optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step. before_norm: called in
@@ -100,7 +100,7 @@ class ZeroOptimizer:
         write_behind: bool = False,
         forward_order: Callable[[], Sequence[Unit]] = tuple,
         rounding: StochasticRounding | None = None,
-        bf16_state: bool = False,
+        state_dtype: torch.dtype = torch.float32,
     ):
         self.optimizer, self.reducer, self.comm = optimizer, reducer, comm
         self.shards = {shard.unit: shard for shard in placement.shards}
@@ -122,7 +122,7 @@ class ZeroOptimizer:
         self._has_kernel = (
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
-        self._rounding, self._bf16_state = rounding, bf16_state and rounding is not None
+        self._rounding, self.state_dtype = rounding, state_dtype
         self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for unit, shard in self.shards.items():
@@ -165,11 +165,6 @@ class ZeroOptimizer:
     def state(self) -> dict:
         self.wait()
         return self.optimizer.state
-
-    def state_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype here of state tensors that a checkpoint has in the dtype `stored`."""
-        own = torch.bfloat16 if self._bf16_state else torch.float32
-        return own if stored in (torch.float32, torch.bfloat16) else stored
 
     @property
     def loss_scale(self) -> float:
@@ -291,7 +286,7 @@ class ZeroOptimizer:
             torch_sqrt=self.comm.device.type == "cpu",
             rounded=self._rounded,
             rounding=self._rounding,
-            bf16_state=self._bf16_state,
+            state_dtype=self.state_dtype,
         )
         self._updates.run([tile for tile in self.tiles if not self._can_wait(tile.unit)], self._state, update)
         for unit in self.shards:

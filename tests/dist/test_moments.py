@@ -1,0 +1,215 @@
+"""Training with 8-bit moments: near fp32 moments, the same bits on every tier, and checkpoints for any other run."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import pytest
+import torch
+
+import zero
+from tests.dist.training import Make, adamw, assert_same_weights, ds_config, loss_of, relative, split, start, step
+from tests.parity.models import batches, build
+from tests.parity.test_fp32 import SMALL
+from tests.processes import run_on
+from zero.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from zero.errors import UsageError
+from zero.offload import tiers
+from zero.optim import cpu_adam, moments
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+CODED = {"zero_quantized_moments": True}
+STEPS = 120
+BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+def engine_with(sections: dict, make: Make = adamw) -> zero.ZeroEngine:
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    accumulation = 4 // torch.distributed.get_world_size()
+    return start(build("llama"), ds_config(accumulation=accumulation, **SMALL | sections), make=make)[0]
+
+
+def losses_of(engine: zero.ZeroEngine, data: list) -> list[float]:
+    """Train, and return the mean loss of each step over all ranks."""
+    world, rank = engine.comm.world_size, engine.comm.rank
+    own = [statistics.mean(step(engine, split(batch, 4)[rank::world])) for batch in data]
+    sums = torch.tensor(own)
+    torch.distributed.all_reduce(sums)
+    return (sums / world).tolist()
+
+
+def moments_of(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
+    """Both moments of all parameters, as a script sees them."""
+    named = list(engine.module.named_parameters())
+    return {f"{key} {name}": safe_get_full_optimizer_state(param, key) for name, param in named for key in moments.KEYS}
+
+
+def trained(rank: int, world_size: int, sections: dict, steps: int) -> tuple[list[float], dict]:
+    """Learn four batches by heart. Return the losses and the weights."""
+    engine = engine_with(sections)
+    losses = losses_of(engine, (batches("llama", 4) * steps)[:steps])
+    for tile in engine.optimizer.tiles:
+        state, numel = engine.optimizer.state[tile.master], tile.master.numel()
+        assert all(
+            moments.is_coded(state[key], numel) == ("zero_quantized_moments" in sections) for key in moments.KEYS
+        )
+    return losses, engine._zero3_consolidated_16bit_state_dict()
+
+
+def test_losses_stay_near_those_of_fp32_moments():
+    """Rounding moments to codes moves a loss as 2% of it at most, while it falls by half, and the last ones by 1%."""
+    expected = run_on(1, trained, CPU, STEPS)[0][0]
+    assert expected[-1] < 0.5 * expected[0]
+    for ranks, sections in ((1, CODED | CPU), (2, CODED | CPU | {"stage": 2}), (4, CODED | {"stage": 1})):
+        found = run_on(ranks, trained, sections, STEPS)[0][0]
+        assert relative(found[:10], expected[:10]) < 1e-4
+        assert relative(found, expected) < 0.03
+        assert statistics.mean(found[-20:]) == pytest.approx(statistics.mean(expected[-20:]), rel=0.015)
+
+
+@pytest.mark.skipif(not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a tile begins")
+@pytest.mark.parametrize("bf16", [{}, BF16])
+def test_tiers_change_no_bit(bf16, tmp_path):
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    both = files | {"pipeline_read": True, "pipeline_write": True}
+    expected, *others = (
+        run_on(2, trained, CODED | {"bf16": bf16} | sections, 6)[0]
+        for sections in ({}, CPU, {"offload_optimizer": files}, {"offload_param": files, "offload_optimizer": both})
+    )
+    for losses, weights in others:
+        assert losses == expected[0]
+        assert_same_weights(weights, expected[1])
+
+
+def test_updates_by_torch_are_those_of_the_kernel():
+    """On an accelerator torch's optimizer makes the step. A hook on it makes that happen here, too."""
+    expected, found = (run_on(1, hooked, hooks)[0] for hooks in (False, True))
+    assert relative(found, expected) < 1e-5
+
+
+def hooked(rank: int, world_size: int, hooks: bool) -> list[float]:
+    engine = engine_with(CODED)
+    calls = []
+    if hooks:
+        engine.optimizer.optimizer.register_step_post_hook(lambda *args: calls.append(args))
+    losses = losses_of(engine, batches("llama", 4))
+    assert bool(calls) == hooks
+    return losses
+
+
+def saved(rank: int, world_size: int, sections: dict, folder: str) -> tuple[list[float], dict, dict]:
+    """Save in the middle of a run. Return the losses that follow, the weights, and the moments when it was saved."""
+    engine, data = engine_with(sections), batches("llama", 4)
+    losses_of(engine, data)
+    engine.save_checkpoint(folder)
+    found = moments_of(engine)
+    return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
+
+
+def resumed(rank: int, world_size: int, sections: dict, folder: str) -> tuple[list[float], dict, dict]:
+    engine, data = engine_with(sections), batches("llama", 4)
+    engine.load_checkpoint(folder)
+    found = moments_of(engine)
+    return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
+    sections = CODED | {"offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "files")}}
+    (losses, weights, moments), again = (run_on(ranks, each, sections, str(tmp_path))[0] for each in (saved, resumed))
+    assert losses == again[0]
+    for found, expected in ((again[1], weights), (again[2], moments)):
+        assert_same_weights(found, expected)
+
+
+CHANGES = {
+    "other ranks": ((2, CODED | CPU), (1, CODED | CPU)),
+    "more ranks, another stage": ((1, CODED), (4, CODED | {"stage": 2})),
+    "codes to fp32": ((2, CODED | CPU), (2, CPU)),
+    "fp32 to codes": ((2, CPU), (1, CODED)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_checkpoints_fit_any_other_run(change, tmp_path):
+    """Blocks lie elsewhere then: each moment is rounded once more. If the new run has fp32 moments, nothing is."""
+    (before, old), (after, new) = CHANGES[change]
+    losses, _, moments = run_on(before, saved, old, str(tmp_path))[0]
+    again, _, found = run_on(after, resumed, new, str(tmp_path))[0]
+    for name, value in moments.items():
+        if change == "codes to fp32":
+            assert torch.equal(found[name], value)
+        assert torch.allclose(found[name], value, rtol=0.02, atol=0.02 * value.abs().max().item()), name
+        assert not ((found[name] == 0) & (value > 0)).any() or "exp_avg_sq" not in name
+    assert relative(again, losses) < 1e-3
+
+
+def with_bad_gradients(rank: int, world_size: int, checked: bool) -> list[bool]:
+    """A step with one infinite gradient. Return: whether it was skipped, and whether other elements stayed finite."""
+    engine = engine_with(CODED | CPU | {"bf16": {"enabled": True, "check_grad_overflow": checked}})
+    param, data = next(iter(engine.module.parameters())), batches("llama", 3)
+    for number, batch in enumerate(data):
+        for part in split(batch, 4):
+            engine.backward(loss_of(engine(**part)))
+            if number == 1 and engine.is_gradient_accumulation_boundary():
+                grad = safe_get_full_grad(param)
+                grad.view(-1)[3] = float("inf")
+                safe_set_full_grad(param, grad)
+            engine.step()
+        if number == 1:
+            break
+    finite = [value.isfinite().all().item() for value in moments_of(engine).values()]
+    weights = safe_get_full_fp32_param(param).isfinite()
+    return [engine.skipped_steps == 1, all(finite), weights.sum().item() >= weights.numel() - (not checked)]
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_infinite_gradient_reaches_no_other_element(checked):
+    assert run_on(1, with_bad_gradients, checked)[0] == [checked, True, True]
+
+
+def set_by_script(rank: int, world_size: int) -> None:
+    engine = engine_with(CODED | CPU)
+    losses_of(engine, batches("llama", 1))
+    param = next(iter(engine.module.parameters()))
+    before = moments_of(engine)
+    value = torch.linspace(0.5, 1, param.ds_numel).view(param.ds_shape)
+    safe_set_full_optimizer_state(param, value, "exp_avg_sq")
+    assert torch.allclose(safe_get_full_optimizer_state(param, "exp_avg_sq"), value, rtol=0.017)
+    after = moments_of(engine)
+    names = [name for name in after if not torch.equal(after[name], before[name])]
+    assert len(names) == 1 and names[0].startswith("exp_avg_sq"), names
+
+
+def test_scripts_read_and_set_coded_moments():
+    run_on(2, set_by_script)
+
+
+REFUSED = {
+    "SGD": ({}, partial(torch.optim.SGD, lr=1e-2)),
+    "AdamW": ({}, partial(torch.optim.AdamW, amsgrad=True)),
+    "Adafactor": ({}, partial(torch.optim.Adafactor, lr=1e-3)),
+    "bf16.bf16_optimizer_states": ({"bf16": BF16 | {"bf16_optimizer_states": True}}, adamw),
+}
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (sections, make) in REFUSED.items():
+        with pytest.raises(UsageError) as raised:
+            engine_with(CODED | sections, make)
+        found[name] = str(raised.value)
+    return found
+
+
+def test_what_has_no_coded_moments_is_refused():
+    for name, message in run_on(1, refused)[0].items():
+        assert "zero_optimization.zero_quantized_moments" in message and name in message
