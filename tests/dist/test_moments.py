@@ -13,6 +13,7 @@ from tests.dist.training import Make, adamw, assert_same_weights, ds_config, los
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
+from zero.checkpoint.background import wait_for_background_saves
 from zero.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -128,6 +129,24 @@ def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
     assert losses == again[0]
     for found, expected in ((again[1], weights), (again[2], moments)):
         assert_same_weights(found, expected)
+
+
+def saved_in_background(rank: int, world_size: int, folder: str) -> tuple[dict, dict]:
+    """Save while training goes on. Return the moments of that step, and those of a run that resumes."""
+    config = ds_config(accumulation=2, **SMALL | CODED | CPU) | {"checkpoint": {"async_save": True}}
+    engine, data = start(build("llama"), config)[0], batches("llama", 2)
+    losses_of(engine, data)
+    expected = moments_of(engine)
+    engine.save_checkpoint(folder)
+    losses_of(engine, data)
+    wait_for_background_saves()
+    engine.load_checkpoint(folder)
+    return expected, moments_of(engine)
+
+
+def test_a_save_in_the_background_has_the_moments_of_its_step(tmp_path):
+    expected, found = run_on(2, saved_in_background, str(tmp_path))[0]
+    assert_same_weights(found, expected)
 
 
 CHANGES = {
