@@ -41,9 +41,7 @@ def losses_of(engine: zero.ZeroEngine, data: list) -> list[float]:
     """Train, and return the mean loss of each step over all ranks."""
     world, rank = engine.comm.world_size, engine.comm.rank
     own = [statistics.mean(step(engine, split(batch, 4)[rank::world])) for batch in data]
-    sums = torch.tensor(own)
-    torch.distributed.all_reduce(sums)
-    return (sums / world).tolist()
+    return (engine.comm.all_reduce(torch.tensor(own, device=engine.comm.device)) / world).tolist()
 
 
 def moments_of(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
