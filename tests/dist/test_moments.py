@@ -13,6 +13,7 @@ from tests.dist.training import Make, adamw, assert_same_weights, ds_config, los
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
+from zero.checkpoint.background import wait_for_background_saves
 from zero.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -40,9 +41,7 @@ def losses_of(engine: zero.ZeroEngine, data: list) -> list[float]:
     """Train, and return the mean loss of each step over all ranks."""
     world, rank = engine.comm.world_size, engine.comm.rank
     own = [statistics.mean(step(engine, split(batch, 4)[rank::world])) for batch in data]
-    sums = torch.tensor(own)
-    torch.distributed.all_reduce(sums)
-    return (sums / world).tolist()
+    return (engine.comm.all_reduce(torch.tensor(own, device=engine.comm.device)) / world).tolist()
 
 
 def moments_of(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
@@ -128,6 +127,24 @@ def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
     assert losses == again[0]
     for found, expected in ((again[1], weights), (again[2], moments)):
         assert_same_weights(found, expected)
+
+
+def saved_in_background(rank: int, world_size: int, folder: str) -> tuple[dict, dict]:
+    """Save while training goes on. Return the moments of that step, and those of a run that resumes."""
+    config = ds_config(accumulation=2, **SMALL | CODED | CPU) | {"checkpoint": {"async_save": True}}
+    engine, data = start(build("llama"), config)[0], batches("llama", 2)
+    losses_of(engine, data)
+    expected = moments_of(engine)
+    engine.save_checkpoint(folder)
+    losses_of(engine, data)
+    wait_for_background_saves()
+    engine.load_checkpoint(folder)
+    return expected, moments_of(engine)
+
+
+def test_a_save_in_the_background_has_the_moments_of_its_step(tmp_path):
+    expected, found = run_on(2, saved_in_background, str(tmp_path))[0]
+    assert_same_weights(found, expected)
 
 
 CHANGES = {

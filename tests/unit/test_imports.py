@@ -104,6 +104,7 @@ INSIDE = {
     "zero.sequence": ["group", "batches", "attention", "tiles", "__init__"],
     "zero.optim": [
         "loss_scaler",
+        "moments",
         "cpu_adam",
         "tiles",
         "elementwise",

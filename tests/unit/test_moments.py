@@ -116,8 +116,12 @@ def test_what_is_not_finite_becomes_0_and_changes_no_neighbour(bad):
         assert not largest and torch.equal(value[[0, 100, 298]], before[[0, 100, 298]])
 
 
-@pytest.mark.parametrize("numel", [1, 255, 257, 1000, cpu_adam.PIECE + 300])
-def test_a_step_is_decoding_then_adam_then_encoding(path, numel):
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [(1, torch.bfloat16), (255, torch.float32), (257, torch.float16), (1000, torch.bfloat16)]
+    + [(cpu_adam.PIECE + 300, torch.float32)],
+)
+def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel, generator=generator)
     state = cpu_adam.new_state(master, coded=True)
@@ -126,6 +130,7 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel):
         grad = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(3).exp()
         grad[number::7] = 0.0
         grad[number % numel] = (1.0, float("inf"), 1e-40, 1e18, float("nan"))[number - 1]
+        grad = grad.to(dtype)
         expected, wide = master.clone(), values(*coded, numel=numel)
         cpu_adam.adam(expected, grad, *wide, None, step=number, factor=0.5, **SETTINGS)
         cpu_adam.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)

@@ -24,6 +24,7 @@ from zero.checkpoint.resumable import seal
 from zero.checkpoint.state import Trained
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.layout import round_up
+from zero.optim.moments import CodedSlice
 
 logger = logging.getLogger("zero")
 
@@ -37,7 +38,7 @@ class BackgroundSaves:
         what = "saving a checkpoint"
         self.connection, self._ranks = connect(engine.comm.job, what), Ranks.of(engine.comm.job, what)
         self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: threading.Thread | None = None
         self._copied, self._failure = engine.optimizer.read_by_saves if engine.optimizer else threading.Event(), None
 
@@ -83,7 +84,8 @@ class BackgroundSaves:
         try:
             # On a stream of its own: the copies lie beside the kernels of the training.
             with beside(self._device, ready) as stream:
-                for target, values in self._later:
+                for target, part in self._later:
+                    values = part.values() if isinstance(part, CodedSlice) else part
                     target.copy_(values, non_blocking=True)
                 if stream is not None:
                     stream.synchronize()
