@@ -40,7 +40,7 @@ zero.watchdog.GRACE = 2.0
 config = {{
     "train_batch_size": {ROWS},
     "train_micro_batch_size_per_gpu": 2,
-    "watchdog_timeout": 6,
+    "watchdog_timeout": 10,
     "optimizer": {{"type": "AdamW", "params": {{"lr": 0.01}}}},
     "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}},
 }}
