@@ -52,6 +52,7 @@ IdentityFile {folder}/user
 StrictHostKeyChecking no
 UserKnownHostsFile /dev/null
 LogLevel ERROR
+ServerAliveCountMax 1
 """
 
 

@@ -240,6 +240,8 @@ def _serve(imported: str) -> None:
                 module.enable()
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
+    if kernel := sys.modules.get("zero.optim.cpu_adam"):
+        kernel.is_compiled()  # asks the compiler, which takes as long as a short test; forks inherit the answer
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -40,7 +40,7 @@ zero.watchdog.GRACE = 2.0
 config = {{
     "train_batch_size": {ROWS},
     "train_micro_batch_size_per_gpu": 2,
-    "watchdog_timeout": 15,
+    "watchdog_timeout": 10,
     "optimizer": {{"type": "AdamW", "params": {{"lr": 0.01}}}},
     "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}},
 }}
@@ -107,7 +107,12 @@ def losses(text: str) -> dict[int, float]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the job. A file in it gives torchrun on all hosts shorter times than its own, 15 and 30 seconds."""
+    monkeypatch.chdir(tmp_path)
+    times = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
+    settings = ",".join(f"{name}={seconds}" for name, seconds in times.items())
+    (tmp_path / ".deepspeed_env").write_text(f"PET_RDZV_CONF={settings}\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "hosts").write_text("node0 slots=2\nnode1 slots=1\nnode2 slots=1\n")
     (tmp_path / "cut").touch()

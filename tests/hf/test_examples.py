@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, T5ForConditionalGeneration
 
-from tests.processes import REPOSITORY, fork_ranks, run, torchrun
+from tests.processes import REPOSITORY, fork_ranks, run
 from zero.checkpoint.offline import consolidate
 
 
@@ -32,7 +32,9 @@ def numbers(line: str) -> list[float]:
 
 def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
     """The model has dropout. So the random states must be restored too."""
-    straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=torchrun)
+    # No rank has imported transformers or called `zero.hf.enable` before the example does.
+    start = partial(fork_ranks, imported="zero")
+    straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=start)
     assert len(straight) == 2 and straight[0] != straight[1].replace("epoch 2", "epoch 1")
     before = T5ForConditionalGeneration.from_pretrained(tmp_path / "model").state_dict()
     again = ("--size", 192, "--epochs", 2, "--output", tmp_path / "again", "--resume", tmp_path / "epoch_1")
@@ -94,8 +96,9 @@ def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
     ddp = (REPOSITORY / "examples" / "peft_lora.py", *map(str, common), "--use_cpu", "--output_dir", tmp_path / "ddp")
     done = fork_ranks(*ddp, nproc=2, timeout=180, imported="transformers")
     assert done.returncode == 0, done.stdout + done.stderr
-    torchrun = ("torchrun", "--standalone", "--nproc_per_node", 2, "examples/peft_lora.py", *common)
-    zero_run(*torchrun, "--deepspeed", config, "--output_dir", tmp_path / "zero")
+    script = ("-m", "zero", "run", REPOSITORY / "examples" / "peft_lora.py", *map(str, common))
+    done = fork_ranks(*script, "--deepspeed", config, "--output_dir", tmp_path / "zero", nproc=2, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
     adapters, losses = [], []
     for name in ("ddp", "zero"):
         state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))

@@ -115,8 +115,8 @@ def test_own_data_without_a_model(data_files, tmp_path):
     assert (output / "generated_predictions.txt").read_text().count("\n") == 20
 
 
-def test_adafactor_on_the_demonstrations_model(tmp_path):
-    """`--optim` acts if the configuration has no optimizer. With the demonstration's T5, in bf16, on two ranks."""
+def test_adafactor_on_a_model_from_scratch(data_files, tmp_path):
+    """`--optim` acts if the configuration has no optimizer. In bf16, on two ranks."""
     config = json.loads(CONFIG.read_text())
     del config["optimizer"], config["scheduler"]
     config["zero_force_ds_cpu_optimizer"] = False  # otherwise accelerate replaces an offloaded optimizer by Adam
@@ -124,8 +124,8 @@ def test_adafactor_on_the_demonstrations_model(tmp_path):
     output = tmp_path / "out"
     process = script(
         "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train", "--output_dir", output,
-        "--max_steps", 4, "--max_train_samples", 4, "--learning_rate", "1e-3", "--logging_steps", 1, "--bf16",
-        "--per_device_train_batch_size", 2, nproc=2,
+        *language_arguments(data_files, "train"), "--max_steps", 4, "--max_train_samples", 4, "--learning_rate", "1e-3",
+        "--logging_steps", 1, "--bf16", "--per_device_train_batch_size", 2, nproc=2,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("optimizer Adafactor updates whole tensors, each on the rank that owns it") == 1

@@ -44,7 +44,7 @@ from zero.errors import UsageError
 
 pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers has it since 5.22")
 
-STEPS, ACCUMULATION, CLIP = 6, 3, 0.2
+STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
 EXPERTS, WIDTH, INNER = 6, 24, 16
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
@@ -153,7 +153,7 @@ def test_the_trainer_cuts_the_model_before_the_engine_is_made():
 
 # -- checkpoints, and models that are saved and loaded
 
-HALF = 3
+HALF = 2
 
 
 def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:

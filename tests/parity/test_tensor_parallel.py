@@ -38,7 +38,7 @@ from tests.processes import run_on
 from zero.checkpoint.offline import consolidate
 from zero.errors import UsageError
 
-STEPS, ACCUMULATION, CLIP = 6, 3, 0.2
+STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
 STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 # Two ranks do not divide the vocabulary.
@@ -171,7 +171,7 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
 # -- checkpoints
 
 
-HALF = 3
+HALF = 2
 
 
 def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:

@@ -191,6 +191,21 @@ def test_an_empty_tensor_takes_no_place(tmp_path):
     file.read(tensor, torch.empty(0)).wait()
 
 
+def test_close_waits_for_a_write_whose_values_have_not_arrived(tmp_path):
+    file, arrived = ScratchFile(tmp_path, SMALL), threading.Event()
+    tensor, source = file.empty(10_007, torch.float32), torch.ones(10_007)
+    transfer = file.write(tensor, source, after=arrived.wait)
+    closing = threading.Thread(target=file.close, daemon=True)
+    closing.start()
+    closing.join(timeout=0.3)
+    assert closing.is_alive()
+    arrived.set()
+    closing.join(timeout=60)
+    assert not closing.is_alive()
+    transfer.wait()
+    assert torch.equal(tensor, source)
+
+
 def test_arguments_that_cannot_be_right(tmp_path):
     file, other = ScratchFile(tmp_path), ScratchFile(tmp_path)
     tensor = file.empty(10, torch.float32)

@@ -85,7 +85,8 @@ class ScratchFile:
         ]
         for thread in threads:
             thread.start()
-        self._close = weakref.finalize(self, _close, self._requests, threads, {self._file, self._direct})
+        self._copies: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that wait for values to write
+        self._close = weakref.finalize(self, _close, self._requests, self._copies, threads, {self._file, self._direct})
         self._close.atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -153,7 +154,9 @@ class ScratchFile:
             self._put(requests)
         else:
             # Not in the threads that read and write: reads must not wait for a device.
-            threading.Thread(target=self._put, args=(requests, after), name="zero copies", daemon=True).start()
+            copy = threading.Thread(target=self._put, args=(requests, after), name="zero copies", daemon=True)
+            copy.start()
+            self._copies.add(copy)
         return Transfer([end for end, _ in requests])
 
     def _put(self, requests: list[Request], after: Callable[[], None] | None = None) -> None:
@@ -257,11 +260,16 @@ def _work(requests: Requests) -> None:
         del end, failure
 
 
-def _close(requests: Requests, threads: list[threading.Thread], files: set[int]) -> None:
+def _close(
+    requests: Requests, copies: weakref.WeakSet[threading.Thread], threads: list[threading.Thread], files: set[int]
+) -> None:
+    for copy in list(copies):  # a request behind the None below would never be carried out
+        if copy is not threading.current_thread():  # which may hold the last reference to the file
+            copy.join()
     for _ in threads:
         requests.put(None)
     for thread in threads:
-        if thread is not threading.current_thread():  # which may hold the last reference to the file
+        if thread is not threading.current_thread():  # likewise
             thread.join()
     for file in files:
         os.close(file)
