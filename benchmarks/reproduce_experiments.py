@@ -298,7 +298,7 @@ EXPERIMENTS = [
         "all_reduce, all_gather, broadcast by size; bucketing",
         "Algorithm bandwidth is bytes over seconds. Bus bandwidth is what a link carries. Guides mix them. Bucketing: "
         "many tensors reduced one by one, or copied together first.",
-        benchmark("collectives", ["--sizes-mb", 0.4, 4, 40], ["--sizes-mb", 4, 40, 400]),
+        benchmark("collectives", ["--sizes-mb", 0.4, 4, 40, "--repeats", 3], ["--sizes-mb", 4, 40, 400]),
         of_collectives,
     ),
     Experiment(
