@@ -194,7 +194,8 @@ def of_offload(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def offload(sizes: Sizes) -> Commands:
-    quick = ["--model", "t5-10m", "--rounds", 1, "--warmup", 1, "--steps", 2, "--length", 32]
+    quick = ["--model", "t5-10m", "--variants", "cpu", "nvme", "--rounds", 1, "--warmup", 1, "--steps", 2]
+    quick += ["--length", 32]
     disk = ["--folder", sizes.disk] if sizes.disk else []
     return benchmark("offload", [*quick, *disk], disk)(sizes)
 
@@ -248,7 +249,7 @@ def of_t5_3b(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def distillation(sizes: Sizes) -> Commands:
-    few = ["--teacher_steps", 60, "--max_steps", 30, "--eval_steps", 10, "--max_eval_samples", 64]
+    few = ["--teacher_steps", 40, "--max_steps", 20, "--eval_steps", 10, "--max_eval_samples", 64]
     arguments = [*(few if sizes.quick else []), "--overwrite_output_dir", "--output_dir", sizes.folder / "demo"]
     return [[sys.executable, "run_distill.py", *map(str, arguments)]]
 
@@ -372,7 +373,7 @@ EXPERIMENTS = [
         "distillation",
         "Distillation",
         "A student learns from a teacher, another one from the data alone, with the same steps. With `--quick` the "
-        "teacher has trained for 60 of its 1200 steps. It knows little, and hardly helps.",
+        "teacher has trained for 40 of its 1200 steps. It knows little, and hardly helps.",
         distillation,
         of_distillation,
     ),

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,8 +33,11 @@ from zero.errors import UsageError
 from zero.estimate import DEVICE, HOST, Question, build, estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
-# Bytes/s of the links between the processes of the check, and how many processes there are.
-CHECK_RATE, CHECK_PROCESSES = 100e6 / 8, (1, 2, 4, 8)
+# Bytes/s that each process of the check may send, and how many processes there are. The links are so slow that the
+# processes, which share a few cores, compute for a small part of a step.
+CHECK_RATE, CHECK_PROCESSES = 20e6 / 8, (1, 2, 4, 8)
+# tc counts the headers of Ethernet, IP and TCP: of 1,514 bytes 1,448 are data.
+DATA = 1448 / 1514
 TIMEOUT = 600  # seconds of one job
 Rows = list[dict[str, Any]]
 
@@ -180,7 +183,7 @@ def check_machine(alone: dict[str, float], operations: float, elements: int) -> 
     """The speeds at which as many processes compute at once, each a job of its own, and the links' speed."""
     return Machine(
         flops=operations / (alone["step"] - alone["update"]),
-        between=CHECK_RATE,
+        between=CHECK_RATE * DATA,
         latency_between=0.0,
         per_node=1,
         # An update of all elements moves 32 bytes for each: gradient, master, moments and weight in fp32.

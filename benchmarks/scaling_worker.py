@@ -16,7 +16,7 @@ import transformers
 import zero
 from benchmarks.launch import report
 
-WARMUP, STEPS = 3, 5
+WARMUP, STEPS = 2, 3
 KEYS = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 1.0,

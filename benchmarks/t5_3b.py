@@ -29,7 +29,7 @@ GIB = 1 << 30
 
 
 def t5_3b(small: bool) -> T5Config:
-    """Return the published shape of t5-3b, 2.85 billion parameters. `small`: one of 15 million."""
+    """Return the published shape of t5-3b, 2.85 billion parameters. `small`: one of 16 million."""
     if small:
         sizes = {"d_model": 256, "d_ff": 1024, "d_kv": 64, "num_heads": 4, "num_layers": 4}
     else:
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="folder for the offload files")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme")
-    parser.add_argument("--small", action="store_true", help="a model of 15 million parameters, to try the command")
+    parser.add_argument("--small", action="store_true", help="a model of 16 million parameters, to try the command")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "t5_3b.json")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
