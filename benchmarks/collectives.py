@@ -51,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
         "--ranks", type=int, default=torch.cuda.device_count() or 2, help="default: one for each GPU, or 2"
     )
     parser.add_argument("--sizes-mb", type=float, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
+    parser.add_argument("--repeats", type=int, default=50, help="at most; there are fewer of large sizes")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
     args = parser.parse_args()
     if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
@@ -124,6 +125,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     args = parse_arguments()
     command = ["-m", "benchmarks.collectives_worker", "--sizes-mb", *(str(size) for size in args.sizes_mb)]
+    command += ["--repeats", str(args.repeats)]
     ranks = run_ranks(sys.executable, command, args.ranks, 1800)
     rows = rows_of(ranks, args.sizes_mb)
     backend = "NCCL" if ranks[0]["device"] == "cuda" else "gloo"

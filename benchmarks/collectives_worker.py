@@ -25,7 +25,7 @@ Group = dist.ProcessGroup
 Way = Callable[[torch.Tensor, torch.Tensor, Group], object]
 ITEM = 4  # bytes of an element
 # Each way moves about this many bytes at one size, in several repeats.
-BYTES_IN_ALL, LEAST_REPEATS, MOST_REPEATS = 500_000_000, 7, 50
+BYTES_IN_ALL, LEAST_REPEATS = 500_000_000, 7
 
 
 def exchange(pairs: list[tuple[int, torch.Tensor | None, torch.Tensor | None]], group: Group) -> None:
@@ -247,12 +247,12 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(comm: Communicator, megabytes: float) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return, by operation and way, the seconds of each repeat at one size of `full`."""
+def measure(comm: Communicator, megabytes: float, most: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return, by operation and way, the seconds of each of `most` repeats or fewer, at one size of `full`."""
     n = max(1, round(megabytes * 1e6 / ITEM / comm.world_size))
     full = torch.zeros(n * comm.world_size, device=comm.device)
     shard = torch.zeros(n, device=comm.device)
-    repeats = min(MOST_REPEATS, max(LEAST_REPEATS, int(BYTES_IN_ALL / full.nbytes)))
+    repeats = min(most, max(LEAST_REPEATS, int(BYTES_IN_ALL / full.nbytes)))
     order = random.Random(0)
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for operation, by_name in ways(comm).items():
@@ -268,12 +268,13 @@ def measure(comm: Communicator, megabytes: float) -> dict[str, dict[str, list[tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes-mb", type=float, nargs="+", required=True)
+    parser.add_argument("--repeats", type=int, required=True)
     args = parser.parse_args()
     comm = communicator()
     for operation, by_name in ways(comm).items():
         for name, way in by_name.items():
             verify(operation, name, way, comm)
-    report({"device": comm.device.type, "sizes": [measure(comm, size) for size in args.sizes_mb]})
+    report({"device": comm.device.type, "sizes": [measure(comm, size, args.repeats) for size in args.sizes_mb]})
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""`zero estimate` beside what two ranks really take, on 12 cases.
+"""`zero estimate` beside what two ranks really take, on 13 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -39,6 +39,7 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU}, {}, 4, 128, False),
     ("t5", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 4, 128, False),
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 64, True),
+    ("tiny", {"stage": 3, **SMALL}, {}, 4, 128, True),
 ]
 
 

@@ -1,6 +1,6 @@
 """All experiments of the published guides on this machine, one after the other, and one report of them.
 
-    python -m benchmarks.reproduce --quick                       # small sizes: about ten minutes on two cores
+    python -m benchmarks.reproduce --quick                       # small sizes: under ten minutes on two cores
     python -m benchmarks.reproduce                               # the sizes of the guides: hours
     python -m benchmarks.reproduce --disk FOLDER_ON_A_FAST_DISK  # with T5-3B, which needs 60 GB there
     python -m benchmarks.reproduce --quick --only three_d gathering
@@ -221,6 +221,8 @@ def report(result: dict[str, Any]) -> str:
     for section in sections.values():
         figures = [section["title"], section["state"], f"{section['seconds']:.0f}", f"{section['cpu_seconds']:.0f}"]
         lines.append("| " + " | ".join(figures) + " |")
+    together = (f"{sum(section[key] for section in sections.values()):.0f}" for key in ("seconds", "cpu_seconds"))
+    lines.append(f"| together | | {' | '.join(together)} |")
     return "\n".join([*lines, *(line for section in sections.values() for line in section_lines(section))]) + "\n"
 
 

@@ -57,6 +57,10 @@ def read(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}.json").read_text())
 
 
+def percent(part: float) -> str:
+    return f"{round(part, 2) + 0.0:.0%}"  # no "-0%"
+
+
 def chosen(caption: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
     """A table of some entries of each row: `columns` has their titles by key."""
     return Table(caption, list(columns.values()), [[row.get(key) for key in columns] for row in rows])

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling                    # T5-3B and 11B, Llama 8B and 70B: a table, a picture, JSON
     python -m benchmarks.scaling llama-8b --ranks 16 128 --between 50e9
-    python -m benchmarks.scaling --check            # 1, 2 and 4 processes here, in network namespaces (needs root)
+    python -m benchmarks.scaling --check            # 1, 2, 4, 8 processes here, in network namespaces (needs root)
 
 Times come from `benchmarks.timeline`, memory from `zero estimate`. Each model is predicted with the configuration as it
 is, and without its offload.
@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +33,12 @@ from zero.errors import UsageError
 from zero.estimate import DEVICE, HOST, Question, build, estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
-# Bytes/s of the links between the processes of the check, and how many processes there are.
-CHECK_RATE, CHECK_PROCESSES = 200e6 / 8, (1, 2, 4)
+# Bytes/s that each process of the check may send, and how many processes there are. The links are so slow that the
+# processes, which share a few cores, compute for a small part of a step.
+CHECK_RATE, CHECK_PROCESSES = 20e6 / 8, (1, 2, 4, 8)
+# tc counts the headers of Ethernet, IP and TCP: of 1,514 bytes 1,448 are data.
+DATA = 1448 / 1514
+TIMEOUT = 600  # seconds of one job
 Rows = list[dict[str, Any]]
 
 
@@ -136,28 +142,54 @@ def namespaces(number: int) -> Iterator[list[str]]:
             ip("ip", "netns", "del", name)
 
 
-def measured(names: list[str], together: bool) -> float:
-    """The median seconds of a step, of the slowest process: one job of all processes, or one job for each."""
+def run_processes(names: list[str], together: bool, folder: Path) -> list[subprocess.Popen]:
+    """A worker in each namespace: one job of all of them, or a job for each."""
+    processes = []
+    for rank, name in enumerate(names):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29577", "LOCAL_RANK": "0"}
+        env |= {"RANK": str(rank), "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "10.77.0.1"}
+        if not together:
+            env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": f"10.77.0.{rank + 1}"}
+        env |= {"GLOO_SOCKET_IFNAME": "link0", REPORT_FOLDER: str(folder / str(rank))}
+        Path(env[REPORT_FOLDER]).mkdir()
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.scaling_worker"]
+        with (folder / f"{rank}.txt").open("w") as log:
+            processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=log))
+    return processes
+
+
+def measured(names: list[str], together: bool) -> dict[str, float]:
+    """The median seconds of a step and of its update, of the slowest process. RuntimeError if a process fails."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank, name in enumerate(names):
-            env = {**os.environ, "OMP_NUM_THREADS": "1", REPORT_FOLDER: folder, "MASTER_PORT": "29577"}
-            env |= {"RANK": str(rank), "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "10.77.0.1"}
-            if not together:
-                env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": f"10.77.0.{rank + 1}"}
-                env[REPORT_FOLDER] = str(Path(folder, str(rank)))
-                Path(env[REPORT_FOLDER]).mkdir()
-            env |= {"GLOO_SOCKET_IFNAME": "link0", "LOCAL_RANK": "0"}
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.scaling_worker"]
-            processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY, stderr=subprocess.DEVNULL))
+        processes, deadline = run_processes(names, together, Path(folder)), time.monotonic() + TIMEOUT
         try:
-            codes = [process.wait(timeout=300) for process in processes]
+            while any(process.poll() is None for process in processes):
+                if time.monotonic() > deadline or any(process.poll() for process in processes):
+                    break
+                time.sleep(0.2)
         finally:
             for process in processes:
                 process.kill()
-        if any(codes):
-            raise RuntimeError(f"the processes ended with {codes}")
-        return max(json.loads(path.read_text())["seconds"] for path in Path(folder).rglob("*.json"))
+                process.wait()
+        for rank, process in enumerate(processes):
+            if process.returncode:
+                text = Path(folder, f"{rank}.txt").read_text()[-2000:]
+                raise RuntimeError(f"process {rank} of {len(names)} ended with {process.returncode}:\n{text}")
+        found = [json.loads(path.read_text()) for path in Path(folder).rglob("*.json")]
+    return {key: max(each[key] for each in found) for key in found[0]}
+
+
+def check_machine(alone: dict[str, float], operations: float, elements: int) -> Machine:
+    """The speeds at which as many processes compute at once, each a job of its own, and the links' speed."""
+    return Machine(
+        flops=operations / (alone["step"] - alone["update"]),
+        between=CHECK_RATE * DATA,
+        latency_between=0.0,
+        per_node=1,
+        # An update of all elements moves 32 bytes for each: gradient, master, moments and weight in fp32.
+        device_memory_bandwidth=32 * elements / alone["update"],
+        direct=True,
+    )
 
 
 def check() -> Rows:
@@ -167,29 +199,24 @@ def check() -> Rows:
     model, program = rehearse_meta(shape, config, scaling_worker.BATCH, scaling_worker.LENGTH, False, False)
     rows, operations = [], sum(op.cost for op in program)
     for processes in CHECK_PROCESSES:
+        units = make_units(model, config, processes)
         with namespaces(processes) as names:
             alone = measured(names, together=False)
-            machine = Machine(
-                flops=operations / alone,
-                between=CHECK_RATE,
-                latency_between=0.0,
-                per_node=1,
-                device_memory_bandwidth=float("inf"),
-                direct=True,
-            )
-            units = make_units(model, config, processes)
-            predicted = predict(units, program, config, machine, processes, on_accelerator=False)["step"]
             taken = alone if processes == 1 else measured(names, together=True)
-        rows.append({"processes": processes, "alone": alone, "predicted": predicted, "measured": taken})
+        machine = check_machine(alone, operations, sum(unit.layout.numel for unit in units))
+        predicted = predict(units, program, config, machine, processes, on_accelerator=False)
+        rows.append({"processes": processes, "alone": alone, "measured": taken, **predicted})
         print(f"{processes} processes: {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
 
 def table_of_check(rows: Rows) -> str:
-    lines = ["| processes | computing alone, s | predicted, s | measured, s | difference |", "|---" * 5 + "|"]
+    lines = ["| processes | computing alone, s | on the links, s | predicted, s | measured, s | difference |"]
+    lines.append("|---" * 6 + "|")
     for row in rows:
-        times = " | ".join(f"{row[key]:.2f}" for key in ("alone", "predicted", "measured"))
-        lines.append(f"| {row['processes']} | {times} | {row['predicted'] / row['measured'] - 1:+.0%} |")
+        taken = row["measured"]["step"]
+        times = f"{row['alone']['step']:.2f} | {row['busy'].get('network', 0):.2f} | {row['step']:.2f} | {taken:.2f}"
+        lines.append(f"| {row['processes']} | {times} | {row['step'] / taken - 1:+.0%} |")
     return "\n".join(lines)
 
 
@@ -225,4 +252,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # As Ctrl-C: namespaces and processes are removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     main()

@@ -76,7 +76,8 @@ def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> tup
     try:
         with FAKE, _Live(model) as memory, _recorded(model, memory) as moments:
             ids = torch.zeros(batch, length, dtype=torch.long)
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            labels = ids[:, 0] if type(model).__name__.endswith("ForSequenceClassification") else ids
+            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
     except Exception as error:  # of any kind: the forward is somebody else's
         raise UsageError(
             f"{type(model).__name__} does not train on token ids and labels alone "

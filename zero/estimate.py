@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers.initialization import no_init_weights
 
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
@@ -65,6 +66,8 @@ def read_config(source: str) -> transformers.PretrainedConfig:
     """The configuration of a model's folder, or of a file `config.json`. ValueError where there is none."""
     folder = Path(source)
     folder = folder.parent if folder.name == "config.json" else folder
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UsageError(f"{source}: an adapter (adapter_config.json) is not estimated: give its base model's folder")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
     try:
@@ -78,7 +81,8 @@ def read_config(source: str) -> transformers.PretrainedConfig:
 
 def _class_names(config: transformers.PretrainedConfig) -> list[str]:
     kinds = {name: getattr(transformers, name, None) for name in config.architectures or ()}
-    return [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    model = transformers.PreTrainedModel
+    return [name for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, model)]
 
 
 def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Module:
@@ -87,8 +91,11 @@ def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Modul
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with FAKE:
-            return getattr(transformers, name)(config).train()
+        # Some models are initialized from values that fake tensors do not have. `init_weights` ties parameters, too.
+        with FAKE, no_init_weights():
+            model = getattr(transformers, name)(config)
+        model.tie_weights()
+        return model.train()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(f"{name} cannot be built without values: {error}") from error
     finally:

@@ -235,6 +235,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   library.impl("set_.source_Storage", at::native::set_);
   library.impl("set_.source_Tensor", at::native::set_tensor_);
+  // CPUs and GPUs have kernels for these. Otherwise torch would compose them of other operations, with temporary tensors.
+  for (const char* name : {"mish_backward", "native_channel_shuffle", "silu_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&call_on_host>());
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import zero
 from tests.parity.models import batches, build
@@ -149,3 +150,31 @@ def test_the_command(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["estimate", *wrong])
         assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
+    """Its states are estimated, also where its constructor looks at values; its activations are refused in one line."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"])
+    vit.save_pretrained(tmp_path / "vit")
+    bert = transformers.BertConfig(**sizes, vocab_size=64, architectures=["BertForSequenceClassification"])
+    bert.save_pretrained(tmp_path / "bert")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    tokens = ["--batch", "2", "--seq", "8"]
+
+    def ask(name, *more):
+        main(["estimate", str(tmp_path / name), "--ds-config", str(file), *more])
+        return capsys.readouterr().out
+
+    elements = sum(param.numel() for param in transformers.ViTForImageClassification(vit).parameters())
+    assert f"{elements:,} parameters" in ask("vit")
+    assert "activations" in ask("bert", *tokens)
+    for arguments, words in ((["vit", *tokens], "leave --batch and --seq out"), (["adapter"], "base model")):
+        with pytest.raises(SystemExit) as ended:
+            ask(*arguments)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
