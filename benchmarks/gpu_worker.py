@@ -24,12 +24,13 @@ from benchmarks.launch import report
 
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "use_cache": False}
 T5 = {"vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
-# Shapes of Llama-3.2-1B (1.24 billion parameters) and of T5-3B (2.85 billion).
+# Shapes of Llama-3.2-1B (1.24 billion parameters), Llama-3.1-8B (8.03 billion) and T5-3B (2.85 billion).
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama-tiny": lambda: LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, **LLAMA),
     "llama-1b": lambda: LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, **LLAMA
     ),
+    "llama-8b": lambda: LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **LLAMA),
     "t5-3b": lambda: T5Config(d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, **T5),
 }
 BLOCKS = ("LlamaDecoderLayer", "T5Block")
@@ -155,6 +156,7 @@ VARIANTS: dict[str, Callable[[nn.Module, argparse.Namespace], TrainStep]] = {
     "zero2-optimizer": engine("zero", 2, **OPTIMIZER),
     "zero3-optimizer": engine("zero", 3, **OPTIMIZER),
     "zero3-offload": engine("zero", 3, **BOTH),
+    "zero3-offload-8bit": engine("zero", 3, **BOTH, zero_quantized_moments=True),
     "deepspeed2-optimizer": engine("deepspeed", 2, **OPTIMIZER),
     "deepspeed3-optimizer": engine("deepspeed", 3, **OPTIMIZER),
     "deepspeed3-offload": engine("deepspeed", 3, **BOTH),
