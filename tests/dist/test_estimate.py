@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 GROUPS = {
     "groups of 2": {"stage": 3, **SMALL, "mics_shard_size": 2},
+    "8-bit moments": {"stage": 3, **SMALL, "zero_quantized_moments": True},
     "groups of 1": {"stage": 3, **SMALL, "mics_shard_size": 1},
     "groups of 2, second shards": {"stage": 3, **SMALL, "zero_hpz_partition_size": 2},
 }

@@ -150,6 +150,7 @@ def test_a_save_in_the_background_has_the_moments_of_its_step(tmp_path):
 CHANGES = {
     "other ranks": ((2, CODED | CPU), (1, CODED | CPU)),
     "more ranks, another stage": ((1, CODED), (4, CODED | {"stage": 2})),
+    "each rank writes a half": ((2, CODED | {"stage": 0}), (1, CODED)),
     "codes to fp32": ((2, CODED | CPU), (2, CPU)),
     "fp32 to codes": ((2, CPU), (1, CODED)),
 }

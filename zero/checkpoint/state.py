@@ -198,7 +198,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
         if coded and KEYS[0] in state:  # tile by tile: fp32 moments of all of them may not fit into memory
             reader.read(slices)
             slices.clear()
-            state |= {key: tile.shard.tier.keep(value) for key, value in encoded(state).items()}
+            state |= {key: tile.shard.tier.keep(value) for key, value in encoded(state, into={}).items()}
     reader.read(slices)
 
 

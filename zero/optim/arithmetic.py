@@ -56,11 +56,12 @@ class TileUpdate:
             _adam(values, group, self._factor, out, self._torch_sqrt, coded)
             result = values.master if out is None else out
         else:
+            stored = values.state
             if coded:
-                values.put_state(moments.decoded(values.state, tile.master.numel()))
+                values.put_state(moments.decoded(stored, tile.master.numel()))
             self._torch_step(values, group, self._factor)
             if coded:
-                values.put_state(values.state | moments.encoded(values.state))
+                values.put_state(values.state | moments.encoded(values.state, stored))
         if self._rounding is not None:
             result = self._narrow(values, narrow)
         return tile.shard.round_into_shard(tile.start, result)

@@ -116,9 +116,15 @@ def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
     return {key: decode(key, *parts(v, numel)) if is_coded(v, numel) else v for key, v in state.items()}
 
 
-def encoded(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The coded moments of a tile's state, which has fp32 ones."""
-    return dict(zip(KEYS, encode(*(state[key] for key in KEYS)), strict=True))
+def encoded(state: dict[str, Any], into: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The coded moments of a tile's state, which has fp32 ones: in the tensors of `into`, if it has coded ones.
+
+    On an accelerator each step may have a stream of its own. A tensor that is kept need not wait for all of them.
+    """
+    found = {}
+    for key, made in zip(KEYS, encode(*(state[key] for key in KEYS)), strict=True):
+        found[key] = into[key].copy_(made) if key in into else made
+    return found
 
 
 @dataclass(frozen=True)
@@ -168,5 +174,4 @@ def replace(state: dict[str, Any], part: CodedSlice, values: torch.Tensor) -> No
     """Give the elements of `part`, which is of a tile's `state`, these values. The rest of their blocks is rounded."""
     whole = decoded(state, part.total)
     whole[part.key][part.start : part.end] = values
-    for key, made in encoded(whole).items():
-        state[key].copy_(made)
+    encoded(whole, into=state)
