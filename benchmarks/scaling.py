@@ -39,6 +39,10 @@ CHECK_RATE, CHECK_PROCESSES = 20e6 / 8, (1, 2, 4, 8)
 # tc counts the headers of Ethernet, IP and TCP: of 1,514 bytes 1,448 are data.
 DATA = 1448 / 1514
 TIMEOUT = 600  # seconds of one job
+OF_THE_CHECK = f"""\
+- Links of {CHECK_RATE * 8 / 1e6:g} Mbit/s, of which {DATA:.1%} are data, without latency. All processes share the
+  cores. Compute and updates take the time that the same job takes on links without a limit. So they contain the cost
+  of messages on the CPU."""
 Rows = list[dict[str, Any]]
 
 
@@ -114,8 +118,8 @@ def save(rows: Rows, folder: Path) -> None:
 
 
 @contextmanager
-def namespaces(number: int) -> Iterator[list[str]]:
-    """Network namespaces with an address each, whose links send `CHECK_RATE` bytes/s."""
+def namespaces(number: int, rate: float | None = None) -> Iterator[list[str]]:
+    """Network namespaces with an address each, whose links send `rate` bytes/s, or as many as they can."""
     names = [f"zero-scaling-{os.getpid()}-{i}" for i in range(number)]
     switch, made = f"zero-scaling-{os.getpid()}-switch", []
 
@@ -134,34 +138,32 @@ def namespaces(number: int) -> Iterator[list[str]]:
             ip("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "link0")
             ip("ip", "-n", name, "link", "set", "link0", "up")
             ip("ip", "-n", name, "link", "set", "lo", "up")
-            limits = ["rate", f"{CHECK_RATE * 8:.0f}bit", "burst", "256kb", "latency", "400ms"]
-            ip("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limits)
+            if rate is not None:
+                limits = ["rate", f"{rate * 8:.0f}bit", "burst", "256kb", "latency", "400ms"]
+                ip("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limits)
         yield names
     finally:
         for name in made:
             ip("ip", "netns", "del", name)
 
 
-def run_processes(names: list[str], together: bool, folder: Path) -> list[subprocess.Popen]:
-    """A worker in each namespace: one job of all of them, or a job for each."""
+def run_processes(names: list[str], folder: Path) -> list[subprocess.Popen]:
+    """A job with a worker in each namespace."""
     processes = []
     for rank, name in enumerate(names):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "29577", "LOCAL_RANK": "0"}
-        env |= {"RANK": str(rank), "WORLD_SIZE": str(len(names)), "MASTER_ADDR": "10.77.0.1"}
-        if not together:
-            env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": f"10.77.0.{rank + 1}"}
-        env |= {"GLOO_SOCKET_IFNAME": "link0", REPORT_FOLDER: str(folder / str(rank))}
-        Path(env[REPORT_FOLDER]).mkdir()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0", REPORT_FOLDER: str(folder)}
+        env |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
+        env |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.scaling_worker"]
         with (folder / f"{rank}.txt").open("w") as log:
             processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=log))
     return processes
 
 
-def measured(names: list[str], together: bool) -> dict[str, float]:
+def measured(number: int, rate: float | None) -> dict[str, float]:
     """The median seconds of a step and of its update, of the slowest process. RuntimeError if a process fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes, deadline = run_processes(names, together, Path(folder)), time.monotonic() + TIMEOUT
+    with namespaces(number, rate) as names, tempfile.TemporaryDirectory() as folder:
+        processes, deadline = run_processes(names, Path(folder)), time.monotonic() + TIMEOUT
         try:
             while any(process.poll() is None for process in processes):
                 if time.monotonic() > deadline or any(process.poll() for process in processes):
@@ -179,15 +181,19 @@ def measured(names: list[str], together: bool) -> dict[str, float]:
     return {key: max(each[key] for each in found) for key in found[0]}
 
 
-def check_machine(alone: dict[str, float], operations: float, elements: int) -> Machine:
-    """The speeds at which as many processes compute at once, each a job of its own, and the links' speed."""
+def check_machine(free: dict[str, float], operations: float, elements: int) -> Machine:
+    """The links' speed, and speeds by which the job takes the time that it takes on links without a limit.
+
+    So these contain what the processes, which share a few cores, spend on messages, copies and waiting for each other.
+    `elements`: those that a rank updates.
+    """
     return Machine(
-        flops=operations / (alone["step"] - alone["update"]),
+        flops=operations / (free["step"] - free["update"]),
         between=CHECK_RATE * DATA,
         latency_between=0.0,
         per_node=1,
-        # An update of all elements moves 32 bytes for each: gradient, master, moments and weight in fp32.
-        device_memory_bandwidth=32 * elements / alone["update"],
+        # An update moves 32 bytes for each element: gradient, master, moments and weight in fp32.
+        device_memory_bandwidth=32 * elements / free["update"],
         direct=True,
     )
 
@@ -200,22 +206,20 @@ def check() -> Rows:
     rows, operations = [], sum(op.cost for op in program)
     for processes in CHECK_PROCESSES:
         units = make_units(model, config, processes)
-        with namespaces(processes) as names:
-            alone = measured(names, together=False)
-            taken = alone if processes == 1 else measured(names, together=True)
-        machine = check_machine(alone, operations, sum(unit.layout.numel for unit in units))
+        free, taken = measured(processes, None), measured(processes, CHECK_RATE)
+        machine = check_machine(free, operations, sum(unit.layout.shard_numel for unit in units))
         predicted = predict(units, program, config, machine, processes, on_accelerator=False)
-        rows.append({"processes": processes, "alone": alone, "measured": taken, **predicted})
+        rows.append({"processes": processes, "free": free, "measured": taken, **predicted})
         print(f"{processes} processes: {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
 
 def table_of_check(rows: Rows) -> str:
-    lines = ["| processes | computing alone, s | on the links, s | predicted, s | measured, s | difference |"]
+    lines = ["| processes | without a limit, s | on the links, s | predicted, s | measured, s | difference |"]
     lines.append("|---" * 6 + "|")
     for row in rows:
         taken = row["measured"]["step"]
-        times = f"{row['alone']['step']:.2f} | {row['busy'].get('network', 0):.2f} | {row['step']:.2f} | {taken:.2f}"
+        times = f"{row['free']['step']:.2f} | {row['busy'].get('network', 0):.2f} | {row['step']:.2f} | {taken:.2f}"
         lines.append(f"| {row['processes']} | {times} | {row['step'] / taken - 1:+.0%} |")
     return "\n".join(lines)
 
@@ -246,7 +250,7 @@ def main() -> None:
         return
     print(ASSUMPTIONS)
     if args.check:
-        print(f"\nlinks of {CHECK_RATE * 8 / 1e6:g} Mbit/s\n\n{table_of_check(rows)}")
+        print(f"{OF_THE_CHECK}\n\n{table_of_check(rows)}")
         return
     print(f"machine: {machine_of(args)}\n\n{table(rows)}\n\nwritten: {args.output}")
 

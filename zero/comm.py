@@ -157,12 +157,11 @@ class Communicator:
         self, name: str, group: Group, tag: int, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
         """Start messages: `sent[i]` goes to place i of `group`; what comes from there fills `received[i]`."""
-        works = []
+        # gloo tells a peer that a message is awaited by the same socket: behind a sent message that comes too late.
+        works = [dist.irecv(received[at], group.ranks[at], group=self._group, tag=tag) for at in group.others()]
         for place in group.others():
-            peer = group.ranks[place]
-            self.sent[name, peer] += sent[place].numel()
-            works.append(dist.isend(sent[place], peer, group=self._group, tag=tag))
-            works.append(dist.irecv(received[place], peer, group=self._group, tag=tag))
+            self.sent[name, group.ranks[place]] += sent[place].numel()
+            works.append(dist.isend(sent[place], group.ranks[place], group=self._group, tag=tag))
         return works
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
