@@ -105,8 +105,6 @@ class _Gradients:
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
         self._offloads = bool(zero.offloads_optimizer and zero.stage)
-        away = zero.offload_optimizer.ratio if self._offloads else 0
-        self._kept_part = 1 - (1 if away == "auto" else away)
         self._in_flight: deque[UnitLayout] = deque()
         self._leaving: deque[int] = deque(maxlen=2)
         self.apart = self.kept = 0
@@ -124,7 +122,8 @@ class _Gradients:
     def reduce(self, number: int) -> None:
         """The copies' originals are free."""
         self.apart -= self._layouts[number].numel * self._item
-        self.kept += int(self._layouts[number].shard_numel * self._kept_item * self._kept_part)
+        if not self._offloads:
+            self.kept += self._layouts[number].shard_numel * self._kept_item
         if self._world_size == 1 or not self._bucket:
             self._finish_oldest()
 
@@ -175,8 +174,9 @@ class StepMemory:
         """The parts at the fullest moment. `gradients`: bytes that are kept on the device after backward."""
         self._follow(moments)  # the first pass is only recorded
         most, in_step = self._follow(moments), {"gradients": gradients}
-        if self._config.zero_optimization.stage >= 2 and (self._config.gradient_accumulation_steps or 1) > 1:
-            most["gradients"] = gradients  # the sums of the micro-batches before
+        zero, micro_batches = self._config.zero_optimization, self._config.gradient_accumulation_steps or 1
+        if zero.stage >= 2 and (zero.offloads_optimizer or micro_batches > 1):
+            most["gradients"] = gradients  # they hold the sums so far, or are used again
         return max(most, in_step, key=_total)
 
     def _follow(self, moments: Sequence[Moment]) -> dict[str, int]:

@@ -15,7 +15,6 @@ import torch
 
 from zero.clock import label
 from zero.comm import Communicator
-from zero.device import is_accelerator
 from zero.offload.tiers import Tier
 from zero.optimizer_shard import OptimizerShard
 from zero.parameters import local
@@ -254,14 +253,12 @@ class GradientReducer:
             self._offloading.popleft()[1].wait()
 
     def clear(self) -> None:
-        """Forget all gradients. Those in host memory or files are written over by the next ones, others are freed."""
+        """Forget all gradients; the next ones are written over them."""
         self.drain()
-        on_device = is_accelerator(self.comm.device)  # which keeps freed memory at hand; the next forward can use it
         for unit, shard in self._shards.items():
             shard.end_cycle()
-            # At stages 0 and 1 `_carried` has the sum of this rank's gradients until the last micro-batch.
-            if (on_device and not shard.is_offloaded) or (self.deferred and unit in self._fresh):
-                shard.free_gradient()
+            if self.deferred and unit in self._fresh:
+                shard.free_gradient()  # until the last micro-batch, `_carried` has the sum of this rank's gradients
         self._collected.clear()
         self._carried.clear()
         self._fresh.clear()

@@ -119,6 +119,8 @@ class ZeroOptimizer:
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
+        # A device keeps freed memory at hand, and the next forward can use it. Late updates still read their gradients.
+        self._frees_gradients = is_accelerator(comm.device) and not placement.offloads
         self._has_kernel = (
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
@@ -337,6 +339,9 @@ class ZeroOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.reducer.clear()
+        if self._frees_gradients:
+            for shard in self.shards.values():
+                shard.free_gradient()
 
     # -- norm
 
