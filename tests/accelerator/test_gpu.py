@@ -149,8 +149,8 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
         {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(keys, "auto")}
         for zero in ({"stage": 2}, {"stage": 3}, {"stage": 3, **host})
     ]
-    jobs = [{"model": "t5", "arguments": arguments | {"deepspeed": config}} for config in configs]
-    plain = [{"model": "t5", "arguments": arguments}]
+    jobs = [{"model": "llama", "arguments": arguments | {"deepspeed": config}} for config in configs]
+    plain = [{"model": "llama", "arguments": arguments}]
     first_gpu, losses = {"CUDA_VISIBLE_DEVICES": "0"}, []
     for number, (group, command, imported) in enumerate(
         ((plain, [], "transformers"), (jobs, ["-m", "zero", "run"], "transformers on zero"))
