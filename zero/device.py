@@ -60,13 +60,15 @@ def compute_stream(device: torch.device) -> torch.Stream:
 
 
 @contextlib.contextmanager
-def beside(device: torch.device, ready: torch.Event | None) -> Iterator[torch.Stream | None]:
-    """For a thread: a stream of its own on `device`, current within, which waits for `ready`. None on the CPU."""
+def beside(
+    device: torch.device, ready: torch.Event | None, stream: torch.Stream | None = None
+) -> Iterator[torch.Stream | None]:
+    """For a thread: `stream`, or a new one, on `device`, current within, which waits for `ready`. None on the CPU."""
     if ready is None:
         yield None
         return
     use(device)
-    stream = new_stream(device)
+    stream = stream or new_stream(device)
     stream.wait_event(ready)
     with stream:
         yield stream

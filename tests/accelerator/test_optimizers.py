@@ -14,13 +14,17 @@ WHERE = {
     "on the device": {},
     "offloaded": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
 }
+HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage3_param_persistence_threshold": 0}
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(("name", "states"), [("AdamW", True), ("Adafactor", False)])
+CASES = [(name, states, place) for name, states in (("AdamW", True), ("Adafactor", False)) for place in WHERE.values()]
+
+
+# In the last case late updates change a state on the device.
+@pytest.mark.parametrize(("name", "states", "where"), [*CASES, ("AdamW", True, HALF)])
 def test_bf16_without_masters(name, states, where, tmp_path):
     found, expected = (
-        run_on(ranks, bf16.trained, name, states, WHERE[where], str(tmp_path / str(ranks)), simulated=True)[0]
+        run_on(ranks, bf16.trained, name, states, where, str(tmp_path / str(ranks)), simulated=True)[0]
         for ranks in (2, 1)
     )
     assert_same_weights(found, expected)

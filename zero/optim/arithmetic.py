@@ -45,7 +45,7 @@ class TileUpdate:
 
     def __call__(self, values: TileInMemory) -> Pending:
         """Update one tile in memory, and start to round it into the unit's shard."""
-        tile, narrow = values.tile, values.master
+        tile, narrow, stored = values.tile, values.master, values.state
         if self._rounding is not None:
             values.master = narrow.float()
         if self._state_dtype == torch.bfloat16:
@@ -56,14 +56,13 @@ class TileUpdate:
             _adam(values, group, self._factor, out, self._torch_sqrt, coded)
             result = values.master if out is None else out
         else:
-            stored = values.state
             if coded:
                 values.put_state(moments.decoded(stored, tile.master.numel()))
             self._torch_step(values, group, self._factor)
             if coded:
                 values.put_state(values.state | moments.encoded(values.state, stored))
         if self._rounding is not None:
-            result = self._narrow(values, narrow)
+            result = self._narrow(values, narrow, stored)
         return tile.shard.round_into_shard(tile.start, result)
 
     def _target(self, values: TileInMemory) -> torch.Tensor | None:
@@ -75,15 +74,18 @@ class TileUpdate:
         in_memory = shard.device.type == "cpu" and not tile.unit.tier.holds_in_file(shard)
         return shard if in_memory else self._rounded.take(shard.nbytes).view(shard.dtype)
 
-    def _narrow(self, values: TileInMemory, master: torch.Tensor) -> torch.Tensor:
-        """Round the updated values, and the state if that is wanted, to bf16; `master` gets the values."""
+    def _narrow(self, values: TileInMemory, master: torch.Tensor, stored: dict) -> torch.Tensor:
+        """Round the updated values, and the state if that is wanted, to bf16. `master` gets the values.
+
+        The state stays in the tensors of `stored`: on a device, freed ones could be used again before this has run.
+        """
         self._rounding.store(master, values.master, values.tile.shard, values.tile.start)
         values.master = master
         if self._state_dtype == torch.bfloat16:
             state = dict(values.state)
             for key, value in state.items():
                 if is_elementwise(value):
-                    state[key] = torch.empty_like(value, dtype=master.dtype)
+                    state[key] = stored.get(key, torch.empty_like(value, dtype=master.dtype))
                     self._rounding.store(state[key], value, values.tile.shard, values.tile.start, key)
             values.put_state(state)
         return master

@@ -114,7 +114,9 @@ class Updates:
 
     def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
         self._device, self._shows, self._memory = device, shows, HostMemory()
-        # The end of late updates on the thread's stream.
+        # Of late updates: always the same one, so that memory which one step frees is used again after it.
+        self._stream: torch.Stream | None = None
+        # The end of late updates on this stream.
         self._ends: dict[OptimizerShard, torch.Event] = {}
         self._read_ahead, self._write_behind = read_ahead, write_behind
         self._todo: deque[Tile] = deque()
@@ -193,8 +195,8 @@ class Updates:
 
     def _work_in_thread(self, state: TiledState, update: Update, ready: torch.Event | None) -> None:
         try:
-            with torch.no_grad(), beside(self._device, ready) as stream:
-                self._work(state, update, stream)
+            with torch.no_grad(), beside(self._device, ready, self._stream) as self._stream:
+                self._work(state, update, self._stream)
         except BaseException as error:
             self.fail(error)
         with self._changed:
