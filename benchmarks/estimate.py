@@ -77,7 +77,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         for place in (DEVICE, HOST):
             predicted, measured = row[place]["predicted"], row[place]["measured"]
             if max(predicted, measured) > LEAST:
-                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {round(predicted / measured - 1, 3) + 0.0:+.1%}"
+                difference = round(predicted / measured - 1, 3) + 0.0  # no minus before zero
+                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {difference:+.1%}"
                 lines.append(f"| {row['case']} | {place} | {sizes} |")
     return "\n".join(lines)
 
