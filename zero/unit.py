@@ -118,7 +118,7 @@ class Unit:
         self._read_hook: ReadHook | None = None
         self._gather, self._handed_over = Pending(), 0
         values = self._take_values()
-        self.keeps, loses = keeps, torch.promote_types(values.dtype, self.dtype) != self.dtype
+        self.keeps, loses = keeps, self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
         self.precise = keeps.keep(self._own_slice(values)) if keeps is not None and loses else None
         values = values.to(self.dtype)
         if self.persistent:

@@ -91,6 +91,19 @@ def test_without_init_masters_keep_the_fp32_values_of_the_model(sections):
         assert all(map(torch.equal, found, toy().parameters()))
 
 
+def kept(rank: int, world_size: int) -> list[bool]:
+    model = toy()
+    model.requires_grad_(False)
+    next(model.parameters()).requires_grad_()
+    config = ds_config(bf16={"enabled": True})
+    engine, *_ = zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    return [unit.precise is not None for unit in engine.units]
+
+
+def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():
+    assert not any(run_on(1, kept)[0])
+
+
 class Watch:
     """Measures the memory of all parameters each time a module is assigned to its parent, before `Init` sees that."""
 
