@@ -87,7 +87,7 @@ def one_round(args: argparse.Namespace, missing: dict[str, str]) -> dict[str, Ro
         row["flops"] = args.gpus * args.flops / row["seconds"]
         row["tokens"] = args.gpus * args.batch * args.length / row["seconds"]
         print(f"{variant}: {row['seconds']:.4f} s, {row['device'] / 1e9:.2f} GB", flush=True)
-        if row["loss_difference"] > LOSS_TOLERANCE:
+        if not row["loss_difference"] <= LOSS_TOLERANCE:
             missing[variant] = f"losses differ by {row['loss_difference']:.1e}: it does not compute the same training"
     return rows
 
@@ -128,6 +128,8 @@ def main() -> None:
     result = {"settings": settings, "versions": versions, "missing": missing, "rows": rows, "rounds": rounds}
     args.output.write_text(json.dumps(result, indent=2))
     print(f"\nwritten: {args.output}")
+    for variant, reason in missing.items():
+        print(f"{variant}: {reason}")
     sys.exit(1 if missing else 0)
 
 

@@ -91,7 +91,7 @@ def make_units(
             residency,
             dtype=dtype,
             tier=tier,
-            keeps=masters if plan.params[0] in group_of else None,
+            keeps=masters if any(param in group_of for param in plan.params) else None,
             param_names=plan.param_names,
             modules=plan.modules,
             persistent=plan.persistent or zero.stage < 3,

@@ -36,7 +36,8 @@ def set_up() -> None:
 
 def _refuse_rounding(settings: Config) -> None:
     zero = settings.zero_optimization
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+    of_weights = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+    for key in (*of_weights, "zero_quantized_gradients", "zero_quantized_moments"):
         if getattr(zero, key):
             raise UsageError(f"zero verify: zero_optimization.{key} rounds on purpose: set it to false to compare")
 
