@@ -81,11 +81,11 @@ class Init:
     ):
         if unknown := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
-        Init.was_off |= enabled and Init.is_off
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        Init.was_off |= enabled and Init.is_off and (dtype is not None or source is not None)  # else it does not round
         self.enabled, self.dtype = enabled and not Init.is_off, dtype
         if not self.enabled:
             return
-        source = config_dict_or_path if config_dict_or_path is not None else config
         offload, aio, self.strict = OffloadConfig(), AioConfig(), False
         self.comm = comm.communicator()
         if source is not None:

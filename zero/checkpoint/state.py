@@ -173,6 +173,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     """
     optimizer, slices = engine.optimizer, {}
     coded = optimizer.state_dtype == torch.uint8
+    own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all but the coded ones
     optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
     for tensor in () if optimizer.whole is None else optimizer.whole.own:
@@ -192,7 +193,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
                 state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
             else:
                 floats = dtype in (torch.float32, torch.bfloat16)
-                state[key] = tier.zeros(size, optimizer.state_dtype if floats else dtype)
+                state[key] = tier.zeros(size, own_dtype if floats else dtype)
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
         if coded and KEYS[0] in state:  # tile by tile: fp32 moments of all of them may not fit into memory

@@ -85,7 +85,7 @@ class TileUpdate:
             state = dict(values.state)
             for key, value in state.items():
                 if is_elementwise(value):
-                    state[key] = stored.get(key, torch.empty_like(value, dtype=master.dtype))
+                    state[key] = stored[key] if key in stored else torch.empty_like(value, dtype=master.dtype)
                     self._rounding.store(state[key], value, values.tile.shard, values.tile.start, key)
             values.put_state(state)
         return master
