@@ -342,10 +342,10 @@ class Communicator:
         works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 
-    def all_to_all(
+    def start_all_to_all_of_parts(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
-    ) -> None:
-        """Send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard group; fill `received`. Blocking.
+    ) -> Pending:
+        """Start to send part i of `sent`, of `sent_sizes[i]` elements, to rank i of the shard group; fill `received`.
 
         Both are 1-D and hold their parts in the order of ranks.
         """
@@ -353,9 +353,8 @@ class Communicator:
         moved = sent.numel() - sent_sizes[self.shard_group.rank]
         self.elements["all_to_all"] += moved
         self.bytes["all_to_all"] += moved * sent.element_size()
-        sizes = received_sizes, sent_sizes
-        exchange = partial(dist.all_to_all_single, received, sent, *sizes, group=self._shards)
-        self._blocking("an exchange of whole tensors", exchange)
+        work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._shards, async_op=True)
+        return Pending([work], None, (received, sent), self.watchdog, "an exchange of whole tensors")
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", of_shards: bool = False) -> torch.Tensor:
         """Sum ("sum") or least value ("min") over all ranks, in place; `of_shards`: over the shard group. Blocking."""

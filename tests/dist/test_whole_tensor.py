@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from zero.deepspeed.fragments import (
 )
 from zero.errors import UsageError
 from zero.offload import tiers
+from zero.optim import whole_tensor
+from zero.optim.exchange import Visit
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -104,6 +107,35 @@ def test_work_and_state_are_spread_and_whole_tensors_stay():
         assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
         assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
         assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master are sent"
+
+
+def order_of_a_step(rank: int, world_size: int, least: int) -> str:
+    """The letters of what happens: exchanges start, `step()` is called, masters go back, they have arrived."""
+    whole_tensor.LEAST_MOVED, happened = least, []
+    engine, optimizer = start(build("llama"), ds_config(stage3_param_persistence_threshold=0), make=MAKE["Muon"])
+    train_zero(engine, batches("llama", 1))
+
+    def note(owner: object, name: str, letter: str) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args):
+            happened.append(letter)
+            return original(*args)
+
+        setattr(owner, name, noted)
+
+    note(optimizer.optimizer, "step", "U")
+    for name in ("start", "return_", "finish"):
+        note(Visit, name, name[0])
+    train_zero(engine, batches("llama", 1))
+    assert engine.comm.clock.waits["step", "whole tensors"] > 0
+    return "".join(happened)
+
+
+def test_tensors_move_while_those_of_other_units_are_updated():
+    assert run_on(2, order_of_a_step, whole_tensor.LEAST_MOVED) == ["sUrf"] * 2
+    first, second = run_on(2, order_of_a_step, 1)
+    assert first == second and re.fullmatch("s(sUrf?)+Urff", first) and first.count("U") > 2
 
 
 # -- offload

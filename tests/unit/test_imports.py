@@ -113,6 +113,7 @@ INSIDE = {
         "ownership",
         "wrappers",
         "rounding",
+        "exchange",
         "whole_tensor",
         "updates",
         "arithmetic",

@@ -1,19 +1,18 @@
 """The path for optimizers whose update of an element depends on the rest of its tensor: Adafactor, Muon, Shampoo.
 
 Each tensor has an owner rank (`zero.optim.ownership`) in each shard group, which keeps the optimizer's state of it.
-Gradients are reduced and masters are kept in shards, as for every optimizer. Only tensors that do not lie on their
-owner as a whole move:
-
-    step  gradient and master of such a tensor: from the shards to its owner             8 bytes an element, fp32
-          `step()` of the user's own optimizer on tensors of true shapes
-          the new master: from the owner to the shards                                   4 bytes an element
+Gradients are reduced and masters are kept in shards, as for every optimizer. In a step the tensors come together on
+their owners (`zero.optim.exchange`), which call `step()` of the user's own optimizer on tensors of true shapes.
 
 The optimizer sees a parameter for each of the model's, in the same groups and order, with the model's names. It has a
 gradient on its owner alone, and torch's optimizers skip parameters without one. At stage 0 every rank has all masters,
 and updates all of them.
 
-`step()` is called once. Units that are offloaded are an exception: each is brought to the compute device and updated by
-a call of its own, which begins with the same numbers in the param groups.
+[Note: overlap]
+`step()` is called once if nothing moves. Else the units are cut into parts, and each part has a call of its own, which
+begins with the same numbers in the param groups. While one part is updated, gradients and masters of the next one are
+on their way to the owners, and new masters of the last one on their way back. An owner then holds what moved of two
+parts instead of all. Units that are offloaded are parts of their own, as each has to be on the compute device.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
@@ -21,8 +20,6 @@ This file does not know how gradients are reduced, nor when a step is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -31,8 +28,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from zero.agreement import differences
 from zero.comm import Communicator
 from zero.errors import UsageError
-from zero.layout import Piece, Slot
 from zero.offload.tiers import Tier
+from zero.optim.exchange import Visit, WholeTensor, load_values
 from zero.optim.numbers import numbers_of, set_numbers
 from zero.optim.ownership import owners
 from zero.optim.rounding import StochasticRounding
@@ -41,56 +38,10 @@ from zero.optim.wrappers import closed, opened
 from zero.optimizer_shard import OptimizerShard
 from zero.parameters import placeholder
 
-# Fp32 elements that move to the owner for each element of the tensor: its gradient and its master.
-_MOVED = 2
+# At least so many parts, if each has enough elements that move. Fewer are not worth a call of the optimizer.
+PARTS, LEAST_MOVED = 8, 1 << 20
 # Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask for them.
 _ENGINES_OWN = ("ds_", "_zero", "_ds")
-
-
-@dataclass(eq=False)
-class WholeTensor:
-    """One of the model's parameters, as the optimizer sees it.
-
-    Ranks are places in the shard group.
-
-    Attributes: name: the model's. group: number of the param group. parts: {rank: the piece in its shard}. owner: the
-    rank that updates it, or None if every rank does. param: what the optimizer has: fp32, in the true shape. It has
-    values in the step only.
-    """
-
-    name: str
-    group: int
-    shard: OptimizerShard
-    slot: Slot
-    parts: dict[int, Piece]
-    rank: int
-    param: nn.Parameter
-    owner: int | None = None
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this rank updates it."""
-        return self.owner in (None, self.rank)
-
-    @property
-    def moves(self) -> bool:
-        """Whether parts of it lie on other ranks than the owner."""
-        return self.owner is not None and any(rank != self.owner for rank in self.parts)
-
-    def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part, 1-D and possibly empty, of a tensor in the layout of the shard."""
-        piece = self.parts.get(self.rank)
-        return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
-
-    def part_for(self, rank: int) -> torch.Tensor:
-        """The part of the updated values that belongs to `rank`, 1-D."""
-        piece = self.parts[rank]
-        return self.param.data.reshape(-1)[piece.inside : piece.inside + piece.numel]
-
-    def hide(self) -> None:
-        """Free the values and the gradient."""
-        self.param.grad = None
-        self.param.data = placeholder(self.slot.shape, torch.float32, self.shard.unit.comm.device)
 
 
 def _tensors(
@@ -181,13 +132,16 @@ class WholeTensorState:
         Raises UsageError, on every rank, if `step()` changes a number of its own by the tensors of a rank or of a unit:
         Prodigy's estimate, for instance. A number that counts steps is the same everywhere.
         """
-        before = numbers_of(self._optimizer)
+        before = after = numbers_of(self._optimizer)
         found = []
-        for shards in self._calls():
+        for visit in self._visits():
             set_numbers(self._optimizer, before)
-            self._update(shards, self._optimizer.step, factor)
-            found.append(numbers_of(self._optimizer))
-        after = found[-1] if found else before
+            if factor != 1.0:
+                for tensor in visit.own:
+                    tensor.param.grad.mul_(factor)
+            self._change(visit, self._optimizer.step)
+            after = numbers_of(self._optimizer)
+            found.append(after)
         unequal = [
             f"{key}: {each.get(key)}, then {value}"
             for each in found
@@ -206,36 +160,65 @@ class WholeTensorState:
     def switch(self, change: Callable[[], object]) -> None:
         """Let the optimizer change the weights: `train()` or `eval()` of a schedule-free one. Every rank must call."""
         before, state = numbers_of(self._optimizer), self._optimizer.state
-        for shards in self._calls():
+        for visit in self._visits():
             set_numbers(self._optimizer, before)
             # Unlike `step()`, these functions look at tensors without a gradient.
-            absent = {t.param: state.pop(t.param) for t in self.own if t.shard not in shards and t.param in state}
-            self._update(shards, change, 1.0)
+            present = set(visit.own)
+            absent = {t.param: state.pop(t.param) for t in self.own if t not in present and t.param in state}
+            self._change(visit, change)
             state.update(absent)
 
-    def _calls(self) -> list[list[OptimizerShard]]:
-        """The units whose tensors are on the compute device at the same time."""
-        here = [shard for shard in self._of_shard if not shard.is_offloaded]
-        return [here] * bool(here) + [[shard] for shard in self._of_shard if shard.is_offloaded]
+    def _visits(self) -> Iterator[Visit]:
+        """The units in parts, each of them ready to be updated. See the note on overlap."""
+        visits = [Visit({shard: self._of_shard[shard] for shard in part}, self._comm) for part in self._parts()]
+        last = None
+        for number, visit in enumerate(visits):
+            if number == 0:
+                visit.start()
+            visit.wait()
+            if number + 1 < len(visits):
+                visits[number + 1].start()
+            yield visit
+            visit.return_()
+            if last is not None:
+                self._store(last)
+            last, visits[number] = visit, None
+        if last is not None:
+            self._store(last)
 
-    def _update(self, shards: Sequence[OptimizerShard], change: Callable[[], object], factor: float) -> None:
-        """Update the tensors of some units by one call of the optimizer's method `change`."""
-        masters = {shard: self._bring(shard) for shard in shards}
-        own = [tensor for shard in shards for tensor in self._of_shard[shard] if tensor.is_own]
-        if factor != 1.0:
-            for tensor in own:
-                tensor.param.grad.mul_(factor)
-        places = [self._load_state(tensor) for tensor in own]
-        for tensor in own:
+    def _parts(self) -> Iterator[list[OptimizerShard]]:
+        """The units that are updated together: offloaded ones one by one, others by the elements that move."""
+        part, moved = [], 0
+        most = max(LEAST_MOVED, self.moved // PARTS)
+        for shard, tensors in self._of_shard.items():
+            if shard.is_offloaded:
+                continue
+            more = sum(each.slot.numel for each in tensors if each.moves)
+            if part and moved + more > most:
+                yield part
+                part, moved = [], 0
+            part.append(shard)
+            moved += more
+        if part:
+            yield part
+        yield from ([shard] for shard in self._of_shard if shard.is_offloaded)
+
+    def _change(self, visit: Visit, change: Callable[[], object]) -> None:
+        """Call the optimizer's method `change` for the tensors of a visit."""
+        places = [self._load_state(tensor) for tensor in visit.own]
+        for tensor in visit.own:
             self._change_state(tensor, closed)
         change()
-        for tensor in own:
+        for tensor in visit.own:
             self._change_state(tensor, opened)
             self._separate(tensor)
-        for tensor, of_state in zip(own, places, strict=True):
+        for tensor, of_state in zip(visit.own, places, strict=True):
             self._store_state(tensor, of_state)
-        for shard, master in masters.items():
-            self._return(shard, master)
+
+    def _store(self, visit: Visit) -> None:
+        """Keep the new masters of a visit, and round them into the weights."""
+        visit.finish()
+        for shard, master in visit.masters.items():
             if self._rounding is not None:
                 wide, master = master, torch.empty_like(master, dtype=shard.master.dtype)
                 self._rounding.store(master, wide, shard, 0)
@@ -252,71 +235,6 @@ class WholeTensorState:
 
         if state := self.of(tensor):
             state.update(tree_map_only(torch.Tensor, copied, dict(state)))
-
-    def _load(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        """`values` of a unit on the compute device: a copy if the unit is offloaded."""
-        if not shard.is_offloaded:
-            return values
-        target = torch.empty(values.shape, dtype=values.dtype, device=self._comm.device)
-        shard.tier.load(target.view(-1), values.view(-1)).wait()
-        return target
-
-    def _bring(self, shard: OptimizerShard) -> torch.Tensor:
-        """Give this rank's tensors of one unit their gradients and masters; the master of the shard."""
-        tensors, master = self._of_shard[shard], self._load(shard, shard.master).float()
-        grad = torch.zeros_like(master) if shard.grad is None else self._load(shard, shard.grad)
-        for tensor in tensors:
-            if tensor.is_own and not tensor.moves:
-                tensor.param.data = tensor.part(master).view(tensor.slot.shape)
-                tensor.param.grad = tensor.part(grad).to(torch.float32).view(tensor.slot.shape)
-        if moving := [tensor for tensor in tensors if tensor.moves]:
-            self._gather(moving, grad, master)
-        return master
-
-    def _gather(self, moving: Sequence[WholeTensor], grad: torch.Tensor, master: torch.Tensor) -> None:
-        """Assemble gradients and masters on the owners, from parts of them in the layout of the shards."""
-        ranks = range(self._comm.shard_group.size)
-        sent = [[part for t in moving if t.owner == to for part in (t.part(grad), t.part(master))] for to in ranks]
-        own = [tensor for tensor in moving if tensor.is_own]
-        sizes = [_MOVED * sum(t.parts[src].numel for t in own if src in t.parts) for src in ranks]
-        received, position = self._exchange(sent, sizes), 0
-        for tensor in own:
-            values = torch.empty(_MOVED, *tensor.slot.shape, dtype=torch.float32, device=self._comm.device)
-            tensor.param.grad, tensor.param.data = values.unbind()
-        for src in ranks:
-            for tensor in own:
-                if (piece := tensor.parts.get(src)) is not None:
-                    for whole in (tensor.param.grad, tensor.param.data):
-                        part = received[position : position + piece.numel]
-                        whole.view(-1)[piece.inside : piece.inside + piece.numel].copy_(part)
-                        position += piece.numel
-
-    def _return(self, shard: OptimizerShard, master: torch.Tensor) -> None:
-        """Write the new values of one unit to `master`, which is in the layout of the shard."""
-        tensors = self._of_shard[shard]
-        if moving := [tensor for tensor in tensors if tensor.moves]:
-            rank, ranks = self._comm.shard_group.rank, range(self._comm.shard_group.size)
-            sent = [[t.part_for(to) for t in moving if t.is_own and to in t.parts] for to in ranks]
-            sizes = [sum(t.parts[rank].numel for t in moving if t.owner == src and rank in t.parts) for src in ranks]
-            received, position = self._exchange(sent, sizes), 0
-            for tensor in sorted(moving, key=lambda tensor: tensor.owner):
-                place = tensor.part(master)
-                place.copy_(received[position : position + place.numel()])
-                position += place.numel()
-        for tensor in tensors:
-            place = tensor.part(master)
-            if tensor.is_own and not tensor.moves and tensor.param.data_ptr() != place.data_ptr():
-                place.copy_(tensor.param.data.reshape(-1))  # the optimizer has put another tensor there
-            tensor.hide()
-
-    def _exchange(self, sent: list[list[torch.Tensor]], sizes: list[int]) -> torch.Tensor:
-        """Send the parts `sent[i]` to rank i; what comes, `sizes[i]` elements from rank i, in the order of ranks."""
-        device = self._comm.device
-        parts = [part.to(device, torch.float32) for to_rank in sent for part in to_rank]
-        packed = torch.cat(parts) if parts else torch.empty(0, device=device)
-        received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        self._comm.all_to_all(received, packed, sizes, [sum(part.numel() for part in to_rank) for to_rank in sent])
-        return received
 
     # -- state
 
@@ -357,7 +275,12 @@ class WholeTensorState:
         state = self.of(tensor)
         if not (state and tensor.shard.is_offloaded):
             return []
-        load = partial(self._load, tensor.shard)
+
+        def load(value: torch.Tensor) -> torch.Tensor:
+            target, loaded = load_values(tensor.shard, value)
+            loaded.wait()
+            return target
+
         self.put(tensor, tree_map_only(torch.Tensor, lambda value: load(value) if value.dim() else value, dict(state)))
         return tree_leaves(state)
 

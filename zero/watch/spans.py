@@ -62,8 +62,8 @@ class Spans:
         self._while_called(
             Communicator, "broadcast", OTHERS, lambda comm, tensor, *_, **__: _about("broadcast", tensor)
         )
-        self._while_called(
-            Communicator, "all_to_all", OTHERS, lambda comm, received, *_: _about("all-to-all", received)
+        self._in_flight(
+            Communicator, "start_all_to_all_of_parts", OTHERS, lambda comm, received, *_: _about("all-to-all", received)
         )
         self._in_flight(Tier, "load", COPIES, _load)
         self._in_flight(Tier, "store", COPIES, _store)
