@@ -136,13 +136,29 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
         cpu_adam.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)
         assert torch.equal(master.nan_to_num(), expected.nan_to_num())
         assert torch.equal(out.nan_to_num(), expected.bfloat16().nan_to_num())
-        for found, made, kind in zip(coded, moments.encode(*wide), (torch.int8, torch.uint8), strict=True):
+        for found, made, kind in zip(coded, moments.encode(*wide, step=number), (torch.int8, torch.uint8), strict=True):
             (codes, scales), (others, other_scales) = (moments.parts(each, numel) for each in (found, made))
             assert torch.equal(scales, other_scales)
             apart = (codes.view(kind).int() - others.view(kind).int()).abs()
             # torch's square root differs in the last bit, which counts in the middle between two codes.
             assert apart.max() <= 1 and apart.sum() <= 1 + numel / 1000
         master.nan_to_num_()
+
+
+@pytest.mark.parametrize(("early", "late"), [(100.0, 1.0), (1.0, 3.0)], ids=["falls", "rises"])
+def test_second_moments_follow_slow_changes(path, early, late):
+    """Rounded to the nearest code they would not: a step changes them by less than half of the way to the next code."""
+    generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 0.0}
+    master, exact = torch.zeros(BLOCK), torch.zeros(BLOCK)
+    state = cpu_adam.new_state(master, coded=True)
+    coded = [state[key] for key in moments.KEYS]
+    for step in range(1, 1201):
+        grad = torch.randn(BLOCK, generator=generator) * (early if step <= 100 else late)
+        grad[0] = 1e3
+        cpu_adam.adam(master, grad, *coded, None, step=step, factor=1.0, **settings)
+        exact = 0.99 * exact + 0.01 * grad**2
+    ratio = values(*coded, numel=BLOCK)[1] / exact
+    assert abs(ratio.log().mean()) < 0.1 and ratio.log().std() < 0.5
 
 
 def test_threads_change_no_bit(monkeypatch):

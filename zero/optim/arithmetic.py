@@ -60,7 +60,7 @@ class TileUpdate:
                 values.put_state(moments.decoded(stored, tile.master.numel()))
             self._torch_step(values, group, self._factor)
             if coded:
-                values.put_state(values.state | moments.encoded(values.state, stored))
+                values.put_state(values.state | moments.encoded(values.state, stored, values.state["step"]))
         if self._rounding is not None:
             result = self._narrow(values, narrow, stored)
         return tile.shard.round_into_shard(tile.start, result)

@@ -26,6 +26,7 @@ extern "C" struct Scalars {
     float correction;   // sqrt(1 - beta2 ** step)
     float eps;
     float step_size;    // -lr / (1 - beta1 ** step)
+    uint32_t turn;      // the step's part of the thresholds; see moments.py
     Roots* roots;       // where torch takes square roots from; null: the CPU's instruction
 };
 
@@ -137,6 +138,7 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
+constexpr uint32_t OF_PLACE = 0x85ebca6bu;  // as in moments.py
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 
 // The bits of a moment's magnitude; 0 if this moment or the other one is not finite.
@@ -186,7 +188,8 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
             const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
             code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
             const float deviation = float_of(finite_bits(root[i], m[i]));
-            const float size_sq = root4(deviation) * inverse_sq * 255.0f + 0.5f;
+            const float threshold = (float((s.turn + uint32_t(i) * OF_PLACE) >> 24) + 0.5f) * (1.0f / 256.0f);
+            const float size_sq = root4(deviation) * inverse_sq * 255.0f + threshold;
             const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
             code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
         }

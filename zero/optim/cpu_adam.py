@@ -64,7 +64,7 @@ class _Scalars(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_float)
         for name in ("factor", "l2", "shrink", "to_gradient", "beta2", "from_square", "correction", "eps", "step_size")
-    ] + [("roots", ctypes.c_void_p)]
+    ] + [("turn", ctypes.c_uint32), ("roots", ctypes.c_void_p)]
 
 
 @torch.no_grad()
@@ -114,6 +114,7 @@ def adam(
             correction=(1 - beta2**step) ** 0.5,
             eps=eps,
             step_size=-(lr / (1 - beta1**step)),
+            turn=moments.turn(step),
             roots=_roots() if torch_sqrt else None,
         )
         _by_kernel(kernel, scalars, pieces)
@@ -123,7 +124,7 @@ def adam(
     for p, g, m, v, o, *scales in pieces:
         wide = g.to(torch.float32, copy=True).mul_(factor)
         steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-        with moments.as_fp32((m, v), scales) as (exp_avg, exp_avg_sq):
+        with moments.as_fp32((m, v), scales, step) as (exp_avg, exp_avg_sq):
             torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
         if o is not None:
             o.copy_(p)

@@ -5,8 +5,14 @@
 
 The scale is the largest absolute value of the block, which is thus exact; at least 1.2e-38. Roots give small values
 many codes, and need no tables. A second moment above 0 never becomes 0, because a step divides by its square root. If
-one of an element's moments is infinite or NaN, both are stored as 0: so no other element of the block suffers. Codes
-are rounded to the nearest one: rounding at random gave larger errors (benchmarks/LOG.md).
+one of an element's moments is infinite or NaN, both are stored as 0: so no other element of the block suffers.
+
+[Note: thresholds]
+First moments are rounded to the nearest code. So are second moments outside of steps. In a step a second moment changes
+by a thousandth or so, and codes are 3% apart: rounded to the nearest one, it would stay where it is, or follow the
+scale. So the place between two codes from which it is rounded up changes with the step and the element's place in the
+block. It runs through a golden-ratio sequence, which meets each interval as often as its length says. (Random numbers
+do so too, but only on the average of many more steps; figures in benchmarks/LOG.md.)
 
 A coded tensor is uint8 and 1-D: the codes, up to 3 bytes of padding, the scales. 0 bytes mean 0. `cpu_adam` reads and
 writes codes in its one pass. All others use the functions here, which compute the same.
@@ -22,11 +28,15 @@ from typing import Any
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# The number of a step, from 1 on; None outside of steps.
+Step = int | torch.Tensor | None
 
 BLOCK = 256
 KEYS = ("exp_avg", "exp_avg_sq")
 # Smaller scales are not used: their inverse is not finite.
 _LEAST = torch.finfo(torch.float32).tiny
+# 2 ** 32 divided by the golden ratio, and an odd number without a pattern. See the note on thresholds.
+_OF_STEP, _OF_PLACE = 0x9E3779B9, 0x85EBCA6B
 # Elements that are encoded together, which bounds temporary memory.
 _PIECE = 1 << 22
 
@@ -56,18 +66,32 @@ def parts(coded: torch.Tensor, numel: int) -> Pair:
 
 
 @torch.no_grad()
-def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Pair:
-    """Coded tensors of both moments (fp32, 1-D) of a tile."""
+def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step = None) -> Pair:
+    """Coded tensors of both moments (fp32, 1-D) of a tile, after the step of this number, or outside of steps."""
     made = new(exp_avg), new(exp_avg_sq)
     codes, scales = zip(*(parts(each, exp_avg.numel()) for each in made), strict=True)
     pieces = [each.split(_PIECE) for each in (*codes, exp_avg, exp_avg_sq)]
     pieces += [each.split(_PIECE // BLOCK) for each in scales]
     for code, code_sq, m, v, scale, scale_sq in zip(*pieces, strict=True):
-        _encode_into((code, code_sq), (scale, scale_sq), m, v)
+        _encode_into((code, code_sq), (scale, scale_sq), m, v, step)
     return made
 
 
-def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+def turn(step: int) -> int:
+    """The step's part of the thresholds, 32 bits."""
+    return step * _OF_STEP & 0xFFFFFFFF
+
+
+def _thresholds(step: Step, device: torch.device) -> torch.Tensor | float:
+    """Between 0 and 1, for each place in a block: if a value is so far below a code, or nearer, it gets that code."""
+    if step is None:
+        return 0.5
+    step = torch.as_tensor(step).to(device, torch.int64, non_blocking=True)  # the host does not wait for it
+    places = torch.arange(BLOCK, device=device, dtype=torch.int64)
+    return ((((step * _OF_STEP + places * _OF_PLACE) & 0xFFFFFFFF) >> 24).float() + 0.5) / 256
+
+
+def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step) -> None:
     finite = exp_avg.isfinite() & exp_avg_sq.isfinite()
     for code, scale, values, levels in zip(codes, scales, (exp_avg, exp_avg_sq), (127, 255), strict=True):
         blocks = values.new_zeros(scale.numel() * BLOCK)
@@ -76,7 +100,8 @@ def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: t
         torch.amax(blocks.abs(), 1, out=scale).clamp_(min=_LEAST)
         halvings = 2 if levels == 127 else 3
         size = _root(blocks.abs(), halvings) * _root(scale, halvings).reciprocal()[:, None]
-        size = size.mul_(levels).add_(0.5).floor_().clamp_(max=levels)
+        threshold = 0.5 if levels == 127 else _thresholds(step, values.device)
+        size = size.mul_(levels).add_(threshold).floor_().clamp_(max=levels)
         if levels == 127:
             size.copysign_(blocks)
         else:
@@ -101,14 +126,14 @@ def decode(key: str, codes: torch.Tensor, scales: torch.Tensor, begin: int = 0) 
 
 
 @contextmanager
-def as_fp32(codes: Pair, scales: Sequence[torch.Tensor | None]) -> Iterator[Pair]:
-    """The values of both moments, of which the codes are made again at the end. Without scales they are no codes."""
+def as_fp32(codes: Pair, scales: Sequence[torch.Tensor | None], step: int) -> Iterator[Pair]:
+    """The values of both moments, of which the codes are made again after a step. Without scales they are no codes."""
     if scales[0] is None:
         yield codes
         return
     values = tuple(decode(*each) for each in zip(KEYS, codes, scales, strict=True))
     yield values
-    _encode_into(codes, scales, *values)
+    _encode_into(codes, scales, *values, step)
 
 
 def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
@@ -116,13 +141,14 @@ def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
     return {key: decode(key, *parts(v, numel)) if is_coded(v, numel) else v for key, v in state.items()}
 
 
-def encoded(state: dict[str, Any], into: dict[str, Any]) -> dict[str, torch.Tensor]:
+def encoded(state: dict[str, Any], into: dict[str, Any], step: Step = None) -> dict[str, torch.Tensor]:
     """The coded moments of a tile's state, which has fp32 ones: in the tensors of `into`, if it has coded ones.
 
-    On an accelerator each step may have a stream of its own. A tensor that is kept need not wait for all of them.
+    `step`: as for `encode`. On an accelerator each step may have a stream of its own. A tensor that is kept need not
+    wait for all of them.
     """
     found = {}
-    for key, made in zip(KEYS, encode(*(state[key] for key in KEYS)), strict=True):
+    for key, made in zip(KEYS, encode(*(state[key] for key in KEYS), step), strict=True):
         found[key] = into[key].copy_(made) if key in into else made
     return found
 
