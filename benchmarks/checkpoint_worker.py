@@ -1,6 +1,6 @@
 """One rank of one variant of the checkpoint benchmark: train one step, then save a few times and load.
 
-`benchmarks.checkpoint` starts it under torchrun, in this environment or (variant `deepspeed`) in one that has
+`benchmarks.checkpoint` starts it on each rank, in this environment or (variant `deepspeed`) in one that has
 DeepSpeed. A variant is a function from a plain model to a `Checkpoints`.
 """
 

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of collectives, started by `benchmarks.collectives` under torchrun.
+"""One rank of the benchmark of collectives, started by `benchmarks.collectives` on each rank.
 
 Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function of `full` (world_size
 * n elements) and `shard` (n elements), and fills one of them. The ways take turns. Each repeat has another order, which

@@ -1,4 +1,4 @@
-"""One rank of the benchmark of compressed collectives, started by `benchmarks.compression` under torchrun.
+"""One rank of the benchmark of compressed collectives, started by `benchmarks.compression` on each rank.
 
 Each of the engine's collectives runs plain and compressed, in turns. A size is that of the whole buffer in fp32. Bytes
 are counted where messages leave, so on gloo only.

@@ -1,6 +1,6 @@
 """One rank of one variant of the GPU benchmark: trains a model on random tokens, and reports time and memory of a step.
 
-`benchmarks.gpu` starts it under torchrun, in this environment or (variants `deepspeed...`) in one that has DeepSpeed. A
+`benchmarks.gpu` starts it on each rank, in this environment or (variants `deepspeed...`) in one that has DeepSpeed. A
 variant is a function from a plain model in fp32 to `train_step(batch) -> loss`. All compute in bf16, keep fp32 masters
 and moments of AdamW, and clip gradients to a global norm of 1.0.
 """

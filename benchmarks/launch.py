@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,30 +39,60 @@ def run_ranks(
 
 
 def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None) -> str:
-    """Run `torchrun --nproc_per_node nproc command...` with the interpreter `python`, in the repository's root.
+    """Run `python command...` in `nproc` processes, as torchrun would, in the repository's root.
 
-    Every process has one compute thread and no network. Returns the job's output. Raises RuntimeError with the end of
-    the output if the job fails or takes more than `timeout` seconds.
+    torchrun itself would take three seconds more for each job. Every process has one compute thread and no network.
+    Returns the job's output. Raises RuntimeError with the end of the output if a process fails, or if the job takes
+    more than `timeout` seconds. Then all are ended.
     """
     print(f"on {nproc} processes: {' '.join(command)}", file=sys.stderr, flush=True)  # the only line for minutes
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-    process = subprocess.Popen(
-        [*launcher, *command],
-        cwd=REPOSITORY,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        # SIGTERM, so that torchrun ends its workers.
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate()
-        raise RuntimeError(f"not finished after {timeout:g} s: {' '.join(command)}\n{output[-4000:]}") from None
-    if process.returncode != 0:
-        raise RuntimeError(f"exit code {process.returncode}: {' '.join(command)}\n{output[-4000:]}")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(nproc)}
+    variables |= {"LOCAL_WORLD_SIZE": str(nproc), **(env or {})}
+    with tempfile.TemporaryFile("w+") as log:
+        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": REPOSITORY}
+        processes = [
+            subprocess.Popen([python, *command], env=variables | {"RANK": rank, "LOCAL_RANK": rank}, **settings)
+            for rank in map(str, range(nproc))
+        ]
+        try:
+            code = _wait(processes, timeout)
+        finally:
+            _end(processes)
+        log.seek(0)
+        output = log.read()
+    if code is None:
+        raise RuntimeError(f"not finished after {timeout:g} s: {' '.join(command)}\n{output[-4000:]}")
+    if code:
+        raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{output[-4000:]}")
     return output
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int | None:
+    """The first exit code that is not 0, or 0 when all have ended; None after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return next(filter(None, codes), 0)
+        time.sleep(0.05)
+    return None
+
+
+def _end(processes: Sequence[subprocess.Popen]) -> None:
+    """End those that still run: by SIGTERM, which lets them end their own children, then by SIGKILL."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + 10
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,4 +1,4 @@
-"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` under torchrun in a new process.
+"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` on each rank in a new process.
 
 A variant trains a T5 with random weights, with this engine or with DeepSpeed in its own environment, and reports the
 cost of its steps. `floor` does not train. It measures the lower bounds: plain torch's forward and backward, and the

@@ -1,6 +1,6 @@
 """One rank of one engine of the parity run: 20 steps with `initialize`, `backward` and `step`. Reports the curve.
 
-`benchmarks.parity_deepspeed` starts it under torchrun in each environment. Only the package's name differs.
+`benchmarks.parity_deepspeed` starts it on each rank in each environment. Only the package's name differs.
 """
 
 from __future__ import annotations

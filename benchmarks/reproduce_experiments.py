@@ -152,7 +152,7 @@ def of_compression(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def three_d(sizes: Sizes) -> Commands:
-    steps, every = (8, 4) if sizes.quick else (60, 20)
+    steps, every = (4, 2) if sizes.quick else (60, 20)
     of_run = ["--steps", steps, "--save-every", every]
     longer = ["--steps", steps + every, "--save-every", every]
     saved = sizes.folder / "checkpoint"
@@ -301,7 +301,7 @@ EXPERIMENTS = [
         "all_reduce, all_gather, broadcast by size; bucketing",
         "Algorithm bandwidth is bytes over seconds. Bus bandwidth is what a link carries. Guides mix them. Bucketing: "
         "many tensors reduced one by one, or copied together first.",
-        benchmark("collectives", ["--sizes-mb", 0.4, 4, 40, "--repeats", 3], ["--sizes-mb", 4, 40, 400]),
+        benchmark("collectives", ["--sizes-mb", 0.4, 4, 16, "--repeats", 3], ["--sizes-mb", 4, 40, 400]),
         of_collectives,
     ),
     Experiment(

@@ -1,4 +1,4 @@
-"""One rank of the stages benchmark, started by `benchmarks.stages` under torchrun.
+"""One rank of the stages benchmark, started by `benchmarks.stages` on each rank.
 
 `--task cost` measures memory in two bf16 steps of each stage with accumulation 2. Then it measures time in rounds of
 fp32 steps. The stages take turns, so that a busy machine disturbs all of them alike.

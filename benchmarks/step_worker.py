@@ -1,6 +1,6 @@
 """One rank of one variant of the step benchmark: trains a T5 on synthetic batches and reports the cost of each step.
 
-`benchmarks.step` starts it under torchrun, in this environment or (variant `deepspeed`) in one that has DeepSpeed. A
+`benchmarks.step` starts it on each rank, in this environment or (variant `deepspeed`) in one that has DeepSpeed. A
 variant is a function from a plain model to `train_step(batch) -> loss`. All use torch's fused AdamW, and clip gradients
 to a global norm of 1.0.
 """
