@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.guide`, started on each rank: the guide's networks on this engine and on plain torch."""
+"""One rank of `benchmarks.guide`: the guide's networks on this engine and on plain torch."""
 
 from __future__ import annotations
 
