@@ -27,7 +27,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
-from zero.optim import whole_tensor
+from zero.optim import ownership
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 STEPS = 6
@@ -90,7 +90,7 @@ def reference(rank, world_size, name, model, dtype, ranks, accumulation, clip, n
 
 def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
     if stage == 3:
-        whole_tensor.LEAST_MOVED = 1  # the units are updated in parts
+        ownership.LEAST_ELEMENTS = ownership.LEAST_MATRICES = 1  # the units are updated in parts
     config = ds_config(clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage})
     engine, _ = start(build(model), config, grouping, MAKE[name])
     assert engine.optimizer.whole is not None and not engine.optimizer.tiles

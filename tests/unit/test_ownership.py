@@ -1,6 +1,8 @@
 """Which rank owns which whole tensor: pure arithmetic."""
 
-from zero.optim.ownership import SLACK, owners
+import pytest
+
+from zero.optim.ownership import LEAST_ELEMENTS, PARTS, SLACK, owners, parts
 
 
 def test_a_tensor_in_one_shard_stays_there():
@@ -38,3 +40,25 @@ def test_no_rank_owns_much_more_than_its_share():
 
 def test_without_tensors_there_are_no_owners():
     assert owners([], []) == []
+
+
+def test_parts_are_consecutive_and_about_equal():
+    found = parts([LEAST_ELEMENTS] * 40, [7] * 40, 4)
+    assert found == sorted(found) and {found.count(part) for part in range(PARTS)} == {5}
+
+
+@pytest.mark.parametrize(
+    ("elements", "matrices", "ranks", "count"),
+    [
+        (LEAST_ELEMENTS // 10, 7, 2, 1),  # too small
+        (LEAST_ELEMENTS, 7, 64, 1),  # 70 matrices on 64 ranks
+        (LEAST_ELEMENTS, 7, 6, 2),  # 24 matrices are the least of a part
+        (LEAST_ELEMENTS, 0, 2, 1),
+    ],
+)
+def test_a_part_is_worth_its_call_and_can_be_balanced(elements, matrices, ranks, count):
+    assert set(parts([elements] * 10, [matrices] * 10, ranks)) == set(range(count))
+
+
+def test_without_units_there_are_no_parts():
+    assert parts([], [], 2) == []

@@ -9,10 +9,10 @@ gradient on its owner alone, and torch's optimizers skip parameters without one.
 and updates all of them.
 
 [Note: overlap]
-`step()` is called once if nothing moves. Else the units are cut into parts, and each part has a call of its own, which
-begins with the same numbers in the param groups. While one part is updated, gradients and masters of the next one are
-on their way to the owners, and new masters of the last one on their way back. An owner then holds what moved of two
-parts instead of all. Units that are offloaded are parts of their own, as each has to be on the compute device.
+`step()` is called once if there is one part of a step (`zero.optim.ownership`). Else each part has a call of its own,
+which begins with the same numbers in the param groups. While one part is updated, gradients and masters of the next one
+are on their way to the owners, and new masters of the last one on their way back. An owner then holds what moved of two
+parts instead of all. Units that are offloaded have calls of their own, as each has to be on the compute device.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
@@ -31,15 +31,13 @@ from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim.exchange import Visit, WholeTensor, load_values
 from zero.optim.numbers import numbers_of, set_numbers
-from zero.optim.ownership import owners
+from zero.optim.ownership import owners, parts
 from zero.optim.rounding import StochasticRounding
 from zero.optim.tiles import Tile
 from zero.optim.wrappers import closed, opened
 from zero.optimizer_shard import OptimizerShard
 from zero.parameters import placeholder
 
-# At least so many parts, if each has enough elements that move. Fewer are not worth a call of the optimizer.
-PARTS, LEAST_MOVED = 8, 1 << 20
 # Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask for them.
 _ENGINES_OWN = ("ds_", "_zero", "_ds")
 
@@ -81,16 +79,22 @@ class WholeTensorState:
         self._optimizer, self._comm, self._rounding = optimizer, comm, rounding
         self.of_param = dict(_tensors(shards, group_of, comm))
         self._is_divided = comm.shard_group.size > 1 and not any(shard.unit.layout.replicated for shard in shards)
+        self._part_of = dict.fromkeys(shards, 0)
         if self._is_divided:
-            held = [
-                [each.parts[rank].numel if rank in each.parts else 0 for rank in range(comm.shard_group.size)]
-                for each in self.tensors
-            ]
-            for tensor, owner in zip(self.tensors, owners(held, [each.group for each in self.tensors]), strict=True):
-                tensor.owner = owner
+            self._find_owners(shards)
         self.moved = sum(each.slot.numel for each in self.tensors if each.moves)
         self._of_shard = {shard: [each for each in self.tensors if each.shard is shard] for shard in shards}
         self._replace_params()
+
+    def _find_owners(self, shards: Sequence[OptimizerShard]) -> None:
+        ranks, layouts = range(self._comm.shard_group.size), [shard.unit.layout for shard in shards]
+        matrices = [sum(len(slot.shape) > 1 for slot in layout.slots) for layout in layouts]
+        numbers = parts([layout.numel for layout in layouts], matrices, len(ranks))
+        self._part_of = dict(zip(shards, numbers, strict=True))
+        held = [[each.parts[rank].numel if rank in each.parts else 0 for rank in ranks] for each in self.tensors]
+        groups = [(self._part_of[each.shard], each.group) for each in self.tensors]
+        for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
+            tensor.owner = owner
 
     def _replace_params(self) -> None:
         """Give the optimizer the whole tensors in the place of the model's parameters, with the state they have."""
@@ -170,7 +174,7 @@ class WholeTensorState:
 
     def _visits(self) -> Iterator[Visit]:
         """The units in parts, each of them ready to be updated. See the note on overlap."""
-        visits = [Visit({shard: self._of_shard[shard] for shard in part}, self._comm) for part in self._parts()]
+        visits = [Visit({shard: self._of_shard[shard] for shard in part}, self._comm) for part in self._calls()]
         last = None
         for number, visit in enumerate(visits):
             if number == 0:
@@ -186,21 +190,11 @@ class WholeTensorState:
         if last is not None:
             self._store(last)
 
-    def _parts(self) -> Iterator[list[OptimizerShard]]:
-        """The units that are updated together: offloaded ones one by one, others by the elements that move."""
-        part, moved = [], 0
-        most = max(LEAST_MOVED, self.moved // PARTS)
-        for shard, tensors in self._of_shard.items():
-            if shard.is_offloaded:
-                continue
-            more = sum(each.slot.numel for each in tensors if each.moves)
-            if part and moved + more > most:
-                yield part
-                part, moved = [], 0
-            part.append(shard)
-            moved += more
-        if part:
-            yield part
+    def _calls(self) -> Iterator[list[OptimizerShard]]:
+        """The units that are updated by one call: those of a part, without offloaded ones, which come one by one."""
+        for part in sorted(set(self._part_of.values())):
+            if here := [shard for shard, own in self._part_of.items() if own == part and not shard.is_offloaded]:
+                yield here
         yield from ([shard] for shard in self._of_shard if shard.is_offloaded)
 
     def _change(self, visit: Visit, change: Callable[[], object]) -> None:
