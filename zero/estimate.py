@@ -1,8 +1,9 @@
-"""`zero estimate`: how much memory a training will take on each rank, before anything is started.
+"""`zero estimate`: what a training will take on each rank, memory and traffic, before anything is started.
 
 The model is built of fake tensors, which have shapes and take no memory. What a rank holds is computed from the units,
-as the engine makes them, and from the rules of each stage. What it holds only for a part of a step, such as activations
-and gathered parameters, is followed through one step with fake tensors (`zero/estimate_step.py`).
+as the engine makes them, and from the rules of each stage (`zero/estimate_states.py`). What it holds only for a part of
+a step, such as activations and gathered parameters, is followed through one step with fake tensors
+(`zero/estimate_step.py`). What it moves: `zero/estimate_traffic.py`.
 
 Not included: torch itself, buffers of NCCL, fragmentation, temporary tensors of the optimizer. An attention mask is
 counted, also where a kernel would need none.
@@ -173,12 +174,8 @@ def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -
 
 def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
     """Parameters, gradients, masters and moments of one unit."""
-    zero, item, shard, (home, place) = (
-        config.zero_optimization,
-        config.compute_dtype.itemsize,
-        unit.layout.shard_numel,
-        unit.home,
-    )
+    zero, item, shard = config.zero_optimization, config.compute_dtype.itemsize, unit.layout.shard_numel
+    home, place = unit.home
     found.add(home, "parameters", (unit.layout.padded if unit.plan.persistent or zero.stage < 3 else shard) * item)
     if not unit.trainable:
         return
@@ -247,9 +244,8 @@ def remedies(model: nn.Module, config: Config, question: Question, device_memory
     found = []
     for extra, given, asked in questions:
         candidates = [("", given), *((name, change(given)) for name, applies, change in CHANGES if applies(given))]
-        results = [
-            (" and ".join(filter(None, [name, extra])), estimate(model, each, asked)) for name, each in candidates
-        ]
+        words = [" and ".join(filter(None, [name, extra])) for name, _ in candidates]
+        results = zip(words, [estimate(model, each, asked) for _, each in candidates], strict=True)
         fitting = [each for each in results if each[1].total(DEVICE) <= device_memory]
         found += sorted(fitting, key=_seconds)[:1]
     return sorted(found, key=_seconds)
