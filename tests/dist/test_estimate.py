@@ -1,4 +1,4 @@
-"""`zero estimate` compared with two real ranks: bytes of states, and the engine's count of gathered elements."""
+"""`zero estimate` compared with two real ranks: bytes of states, gathered elements, and what a step moves."""
 
 from __future__ import annotations
 
