@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from zero.activation_trace import enable_checkpointing
 from zero.config import Config
 from zero.construction import make_schedule
-from zero.estimate import Home, homes
+from zero.estimate_states import Home, homes
 from zero.estimate_step import NO_COMMUNICATOR, CountedUnit
 from zero.gathering import Gathering
 from zero.hooks import ModuleHooks

@@ -26,6 +26,7 @@ from zero.config.settings import OffloadOptimizerConfig
 from zero.construction import overlaps_step
 from zero.errors import UsageError
 from zero.estimate import DEVICE, DISK, HOST, fill_in, read_config
+from zero.estimate_traffic import COMPUTE_SPEED, DISK_SPEED, HOST_SPEED, HOST_UPDATE_SPEED, NETWORK_SPEED
 
 ASSUMPTIONS = """\
 assumptions
@@ -45,15 +46,19 @@ assumptions
 class Machine:
     """Speeds, each of one direction. The help of the command line says what each one is."""
 
-    flops: float = field(default=400e12, metadata={"help": "operations per second that a device reaches"})
+    flops: float = field(default=COMPUTE_SPEED, metadata={"help": "operations per second that a device reaches"})
     within: float = field(default=300e9, metadata={"help": "bytes/s between the devices of a node"})
-    between: float = field(default=200e9, metadata={"help": "bytes/s between nodes, of all links of a node together"})
+    between: float = field(
+        default=8 * NETWORK_SPEED, metadata={"help": "bytes/s between nodes, of all links of a node together"}
+    )
     per_node: float = field(default=8, metadata={"help": "devices of a node"})
     latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
     latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
-    pcie: float = field(default=20e9, metadata={"help": "bytes/s between a device and host memory"})
-    disk: float = field(default=1e9, metadata={"help": "bytes/s of a rank's share of the disk"})
-    host_adam: float = field(default=4e8, metadata={"help": "elements/s that a rank's share of the CPU updates"})
+    pcie: float = field(default=HOST_SPEED, metadata={"help": "bytes/s between a device and host memory"})
+    disk: float = field(default=DISK_SPEED, metadata={"help": "bytes/s of a rank's share of the disk"})
+    host_adam: float = field(
+        default=HOST_UPDATE_SPEED, metadata={"help": "elements/s that a rank's share of the CPU updates"}
+    )
     device_memory_bandwidth: float = field(default=2e12, metadata={"help": "bytes/s of the device's memory"})
     direct: bool = False
 

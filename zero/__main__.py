@@ -72,7 +72,8 @@ Says what each key of a configuration does, which keys have no effect and why, a
 
        zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GB]
 
-Says what each process will hold, without starting anything, and what to change where that does not fit.
+Says what each process will hold and what it moves in a step, without starting anything. Where it does not fit: what to
+change, the fastest first.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
@@ -173,14 +174,24 @@ def _estimate(arguments: list[str]) -> None:
     from zero.estimate import Question, report  # transformers takes seconds to import
 
     example = "t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24"
-    parser = Parser("estimate", "Say how much memory each process will take.", example, json="the estimate")
+    parser = Parser(
+        "estimate",
+        "Say what each process will hold, and what it moves in a step over each link.",
+        example,
+        json="the estimate",
+    )
     parser.add_argument("model", help="the model's folder with config.json; weights are not read")
     parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
     parser.add_argument("--world", type=count, default=1, metavar="N", help="number of processes")
     parser.add_argument("--batch", type=count, default=0, help="sequences of a micro-batch on one process")
     parser.add_argument("--seq", type=count, default=0, help="tokens of a sequence")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument("--device-memory", type=above_zero, metavar="GB", help="of one device, in GiB")
+    parser.add_argument(
+        "--device-memory",
+        type=above_zero,
+        metavar="GB",
+        help="of one device, in GiB; what does not fit gets remedies, ordered by predicted time",
+    )
     options = parser.parse_args(arguments)
     if bool(options.batch) != bool(options.seq):
         parser.error("--batch and --seq belong together")

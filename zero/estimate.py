@@ -1,8 +1,9 @@
-"""`zero estimate`: how much memory a training will take on each rank, before anything is started.
+"""`zero estimate`: what a training will take on each rank, memory and traffic, before anything is started.
 
 The model is built of fake tensors, which have shapes and take no memory. What a rank holds is computed from the units,
-as the engine makes them, and from the rules of each stage. What it holds only for a part of a step, such as activations
-and gathered parameters, is followed through one step with fake tensors (`zero/estimate_step.py`).
+as the engine makes them, and from the rules of each stage (`zero/estimate_states.py`). What it holds only for a part of
+a step, such as activations and gathered parameters, is followed through one step with fake tensors
+(`zero/estimate_step.py`). What it moves: `zero/estimate_traffic.py`.
 
 Not included: torch itself, buffers of NCCL, fragmentation, temporary tensors of the optimizer. An attention mask is
 counted, also where a kernel would need none.
@@ -12,10 +13,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -25,16 +26,10 @@ from transformers.initialization import no_init_weights
 
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
-from zero.config.settings import ZeroConfig
-from zero.deepspeed.optimizers import build_optimizer
 from zero.errors import UsageError
-from zero.estimate_step import StepMemory, gathered_peak, without_saved
-from zero.layout import UnitLayout, UnitPlan, plan_units
-from zero.offload.tiers import LEAST_BYTES_IN_A_FILE
-from zero.optim.moments import nbytes as coded_bytes
-from zero.optim.muon import is_hidden_matrix
-
-DEVICE, HOST, DISK = "device", "host", "disk"
+from zero.estimate_states import DEVICE, DISK, HOST, Kept, keep
+from zero.estimate_step import StepMemory, imagined, without_saved
+from zero.estimate_traffic import ASSUMPTION, Traffic, Work, traffic
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,13 @@ class Question:
 
 @dataclass
 class Estimate:
-    """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the model's parameters."""
+    """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the model's parameters.
+
+    traffic: what the rank moves in an optimizer step.
+    """
 
     elements: int
+    traffic: Traffic = field(default_factory=Traffic)
     parts: dict[str, dict[str, int]] = field(default_factory=lambda: {DEVICE: {}, HOST: {}, DISK: {}})
 
     def add(self, place: str, part: str, nbytes: float) -> None:
@@ -122,128 +121,76 @@ def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
 
 
 def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
-    """What one rank holds at most, between the first backward and the end of the step.
+    """What one rank holds at most, between the first backward and the end of the step, and what it moves in a step.
 
     Raises UsageError for a model whose forward needs other inputs than token ids, if activations are asked for.
     """
     if config.tensor_parallel.autotp_size > 1:
         raise UsageError("tensor_parallel.autotp_size: memory with tensor parallelism is not estimated; set it to 1")
-    zero = config.zero_optimization
-    ranks, second = zero.shards_over(question.world_size), zero.second_shards_over(question.world_size)
-    threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
-    plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
-    layouts = {
-        plan.name + str(number): UnitLayout([param.shape for param in plan.params], ranks, replicated=zero.stage == 0)
-        for number, plan in enumerate(plans)
-    }
-    found = Estimate(sum(layout.numel for layout in layouts.values()))
-    places = homes(plans, list(layouts.values()), config)
-    for plan, layout, home in zip(plans, layouts.values(), places, strict=True):
-        _add_states(found, config, plan, layout, home)
-        if second and not plan.persistent:
-            found.add(DEVICE, "second shards", layout.padded // second * config.compute_dtype.itemsize)
-    item = config.compute_dtype.itemsize
-    gathers = zero.stage == 3 and (ranks > 1 or zero.offloads_params)
-    if question.batch and question.length:
-        moments = trace(model, question.batch, question.length, question.checkpointing)
-        step = StepMemory(model, plans, list(layouts.values()), config, question.world_size, gathers)
-        if config.activation_checkpointing.cpu_checkpointing:
-            found.add(HOST, "activations", max(moment.live for moment in moments))
-            moments = without_saved(moments)
-        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0)).items():
-            found.add(DEVICE, part, nbytes)
-        return found
-    if gathers:
-        peak = gathered_peak(model, plans, list(layouts.values()), config)
-        found.add(DEVICE, "gathered parameters", peak * item)
-    trained = [
-        layout.padded for plan, layout in zip(plans, layouts.values(), strict=True) if plan.params[0].requires_grad
-    ]
-    if trained:
-        # One unit's gradient is being made while others are being reduced.
-        in_flight = max(max(trained), min(zero.reduce_bucket_size, sum(trained)))
-        found.add(
-            DEVICE, "gradients on their way", (max(trained) + (in_flight if question.world_size > 1 else 0)) * item
-        )
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
+    second = zero.second_shards_over(question.world_size)
+    units = keep(model, config, question.world_size)
+    found = Estimate(sum(unit.layout.numel for unit in units))
+    for unit in units:
+        _add_states(found, config, unit)
+        if second and not unit.plan.persistent:
+            found.add(DEVICE, "second shards", unit.layout.padded // second * item)
+    _add_step(found, model, config, question, units)
     return found
 
 
-class Home(NamedTuple):
-    """Where the weights of a unit live between their uses, and what the optimizer keeps of it."""
+def _add_step(found: Estimate, model: nn.Module, config: Config, question: Question, units: Sequence[Kept]) -> None:
+    """What is held in a part of the step only, and what the step moves."""
+    zero, item, saved = config.zero_optimization, config.compute_dtype.itemsize, 0
+    plans, layouts = [unit.plan for unit in units], [unit.layout for unit in units]
+    gathers = zero.stage == 3 and (zero.shards_over(question.world_size) > 1 or zero.offloads_params)
+    step = StepMemory(model, plans, layouts, config, question.world_size, gathers)
+    if question.batch and question.length:
+        moments = trace(model, question.batch, question.length, question.checkpointing)
+        if config.activation_checkpointing.cpu_checkpointing:
+            saved = max(moment.live for moment in moments)
+            found.add(HOST, "activations", saved)
+            moments = without_saved(moments)
+        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0)).items():
+            found.add(DEVICE, part, nbytes)
+    else:
+        moments = imagined(model, plans)
+        step.peak(moments, 0)
+        found.add(DEVICE, "gathered parameters", step.most_gathered * item)
+        found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
+    tokens = question.batch * question.length
+    work = Work(2 * found.elements * tokens * (4 if question.checkpointing else 3), saved)
+    found.traffic = traffic(model, units, step.gathers, config, question.world_size, work)
 
-    weights: str
-    optimizer: str
+
+def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -> int:
+    """Bytes of gradients: one unit's is being made while others are being reduced."""
+    trained = [unit.layout.padded for unit in units if unit.trainable]
+    if not trained:
+        return 0
+    in_flight = max(max(trained), min(config.zero_optimization.reduce_bucket_size, sum(trained)))
+    return (max(trained) + (in_flight if world_size > 1 else 0)) * config.compute_dtype.itemsize
 
 
-def homes(plans: Sequence[UnitPlan], layouts: Sequence[UnitLayout], config: Config) -> Iterator[Home]:
-    """The home of each unit. Of weights for files, the first `max_in_cpu` elements of a rank stay in host memory."""
-    zero, item = config.zero_optimization, config.compute_dtype.itemsize
-    in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
-    for plan, layout in zip(plans, layouts, strict=True):
-        in_memory -= layout.numel // layout.world_size
-        weights = optimizer = DEVICE
-        if zero.offloads_params and zero.stage == 3 and not plan.persistent:
-            weights = _place(zero.offload_param.device, layout.shard_numel * item)
-            weights = HOST if in_memory >= 0 else weights
-        if zero.offloads_optimizer and zero.stage:
-            optimizer = _place(zero.offload_optimizer.device, layout.shard_numel * 4)
-        yield Home(weights, optimizer)
-
-
-def _add_states(found: Estimate, config: Config, plan: UnitPlan, layout: UnitLayout, homes: Home) -> None:
+def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
     """Parameters, gradients, masters and moments of one unit."""
-    zero, item = config.zero_optimization, config.compute_dtype.itemsize
-    persistent, shard = plan.persistent or zero.stage < 3, layout.shard_numel
-    home, place = homes
-    found.add(home, "parameters", (layout.padded if persistent else shard) * item)
-    if not plan.params[0].requires_grad:
+    zero, item, shard = config.zero_optimization, config.compute_dtype.itemsize, unit.layout.shard_numel
+    home, place = unit.home
+    found.add(home, "parameters", (unit.layout.padded if unit.plan.persistent or zero.stage < 3 else shard) * item)
+    if not unit.trainable:
         return
-    ratio = 1.0
-    if place != DEVICE and zero.offload_optimizer.ratio != "auto":
-        ratio = zero.offload_optimizer.ratio
-    gradient = config.gradient_bytes(sums_have_16_bits=True)
 
     def add(part: str, nbytes: float) -> None:
-        found.add(place, part, nbytes * ratio)
-        found.add(DEVICE, part, nbytes * (1 - ratio))
+        found.add(place, part, nbytes * unit.offloaded)
+        found.add(DEVICE, part, nbytes * (1 - unit.offloaded))
 
-    add("gradients", shard * gradient)
+    add("gradients", shard * unit.gradient)
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
-        found.add(DEVICE, "sums of micro-batches", layout.padded * gradient)
-    master = 2 if config.bf16.without_masters else 4
-    found.add(place, "masters", 0 if item == master and _is_own_master(zero, home, place) else shard * master * ratio)
-    found.add(DEVICE, "masters", 0 if item == master and home == DEVICE else shard * master * (1 - ratio))
-    moment = 2 if config.bf16.without_masters and config.bf16.bf16_optimizer_states else 4
-    state = coded_bytes(shard) if zero.zero_quantized_moments else shard * moment
-    add("optimizer state", state * _moments(config, plan))
-
-
-def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:
-    """Whether a shard at `home`, in the masters' dtype, is the master at `place`; see `OptimizerShard.make_master`."""
-    if home == DISK:
-        return place == DISK and zero.offload_param.nvme_path == zero.offload_optimizer.nvme_path
-    return home == place or (home, place) == (HOST, DISK)
-
-
-def _moments(config: Config, plan: UnitPlan) -> float:
-    """Values of the optimizer's state for each parameter element. Without a section: AdamW, the Trainer's own."""
-    if config.optimizer is None:
-        return 2
-    if config.optimizer.type == "Muon":  # and AdamW for all but the hidden matrices
-        matrices = sum(
-            p.numel() for p, name in zip(plan.params, plan.param_names, strict=True) if is_hidden_matrix(p, name)
-        )
-        return 2 - matrices / sum(param.numel() for param in plan.params)
-    param = nn.Parameter(torch.zeros(1))
-    param.grad = torch.zeros(1)
-    optimizer = build_optimizer(config, None, [param], nn.Module())
-    optimizer.step()
-    return sum(value.dim() for value in optimizer.state[param].values() if isinstance(value, torch.Tensor))
-
-
-def _place(device: str, nbytes: int) -> str:
-    """Where a tensor of this size is offloaded to: small ones stay in host memory."""
-    return DISK if device == "nvme" and nbytes >= LEAST_BYTES_IN_A_FILE else HOST
+        found.add(DEVICE, "sums of micro-batches", unit.layout.padded * unit.gradient)
+    on_device = 0 if shard * item == unit.master and home == DEVICE else unit.master
+    found.add(place, "masters", 0 if unit.shares_weights else unit.master * unit.offloaded)
+    found.add(DEVICE, "masters", on_device * (1 - unit.offloaded))
+    add("optimizer state", unit.state)
 
 
 # -- what to change
@@ -258,7 +205,6 @@ def _with_zero(**changes: Any) -> Callable[[Config], Config]:
 
 
 _CPU = {"device": "cpu", "pin_memory": True}
-# From what costs the least time to what costs the most, by the bytes that they move.
 CHANGES = (
     ("zero_optimization.stage 1", lambda c: c.zero_optimization.stage < 1, _with_zero(stage=1)),
     ("zero_optimization.stage 2", lambda c: c.zero_optimization.stage < 2, _with_zero(stage=2)),
@@ -282,21 +228,31 @@ CHANGES = (
 
 
 def remedies(model: nn.Module, config: Config, question: Question, device_memory: int) -> list[tuple[str, Estimate]]:
-    """Changes after which the device has room, with their estimates: those that cost the least time come first."""
-    found = []
-    questions = [("", question)]
+    """Changes after which the device has room, with their estimates: those whose step takes the least time come first.
+
+    Of the changes to the configuration the fastest one is named as it is, with gradient checkpointing, and with smaller
+    micro-batches, of which a step then has more.
+    """
+    steps = (config.gradient_accumulation_steps or 1) * question.batch
+    smaller = config.model_copy(update={"gradient_accumulation_steps": steps})
+    questions = [("", config, question)]
     if question.batch and not question.checkpointing:
-        questions.append(("gradient checkpointing", replace(question, checkpointing=True)))
+        questions.append(("gradient checkpointing", config, replace(question, checkpointing=True)))
     if question.batch > 1:
-        questions.append(("micro-batch 1 and gradient checkpointing", replace(question, batch=1, checkpointing=True)))
-    for extra, asked in questions:
-        candidates = [(name, change(config)) for name, applies, change in CHANGES if applies(config)]
-        for name, changed in [("", config), *candidates]:
-            result = estimate(model, changed, asked)
-            if result.total(DEVICE) <= device_memory:
-                found.append((" and ".join(filter(None, [name, extra])), result))
-                break
-    return found
+        words = f"micro-batch 1, gradient_accumulation_steps {steps} and gradient checkpointing"
+        questions.append((words, smaller, replace(question, batch=1, checkpointing=True)))
+    found = []
+    for extra, given, asked in questions:
+        candidates = [("", given), *((name, change(given)) for name, applies, change in CHANGES if applies(given))]
+        words = [" and ".join(filter(None, [name, extra])) for name, _ in candidates]
+        results = zip(words, [estimate(model, each, asked) for _, each in candidates], strict=True)
+        fitting = [each for each in results if each[1].total(DEVICE) <= device_memory]
+        found += sorted(fitting, key=_seconds)[:1]
+    return sorted(found, key=_seconds)
+
+
+def _seconds(remedy: tuple[str, Estimate]) -> float:
+    return remedy[1].traffic.seconds
 
 
 # -- the command
@@ -309,31 +265,54 @@ def report(source: str, config_source: str, question: Question, device_memory: i
     if question.batch and config.train_micro_batch_size_per_gpu not in (None, question.batch):
         given = config.train_micro_batch_size_per_gpu
         raise UsageError(f"--batch {question.batch}: {config_source} has train_micro_batch_size_per_gpu {given}")
+    config = _with_known_steps(config, question)
     model = build(model_config, config.compute_dtype)
     found = estimate(model, config, question)
     fits = device_memory is None or found.total(DEVICE) <= device_memory
     better = [] if fits else remedies(model, config, question, device_memory)
     if as_json:
-        changes = [{"change": name, "device": result.total(DEVICE)} for name, result in better]
-        return json.dumps(
-            {"elements": found.elements, "bytes": found.parts, "fits": fits, "remedies": changes}, indent=2
-        )
+        changes = [
+            {"change": name, "device": each.total(DEVICE), "seconds": each.traffic.seconds} for name, each in better
+        ]
+        moved = {"traffic": found.traffic.links, "seconds": found.traffic.seconds}
+        facts = {"elements": found.elements, "bytes": found.parts} | moved | {"fits": fits, "remedies": changes}
+        return json.dumps(facts, indent=2)
     lines = [f"{source}: {found.elements:,} parameters, {question.world_size} ranks, each of them holds at most:"]
-    for place, parts in found.parts.items():
-        if parts:
-            lines.append(f"  {place:<8}{_size(found.total(place)):>12}")
-            lines += [
-                f"    {part:<26}{_size(nbytes):>12}" for part, nbytes in sorted(parts.items(), key=lambda p: -p[1])
-            ]
+    lines += _table(found.parts)
     if not question.batch:
         lines.append("Activations are not included: give --batch and --seq.")
+    lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
+    lines += _table(found.traffic.links)
     if not fits:
         largest = max(found.parts[DEVICE], key=found.parts[DEVICE].get)
         lines.append(f"This does not fit on a device of {_size(device_memory)}; the largest part: {largest}.")
-        lines += [f"  fits with {name}: {_size(result.total(DEVICE))}" for name, result in better]
-        if not better:
-            lines.append("  no change of stage, offload or checkpointing is enough: take fewer tokens, or more ranks")
+        lines += [f"  fits with {_described(*each)}" for each in better]
+        unfit = "no change of stage, offload or checkpointing is enough: take fewer tokens, or more ranks"
+        lines.append(f"  {ASSUMPTION if better else unfit}")
     return "\n".join(lines)
+
+
+def _described(change: str, found: Estimate) -> str:
+    return f"{change}: {_size(found.total(DEVICE))}, {found.traffic.seconds:.2g} s a step"
+
+
+def _with_known_steps(config: Config, question: Question) -> Config:
+    """With the accumulation that follows from the batch sizes, if they are known."""
+    micro = question.batch or config.train_micro_batch_size_per_gpu
+    if config.train_batch_size is None or micro is None:
+        return config
+    return config.model_copy(update={"train_micro_batch_size_per_gpu": micro}).resolve_batch(question.world_size)
+
+
+def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    lines = []
+    for place, of_place in parts.items():
+        if of_place:
+            lines.append(f"  {place:<16}{_size(sum(of_place.values())):>12}")
+            lines += [
+                f"    {part:<38}{_size(nbytes):>12}" for part, nbytes in sorted(of_place.items(), key=lambda p: -p[1])
+            ]
+    return lines
 
 
 def _size(nbytes: int) -> str:

@@ -7,7 +7,7 @@ was found with fake tensors (`zero/activation_trace.py`). When gradients are red
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from torch import nn
@@ -29,14 +29,14 @@ NO_COMMUNICATOR = SimpleNamespace(
 
 
 class CountedUnit:
-    """As much of a unit as `Gathering` sees: it counts, and moves nothing."""
+    """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing."""
 
     def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
         self.layout, self.persistent, self.residency = layout, persistent, residency
-        self.state, self.users, self.is_ready = State.SHARDED, 0, True
+        self.state, self.users, self.is_ready, self.gathers = State.SHARDED, 0, True, 0
 
     def all_gather(self, by: object) -> None:
-        self.state = State.GATHERING
+        self.state, self.gathers = State.GATHERING, self.gathers + 1
         self.residency.add(self.layout.numel)
 
     def unshard(self) -> None:
@@ -53,37 +53,19 @@ class CountedUnit:
         self.residency.remove(self.layout.numel)
 
 
-def make_gathering(units: Sequence[CountedUnit], config: Config, residency: Residency) -> Gathering:
-    schedule = make_schedule(units, config)
-    return Gathering(units, schedule, NO_COMMUNICATOR, residency, before_use=lambda: None)
-
-
-def gathered_peak(model: nn.Module, plans: list[UnitPlan], layouts: list[UnitLayout], config: Config) -> int:
-    """Most elements that are gathered at once in a forward and backward, by the engine's own policy."""
-    residency = Residency()
-    units = [CountedUnit(layout, plan.persistent, residency) for plan, layout in zip(plans, layouts, strict=True)]
-    gathering = make_gathering(units, config, residency)
-    order = [units[number] for number in _visits(model, plans) if not units[number].persistent]
-    for _ in range(2):  # the first pass is only recorded
-        gathering.begin_pass("train", wraps=False)
-        for unit in [*order, *reversed(order)]:
-            gathering.unshard(unit)
-            gathering.release(unit)
-        gathering.end_pass()
-        for unit in units:
-            if unit.state is State.GATHERED:
-                unit.reshard()
-    return residency.peak
-
-
-def _visits(model: nn.Module, plans: list[UnitPlan]) -> Iterator[int]:
-    """The units in the order in which a forward calls their modules, if it calls them as they were made."""
-    users: dict[nn.Module, list[int]] = {}
-    for number, plan in enumerate(plans):
+def imagined(model: nn.Module, plans: Sequence[UnitPlan]) -> list[Moment]:
+    """The moments of a forward that calls the modules as they were made, and of its backward, without activations."""
+    owned: dict[nn.Module, list[nn.Parameter]] = {}
+    for plan in plans:
         for module in plan.modules:
-            users.setdefault(module, []).append(number)
-    for module in model.modules():
-        yield from users.get(module, ())
+            owned.setdefault(module, []).extend(plan.params)
+    called = [module for module in model.modules() if module in owned]
+    found = [Moment(kind, module, 0, 0) for module in called for kind in ("enter", "leave")]
+    last = {param: module for module in reversed(called) for param in owned[module]}  # which runs backwards
+    for module in reversed(called):
+        found.append(Moment("backward", module, 0, 0))
+        found += [Moment("gradient", param, 0, 0) for param in owned[module] if last[param] is module]
+    return found
 
 
 def without_saved(moments: Sequence[Moment]) -> list[Moment]:
@@ -142,7 +124,10 @@ class _Gradients:
 
 
 class StepMemory:
-    """Follows the moments of a step. `gathers`: whether parameters are gathered for use."""
+    """Follows the moments of a step. `gathers`: whether parameters are gathered for use.
+
+    Attributes: gathers: how often each unit is gathered in a step, known after `peak`.
+    """
 
     def __init__(
         self,
@@ -154,12 +139,13 @@ class StepMemory:
         gathers: bool,
     ):
         self._plans, self._layouts, self._config, self._world_size = plans, layouts, config, world_size
-        self._gathers, self._residency = gathers, Residency()
+        self._residency, self.gathers = Residency(), [0] * len(plans)
         self._units = [
             CountedUnit(layout, plan.persistent or not gathers, self._residency)
             for plan, layout in zip(plans, layouts, strict=True)
         ]
-        self._gathering = make_gathering(self._units, config, self._residency)
+        schedule = make_schedule(self._units, config)
+        self._gathering = Gathering(self._units, schedule, NO_COMMUNICATOR, self._residency, before_use=lambda: None)
         self._actions = {
             "enter": self._enter, "leave": self._leave, "backward": self._backward, "gradient": self._gradient,
             "end": lambda moment: None,
@@ -173,25 +159,39 @@ class StepMemory:
     def peak(self, moments: Sequence[Moment], gradients: int) -> dict[str, int]:
         """The parts at the fullest moment. `gradients`: bytes that are kept on the device after backward."""
         self._follow(moments)  # the first pass is only recorded
-        most, in_step = self._follow(moments), {"gradients": gradients}
+        self.gathers = [0] * len(self._units)
         zero, micro_batches = self._config.zero_optimization, self._config.gradient_accumulation_steps or 1
+        most: dict[str, int] = {}
+        for number in range(min(3, micro_batches)):  # all between the first and the last are alike
+            before, last = [unit.gathers for unit in self._units], number == min(3, micro_batches) - 1
+            most = max(most, self._follow(moments, wraps=not last), key=_total)
+            alike = micro_batches - 2 if number == 1 and not last else 1
+            for place, unit in enumerate(self._units):
+                self.gathers[place] += (unit.gathers - before[place]) * alike
+        in_step = {"gradients": gradients}
         if zero.stage >= 2 and (zero.offloads_optimizer or micro_batches > 1):
             most["gradients"] = gradients  # they hold the sums so far, or are used again
         return max(most, in_step, key=_total)
 
-    def _follow(self, moments: Sequence[Moment]) -> dict[str, int]:
+    @property
+    def most_gathered(self) -> int:
+        """Most elements that were gathered at once so far."""
+        return self._residency.peak
+
+    def _follow(self, moments: Sequence[Moment], wraps: bool = False) -> dict[str, int]:
+        """Follow one pass. `wraps`: parameters do not change after it, so that gathered ones may be kept."""
         self._gradients = _Gradients(self._config, self._layouts, self._world_size)
         self._left = [len(plan.params) for plan in self._plans]
         self._in_backward: set[int] = set()
         self._most: dict[str, int] = {}
-        self._gathering.begin_pass("train", wraps=False)
+        self._gathering.begin_pass("train", wraps)
         for moment in moments:
             self._look(moment.peak)
             self._actions[moment.kind](moment)
         self._release(self._in_backward.copy())
         self._gathering.end_pass()
         for unit in self._units:
-            if unit.state is State.GATHERED:
+            if unit.state is State.GATHERED and not wraps:
                 unit.reshard()
         return self._most
 

@@ -26,6 +26,9 @@ from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
 from zero import activations
+from zero.config import load_config
+from zero.estimate import Question, estimate
+from zero.estimate_traffic import IN, OUT
 from zero.offload import memory, tiers
 
 ENGINE = Path(zero.__file__).parent
@@ -204,6 +207,8 @@ def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_t
         for (file, where), nbytes in found.copied.items():
             copied[where] += nbytes * (file != "optim/step.py")
         assert copied == {device.NAME: gathers * weight * found.shard_numel, "cpu": weight * found.shard_numel}
+        links = estimate(Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)).traffic.links
+        assert copied == {device.NAME: links[IN].total(), "cpu": links[OUT].total()}
 
 
 def test_each_activation_goes_to_the_host_once_and_comes_back_once():

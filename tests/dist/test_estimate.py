@@ -1,9 +1,11 @@
-"""`zero estimate` compared with two real ranks: bytes of states, and the engine's count of gathered elements."""
+"""`zero estimate` compared with two real ranks: bytes of states, gathered elements, and what a step moves."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ import zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.__main__ import main
+from zero.comm import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.estimate import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config
+from zero.estimate import build as build_fake
+from zero.estimate_traffic import NETWORK, READ, WRITTEN
+from zero.offload.files import ScratchFile
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
 CPU = {"device": "cpu"}
@@ -110,6 +116,103 @@ def test_fp32_weights_on_the_host_are_the_masters_of_an_optimizer_on_disk():
         assert ("masters" in estimate(model, settings, Question(2)).parts[DISK]) is enabled
 
 
+GATHERS, GRADIENTS, REFRESH = "parameters for forward and backward", "gradients", "updated parameters"
+WHOLE = "whole tensors to their owners and back"
+MUON = {"optimizer": {"type": "Muon", "params": {}}}
+FP32 = {"bf16": {"enabled": False}}
+QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+NVME = {"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": 0}
+FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_step": False}}
+TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 0": ("gpt2", config({"stage": 0}, **FP32)),
+    "stage 1": ("llama", config({"stage": 1}, **FP32)),
+    "stage 2": ("t5", config({"stage": 2})),
+    **{f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3)) for name in MODELS},
+    "stage 3, few live": ("gpt2", config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000})),
+    "stage 3, no reuse": ("t5", config({"stage": 3, **SMALL, "stage3_max_reuse_distance": 0})),
+    "stage 3, Muon": ("gpt2", config({"stage": 3, **SMALL}, **MUON)),
+    "stage 3, Muon, no accumulation": ("llama", config({"stage": 3}, gradient_accumulation_steps=1, **MUON)),
+    "stage 3, codes": ("llama", config({"stage": 3, **SMALL, **QUANTIZED, "zero_quantized_gradient_bits": 4})),
+    "optimizer in files": ("large", config({"stage": 2, **FILES})),
+    "8-bit moments in files": ("large", config({"stage": 3, "zero_quantized_moments": True, **FILES})),
+    "all in files": ("large", config({"stage": 3, **FILES, "offload_param": NVME}, **FP32)),
+    "all in files, bf16": ("large", config({"stage": 3, **FILES, "offload_param": NVME})),
+}
+HYBRID_TRAFFIC = {
+    "groups of 2": ("llama", config({"stage": 3, **SMALL, "mics_shard_size": 2}, **FP32)),
+    "second shards": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2})),
+    "second shards, codes": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2, **QUANTIZED})),
+}
+
+
+def make(name: str) -> torch.nn.Module:
+    if name != "large":
+        return build(name)
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(1024, 1100), torch.nn.ReLU(), torch.nn.Linear(1100, 1024))
+
+
+def moved(rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, int]]:
+    """Return the bytes that this rank moves in the second step of each case, as messages and requests have them."""
+    sent, exchange, start = Counter(), Communicator._exchange, ScratchFile._start
+
+    def send(self, name, group, tag, parts, received):
+        sent[name] += sum(parts[place].nbytes for place in group.others())
+        return exchange(self, name, group, tag, parts, received)
+
+    def transfer(self, mapped, host, is_read, after=None):
+        sent[READ if is_read else WRITTEN] += mapped.nbytes
+        return start(self, mapped, host, is_read, after)
+
+    with mock.patch.object(Communicator, "_exchange", send), mock.patch.object(ScratchFile, "_start", transfer):
+        return {case: _moved_by(rank, world_size, sent, *settings) for case, settings in cases.items()}
+
+
+def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: dict[str, Any]) -> dict[str, int]:
+    engine, found = zero.initialize(model=make(name), config=settings)[0], Counter()
+    steps = settings["gradient_accumulation_steps"]
+    inputs = torch.randn(6, 1024, dtype=engine.settings.compute_dtype)
+    data = [{"input": inputs}] * 2 * steps if name == "large" else batches(name, 2 * steps)
+    for number, batch in enumerate(data):
+        if number == steps:
+            sent.clear()
+            blocking = Counter(engine.comm.bytes)
+        rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
+        output = engine(**rows)
+        loss = output.float().square().mean() if name == "large" else output.loss
+        engine.backward(loss)
+        if number == len(data) - 1:
+            found[GATHERS] = sent.pop("all_gather", 0)
+        engine.step()
+    found[WHOLE] = (engine.comm.bytes - blocking)["all_to_all"] if engine.optimizer.whole is not None else 0
+    found[REFRESH] = sent.pop("all_gather", 0)
+    found[GRADIENTS] = sum(sent.pop(name, 0) for name in ("reduce_scatter", "reduce_replicas", "all_to_all"))
+    engine.destroy()
+    return found | sent
+
+
+@pytest.mark.parametrize(("cases", "ranks"), [(TRAFFIC, 2), (HYBRID_TRAFFIC, 4)], ids=["2 ranks", "4 ranks"])
+def test_the_traffic_is_what_a_rank_sends_reads_and_writes(cases, ranks):
+    every = run_on(ranks, moved, cases)
+    for case, (name, settings) in cases.items():
+        links = estimate(make(name), load_config(settings), Question(ranks)).traffic.links
+        predicted = links[NETWORK] + Counter({link: links[link].total() for link in (READ, WRITTEN)})
+        most = {cause: max(found[case][cause] for found in every) for cause in {*predicted, *every[0][case]}}
+        if settings["zero_optimization"]["stage"] == 0:  # the second half of an all-reduce
+            most[GRADIENTS] += most.pop(GATHERS)
+        assert predicted == Counter(most), case
+
+
+def test_following_real_calls_gives_the_same_traffic():
+    """With tokens, a traced forward and backward is followed, else the modules in the order in which they were made."""
+    name, settings = TRAFFIC["stage 3, few live"]
+    made, settings = build(name), load_config(settings)
+    made.config.architectures = [type(made).__name__]
+    traced = estimate(build_fake(made.config, settings.compute_dtype), settings, Question(2, 3, 7)).traffic
+    plain = estimate(made, settings, Question(2)).traffic
+    assert traced.links == plain.links and traced.operations > plain.operations == 0
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_named_optimizer_has_an_estimate(kind):
     known = {"SGD": 0, "Adagrad": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1, "Muon": 1}
@@ -134,15 +237,22 @@ def test_auto_is_what_transformers_fills_in(tmp_path):
 def test_the_command(tmp_path, capsys):
     build("gpt2").save_pretrained(tmp_path / "model")
     file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
+    batch = {"train_batch_size": 64}  # two micro-batches of 8 on each of 4 ranks
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | batch))
     asked = [str(tmp_path / "model"), "--ds-config", str(file), "--world", "4", "--batch", "8", "--seq", "16"]
     main(["estimate", *asked])
     text = capsys.readouterr().out
     assert "4 ranks, each of them holds at most" in text and "activations" in text
+    assert "moves in a step (micro-batches: 2)" in text and "network" in text
     main(["estimate", *asked, "--json", "--device-memory", "0.0004"])
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"] and found["remedies"]
     assert all(remedy["device"] <= 0.0004 * 2**30 for remedy in found["remedies"])
+    seconds = [remedy["seconds"] for remedy in found["remedies"]]
+    assert len(seconds) > 1 and seconds == sorted(seconds)
+    # Of each micro-batch's gradients a rank sends three quarters.
+    numel = sum(param.numel() for param in build("gpt2").parameters())
+    assert found["traffic"]["network"]["gradients"] == pytest.approx(2 * 2 * 0.75 * numel, rel=0.02)
     for wrong, words in (
         (["nowhere", *asked[1:]], "config.json"),
         ([*asked[:-2]], "--seq"),

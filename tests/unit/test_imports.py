@@ -65,6 +65,8 @@ LAYERS = [
     "zero.doctor",
     "zero.activation_trace",
     "zero.estimate_step",
+    "zero.estimate_states",
+    "zero.estimate_traffic",
     "zero.estimate",
     "zero.__main__",
 ]

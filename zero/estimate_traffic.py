@@ -1,0 +1,238 @@
+"""What one rank moves in an optimizer step over each link, and the seconds that this takes on links of given speeds.
+
+[Note: traffic]
+network         bytes that the rank sends to others. Of a buffer that an all-gather fills, or that a reduce-scatter
+                reads, a rank sends all but one N-th, N being the ranks of the group: this is what a ring sends, and
+                what the engine's messages on gloo have. An all-reduce is both.
+host to device, device to host
+                copies between an accelerator and host memory. On a machine without one there are none.
+disk read, disk written
+                bytes of the rank's own file.
+
+A step has all of its micro-batches. Counted is what grows with the model: not the norm's sum, not orders on which ranks
+agree. The engine's counters have the same numbers (`Communicator.sent`): `tests/dist/test_estimate.py` compares them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import nn
+
+from zero.compression import BLOCK, message_bytes
+from zero.config import Config
+from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, place
+from zero.optim.ownership import owners
+
+NETWORK, IN, OUT, READ, WRITTEN = "network", "host to device", "device to host", "disk read", "disk written"
+LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
+
+# Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;
+# elements/s that a rank's share of the CPU updates. `benchmarks/timeline.py` begins with the same.
+NETWORK_SPEED, HOST_SPEED, DISK_SPEED, COMPUTE_SPEED, HOST_UPDATE_SPEED = 25e9, 20e9, 1e9, 400e12, 4e8
+ASSUMPTION = (
+    f"assumed: nothing overlaps; network {NETWORK_SPEED / 1e9:g} GB/s, host {HOST_SPEED / 1e9:g} GB/s, disk "
+    f"{DISK_SPEED / 1e9:g} GB/s, {COMPUTE_SPEED / 1e12:g} TFLOP/s, {HOST_UPDATE_SPEED / 1e9:g}e9 updates/s on the host"
+)
+_SPEEDS = {NETWORK: NETWORK_SPEED, IN: HOST_SPEED, OUT: HOST_SPEED, READ: DISK_SPEED, WRITTEN: DISK_SPEED}
+
+# Bytes that each element of a tensor takes to its owner (gradient and master in fp32), and back (the new master).
+_TO_OWNER, _BACK = 8, 4
+
+
+class Work(NamedTuple):
+    """Of one micro-batch: floating-point operations, and bytes of activations that are kept in host memory."""
+
+    operations: int = 0
+    saved: int = 0
+
+
+@dataclass
+class Traffic:
+    """Bytes by link and cause; elements that the CPU updates; floating-point operations (0: unknown)."""
+
+    links: dict[str, Counter[str]] = field(default_factory=lambda: {link: Counter() for link in LINKS})
+    host_updates: float = 0.0
+    operations: int = 0
+
+    def add(self, link: str, cause: str, nbytes: float) -> None:
+        if nbytes:
+            self.links[link][cause] += round(nbytes)
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, if nothing overlaps."""
+        links = sum(causes.total() / _SPEEDS[link] for link, causes in self.links.items())
+        return links + self.host_updates / HOST_UPDATE_SPEED + self.operations / COMPUTE_SPEED
+
+
+def traffic(
+    model: nn.Module, units: Sequence[Kept], gathers: Sequence[int], config: Config, world_size: int, work: Work
+) -> Traffic:
+    """What a step moves. Args: gathers: how often each unit is gathered in it."""
+    micro_batches = config.gradient_accumulation_steps or 1
+    found = Traffic(operations=work.operations * micro_batches)
+    for unit, times in zip(units, gathers, strict=True):
+        _gather(found, unit, times, config, world_size)
+        if unit.trainable:
+            _reduce(found, unit, config, world_size)
+            _refresh(found, unit, config)
+    whole = _updates_whole_tensors(config)
+    for unit in units:
+        if unit.offloaded:
+            _take_gradients_out(found, unit, config)
+            _update_offloaded(found, unit, whole)
+        if unit.trainable:
+            _write_weights(found, unit, config, whole)
+    if whole and config.zero_optimization.stage:
+        found.add(NETWORK, "whole tensors to their owners and back", _exchanged(units, param_groups(model, config)))
+    for link in (OUT, IN):
+        found.add(link, "activations", work.saved * micro_batches)
+    return found
+
+
+def _updates_whole_tensors(config: Config) -> bool:
+    """As `zero.construction.updates_elements`: of the types that the section `optimizer` has, only Muon does."""
+    told = config.zero_optimization.elementwise_optimizer
+    return not told if told is not None else config.optimizer is not None and config.optimizer.type == "Muon"
+
+
+# -- weights
+
+
+def _gather(found: Traffic, unit: Kept, times: int, config: Config, world_size: int) -> None:
+    """All-gathers for forward and backward. With second shards only the first one after an update is among all."""
+    zero, shard, cause = config.zero_optimization, unit.layout.shard_numel, "parameters for forward and backward"
+    second = zero.second_shards_over(world_size)
+    if second and times:
+        within = times - unit.trainable
+        found.add(NETWORK, cause, within * (second - 1) * (unit.layout.padded // second) * _item(config))
+        times -= within
+    coded = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable)
+    message = message_bytes(shard, 8) if coded else shard * _item(config)
+    found.add(NETWORK, cause, times * (unit.layout.world_size - 1) * message)
+    if unit.home.weights != DEVICE:
+        found.add(IN, cause, times * shard * _item(config))
+    if unit.home.weights == DISK:
+        found.add(READ, cause, times * shard * _item(config))
+
+
+def _refresh(found: Traffic, unit: Kept, config: Config) -> None:
+    """After an update all ranks get the weights that they keep whole."""
+    zero, nbytes = config.zero_optimization, unit.layout.shard_numel * _item(config)
+    if zero.stage == 3 and not unit.plan.persistent:
+        return
+    if not unit.layout.replicated:
+        found.add(NETWORK, "updated parameters", (unit.layout.world_size - 1) * nbytes)
+    if zero.offloads_params:  # the shard of a persistent unit is in host memory
+        found.add(IN, "updated parameters", nbytes)
+
+
+def _write_weights(found: Traffic, unit: Kept, config: Config, whole: bool) -> None:
+    """Updated weights go from where they were computed to where the shard is."""
+    cause, home = "updated parameters", unit.home.weights
+    if config.zero_optimization.offloads_params and unit.plan.persistent:
+        home = HOST
+    nbytes = unit.layout.shard_numel * _item(config)
+    on_host = 0.0 if whole else unit.offloaded
+    if home == DEVICE:
+        found.add(IN, cause, nbytes * on_host)
+        return
+    if unit.shares_weights:
+        return  # written as a master
+    found.add(OUT, cause, nbytes * (1 - on_host))
+    if home == DISK:
+        found.add(WRITTEN, cause, nbytes)
+
+
+def _item(config: Config) -> int:
+    return config.compute_dtype.itemsize
+
+
+# -- gradients
+
+
+def _reductions(config: Config) -> int:
+    """How often a unit's gradients are reduced in a step: stages 0 and 1 sum those of micro-batches first."""
+    return (config.gradient_accumulation_steps or 1) if config.zero_optimization.stage >= 2 else 1
+
+
+def _reduce(found: Traffic, unit: Kept, config: Config, world_size: int) -> None:
+    layout, ranks, times = unit.layout, unit.layout.world_size, _reductions(config)
+    zero, replicas, shard = config.zero_optimization, world_size // ranks, layout.padded // ranks
+    sent = (config.communication_data_type or config.compute_dtype).itemsize
+    if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
+        sent = config.sum_dtype.itemsize
+    message = shard * sent
+    if zero.zero_quantized_gradients and ranks > 1:
+        message = _coded_gradients(shard, max(BLOCK, zero.reduce_bucket_size // ranks // BLOCK * BLOCK), config)
+    found.add(NETWORK, "gradients", times * (ranks - 1) * message)
+    found.add(NETWORK, "gradients", times * 2 * (replicas - 1) * shard * sent / replicas)
+    if layout.replicated:
+        found.add(NETWORK, "gradients", times * (ranks - 1) * shard * unit.gradient)
+
+
+def _coded_gradients(shard: int, step: int, config: Config) -> int:
+    """Bytes of the messages to one rank, each of at most `step` elements."""
+    bits = config.zero_optimization.zero_quantized_gradient_bits
+    whole, rest = divmod(shard, step)
+    return whole * message_bytes(step, bits) + message_bytes(rest, bits)
+
+
+# -- the optimizer's part in host memory or in files
+
+
+def _take_gradients_out(found: Traffic, unit: Kept, config: Config) -> None:
+    """Each reduction's result leaves the device, and comes back for the next micro-batch's to be added."""
+    nbytes, times = unit.layout.shard_numel * unit.gradient, _reductions(config)
+    for link, moves in ((OUT, times), (IN, times - 1)):
+        found.add(link, "gradients", moves * nbytes * unit.offloaded)
+    if _is_in_file(unit, nbytes):
+        found.add(WRITTEN, "gradients", times * nbytes * unit.offloaded)
+        found.add(READ, "gradients", (times - 1) * nbytes * unit.offloaded)
+
+
+def _update_offloaded(found: Traffic, unit: Kept, whole: bool) -> None:
+    """The update of one unit: by the CPU, or if it takes whole tensors by the device."""
+    cause, gradient = "masters and optimizer state", unit.layout.shard_numel * unit.gradient
+    found.host_updates += 0.0 if whole else unit.layout.shard_numel * unit.offloaded
+    in_file = unit.state if _is_in_file(unit, unit.master) else 0
+    if _is_in_file(unit, unit.master) and not (unit.shares_weights and unit.home.weights == HOST):
+        in_file += unit.master
+    for link in (READ, WRITTEN):
+        found.add(link, cause, in_file * unit.offloaded)
+    if _is_in_file(unit, gradient):
+        found.add(READ, "gradients", gradient * unit.offloaded)
+    if whole:
+        found.add(IN, "gradients", gradient * unit.offloaded)
+        for link in (IN, OUT):
+            found.add(link, cause, (unit.master + unit.state) * unit.offloaded)
+
+
+def _is_in_file(unit: Kept, nbytes: float) -> bool:
+    return unit.home.optimizer == DISK and place("nvme", nbytes) == DISK
+
+
+# -- optimizers of whole tensors
+
+
+def _exchanged(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> int:
+    """Bytes that the rank sends that sends most: parts of tensors to their owners, and updated parts back."""
+    held, groups = [], []
+    for unit in (unit for unit in units if unit.trainable):
+        of_slots = [[0] * unit.layout.world_size for _ in unit.layout.slots]
+        for rank in range(unit.layout.world_size):
+            for piece in unit.layout.pieces(rank):
+                of_slots[piece.slot][rank] = piece.numel
+        held += of_slots
+        groups += [group_of[param] for param in unit.plan.params]
+    sent = Counter[int]()
+    for of_ranks, owner in zip(held, owners(held, groups), strict=True):
+        for rank, numel in enumerate(of_ranks):
+            if numel and rank != owner:
+                sent[rank] += _TO_OWNER * numel
+                sent[owner] += _BACK * numel
+    return max(sent.values(), default=0)
