@@ -25,7 +25,7 @@ from torch import nn
 from zero.compression import BLOCK, message_bytes
 from zero.config import Config
 from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, place
-from zero.optim.ownership import owners
+from zero.optim.ownership import owners, parts
 
 NETWORK, IN, OUT, READ, WRITTEN = "network", "host to device", "device to host", "disk read", "disk written"
 LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
@@ -221,14 +221,14 @@ def _is_in_file(unit: Kept, nbytes: float) -> bool:
 
 def _exchanged(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> int:
     """Bytes that the rank sends that sends most: parts of tensors to their owners, and updated parts back."""
-    held, groups = [], []
-    for unit in (unit for unit in units if unit.trainable):
+    held, groups, trained = [], [], [unit for unit in units if unit.trainable]
+    for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
         of_slots = [[0] * unit.layout.world_size for _ in unit.layout.slots]
         for rank in range(unit.layout.world_size):
             for piece in unit.layout.pieces(rank):
                 of_slots[piece.slot][rank] = piece.numel
         held += of_slots
-        groups += [group_of[param] for param in unit.plan.params]
+        groups += [(part, group_of[param]) for param in unit.plan.params]
     sent = Counter[int]()
     for of_ranks, owner in zip(held, owners(held, groups), strict=True):
         for rank, numel in enumerate(of_ranks):

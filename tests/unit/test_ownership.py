@@ -1,7 +1,9 @@
 """Which rank owns which whole tensor: pure arithmetic."""
 
 import pytest
+import torch
 
+from zero.layout import UnitLayout
 from zero.optim.ownership import LEAST_ELEMENTS, PARTS, SLACK, owners, parts
 
 
@@ -42,8 +44,14 @@ def test_without_tensors_there_are_no_owners():
     assert owners([], []) == []
 
 
+def layouts(units, elements, matrices, ranks):
+    """Return so many units: a vector, and small matrices in it, of so many elements together."""
+    shapes = [torch.Size((2, 2))] * matrices + [torch.Size((elements - 4 * matrices,))]
+    return [UnitLayout(shapes, ranks)] * units
+
+
 def test_parts_are_consecutive_and_about_equal():
-    found = parts([LEAST_ELEMENTS] * 40, [7] * 40, 4)
+    found = parts(layouts(40, LEAST_ELEMENTS, 7, 4))
     assert found == sorted(found) and {found.count(part) for part in range(PARTS)} == {5}
 
 
@@ -57,8 +65,8 @@ def test_parts_are_consecutive_and_about_equal():
     ],
 )
 def test_a_part_is_worth_its_call_and_can_be_balanced(elements, matrices, ranks, count):
-    assert set(parts([elements] * 10, [matrices] * 10, ranks)) == set(range(count))
+    assert set(parts(layouts(10, elements, matrices, ranks))) == set(range(count))
 
 
 def test_without_units_there_are_no_parts():
-    assert parts([], [], 2) == []
+    assert parts([]) == []

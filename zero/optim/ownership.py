@@ -16,19 +16,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from zero.layout import UnitLayout
+
 # Most parts of a step; the least number of elements of a part, and of matrices for each rank.
 PARTS, LEAST_ELEMENTS, LEAST_MATRICES = 8, 1 << 20, 4
 # How far a rank may own more than its share of a group.
 SLACK = 1.05
 
 
-def parts(elements: Sequence[int], matrices: Sequence[int], ranks: int) -> list[int]:
-    """The number of the part in which each unit is updated, in their order.
-
-    Args: elements, matrices: of each unit; ranks: of the shard group.
-    """
-    total = sum(elements)
-    count = max(1, min(PARTS, total // LEAST_ELEMENTS, sum(matrices) // (LEAST_MATRICES * ranks)))
+def parts(layouts: Sequence[UnitLayout]) -> list[int]:
+    """The number of the part in which each unit is updated, in their order."""
+    elements = [layout.numel for layout in layouts]
+    matrices = sum(len(slot.shape) > 1 for layout in layouts for slot in layout.slots)
+    total, ranks = sum(elements), max((layout.world_size for layout in layouts), default=1)
+    count = max(1, min(PARTS, total // LEAST_ELEMENTS, matrices // (LEAST_MATRICES * ranks)))
     return [before * count // total for before in list(accumulate(elements, initial=0))[:-1]]
 
 

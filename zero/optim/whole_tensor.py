@@ -87,10 +87,8 @@ class WholeTensorState:
         self._replace_params()
 
     def _find_owners(self, shards: Sequence[OptimizerShard]) -> None:
-        ranks, layouts = range(self._comm.shard_group.size), [shard.unit.layout for shard in shards]
-        matrices = [sum(len(slot.shape) > 1 for slot in layout.slots) for layout in layouts]
-        numbers = parts([layout.numel for layout in layouts], matrices, len(ranks))
-        self._part_of = dict(zip(shards, numbers, strict=True))
+        ranks = range(self._comm.shard_group.size)
+        self._part_of = dict(zip(shards, parts([shard.unit.layout for shard in shards]), strict=True))
         held = [[each.parts[rank].numel if rank in each.parts else 0 for rank in ranks] for each in self.tensors]
         groups = [(self._part_of[each.shard], each.group) for each in self.tensors]
         for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
