@@ -258,6 +258,15 @@ def _seconds(remedy: tuple[str, Estimate]) -> float:
 # -- the command
 
 
+def pinned(found: Estimate, config: Config) -> int:
+    """Bytes of the host memory that is pinned (page-locked) where there is an accelerator. The rest is pageable."""
+    zero = config.zero_optimization
+    weights = bool(zero.offloads_params and zero.offload_param.pin_memory)
+    optimizer = bool(zero.offloads_optimizer and zero.offload_optimizer.pin_memory)
+    pins = {"parameters": weights, "activations": True}
+    return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
+
+
 def report(source: str, config_source: str, question: Question, device_memory: int | None, as_json: bool) -> str:
     """The estimate as text or as a JSON object; ValueError for a model or a configuration that cannot be read."""
     model_config = read_config(source)
@@ -275,10 +284,17 @@ def report(source: str, config_source: str, question: Question, device_memory: i
             {"change": name, "device": each.total(DEVICE), "seconds": each.traffic.seconds} for name, each in better
         ]
         moved = {"traffic": found.traffic.links, "seconds": found.traffic.seconds}
-        facts = {"elements": found.elements, "bytes": found.parts} | moved | {"fits": fits, "remedies": changes}
+        facts = (
+            {"elements": found.elements, "bytes": found.parts, "pinned": pinned(found, config)}
+            | moved
+            | {"fits": fits, "remedies": changes}
+        )
         return json.dumps(facts, indent=2)
     lines = [f"{source}: {found.elements:,} parameters, {question.world_size} ranks, each of them holds at most:"]
     lines += _table(found.parts)
+    if host := found.total(HOST):
+        locked = pinned(found, config)
+        lines.append(f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are pageable.")
     if not question.batch:
         lines.append("Activations are not included: give --batch and --seq.")
     lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
