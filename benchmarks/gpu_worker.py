@@ -97,14 +97,16 @@ def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
     return by_torch(wrapped, adamw(wrapped), wrapped, autocast=True)
 
 
-def fsdp2(model: nn.Module, args: argparse.Namespace, offload: bool = False) -> TrainStep:
-    """`fully_shard` on each block and on the root, with torchtitan's dtypes."""
+def fsdp2(
+    model: nn.Module, args: argparse.Namespace, offload: bool = False, reduce_dtype: torch.dtype = torch.float32
+) -> TrainStep:
+    """`fully_shard` on each block and on the root, by default with torchtitan's dtypes."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     dist.init_process_group("cpu:gloo,cuda:nccl")
     policies = {
         "mesh": dist.init_device_mesh("cuda", (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     for module in [module for module in model.modules() if type(module).__name__ in BLOCKS]:
@@ -150,6 +152,7 @@ OPTIMIZER, BOTH = {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offl
 VARIANTS: dict[str, Callable[[nn.Module, argparse.Namespace], TrainStep]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
+    "fsdp2-bf16-reduce": partial(fsdp2, reduce_dtype=torch.bfloat16),  # as the engines of DeepSpeed's kind do
     **{f"zero{stage}": engine("zero", stage) for stage in (1, 2, 3)},
     **{f"deepspeed{stage}": engine("deepspeed", stage) for stage in (1, 2, 3)},
     "fsdp2-offload": partial(fsdp2, offload=True),

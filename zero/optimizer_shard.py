@@ -99,9 +99,15 @@ class OptimizerShard:
 
     @torch.no_grad()
     def shard_was_replaced(self) -> None:
-        """The unit's shard has new values from elsewhere: take them over."""
-        if self.master is not None and not self.shares_weights:
-            self.tier.store(self.master, self.unit.shard).wait()
+        """The unit's shard has new values from elsewhere: take them over.
+
+        Elements that are the master's rounded ones were not changed, and stay as precise as they were.
+        """
+        if self.master is None or self.shares_weights:
+            return
+        given = self.unit.shard.to(self.master.device)
+        values = torch.where(self.master.to(given.dtype) == given, self.master, given)
+        self.tier.store(self.master, values).wait()
 
     # -- gradient
 

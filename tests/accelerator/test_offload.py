@@ -94,3 +94,21 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_leave_the_device_and_come_back(device, stage):
     assert run_on(1, relocated, stage, True, **device) == run_on(1, relocated, stage, False, **device)
+
+
+def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:
+    """The devices of all shards and of their gradients after a step, whose updates on the host may be under way."""
+    offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    engine, _ = start(here(build("t5")), ds_config(**SMALL | offload))
+    engine.backward(engine(**{name: here(value) for name, value in batches("t5", 1)[0].items()}).loss)
+    engine.step()
+    shards = engine.optimizer.shards.values()
+    return {each.tier.device.type for each in shards}, {
+        each.grad.device.type for each in shards if each.grad is not None
+    }
+
+
+@pytest.mark.parametrize(("ratio", "places"), [(0.0, 1), (0.5, 2)])
+def test_gradients_on_the_device_are_freed_after_the_step(ratio, places):
+    found, gradients = run_on(1, kept, ratio, simulated=True)[0]
+    assert len(found) == places and gradients == found & {"cpu"}

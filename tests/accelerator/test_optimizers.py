@@ -20,7 +20,7 @@ HALF = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "stage3_param_pers
 CASES = [(name, states, place) for name, states in (("AdamW", True), ("Adafactor", False)) for place in WHERE.values()]
 
 
-# In the last case late updates change a state on the device.
+# In the last case a half of the state is on the device.
 @pytest.mark.parametrize(("name", "states", "where"), [*CASES, ("AdamW", True, HALF)])
 def test_bf16_without_masters(name, states, where, tmp_path):
     found, expected = (

@@ -21,6 +21,8 @@ from tests.dist.training import (
     weights_of,
 )
 from tests.processes import run_on
+from zero.deepspeed.fragments import safe_get_full_fp32_param
+from zero.offload import tiers
 from zero.unit import Unit, unit_of
 
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)
@@ -151,6 +153,36 @@ def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
 
 def test_writing_one_parameter_leaves_the_rest():
     assert run_on(2, partly) == [(True, True, True)] * 2
+
+
+def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    """By place of the masters: the parameters whose fp32 values a write after a step left wrong."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    places = {"none": {}, "cpu": {"overlap_step": True}, "nvme": {"nvme_path": folder, "overlap_step": True}}
+    found = {}
+    for device, options in places.items():
+        sections = {"offload_optimizer": {"device": device, **options}, "bf16": {"enabled": True}}
+        values = []
+        for writes in (False, True):
+            model = toy()
+            engine, _ = start(model, ds_config(stage3_param_persistence_threshold=30, **sections))
+            step(engine, toy_batches(1))
+            written = model.blocks[1].up.weight, model.blocks[1].norm.bias  # of a sharded and a persistent unit
+            with torch.no_grad(), zero.GatheredParameters(written, modifier_rank=0, enabled=writes):
+                if rank == 0 and writes:
+                    for param in written:
+                        param[..., 1] = 0.3
+            values.append({name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()})
+        expected, actual = values
+        for name in ("blocks.1.up.weight", "blocks.1.norm.bias"):
+            expected[name][..., 1] = torch.tensor(0.3).bfloat16()
+        found[device] = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
+    return found
+
+
+def test_a_write_leaves_the_fp32_values_of_all_other_elements(tmp_path):
+    found, _ = run_on(2, masters_beside_a_write, str(tmp_path))
+    assert found == {"none": [], "cpu": [], "nvme": []}
 
 
 def failing(rank: int, world_size: int) -> dict:

@@ -170,6 +170,34 @@ def test_checkpoints_fit_any_other_run(change, tmp_path):
     assert relative(again, losses) < 1e-3
 
 
+def third_moments(engine: zero.ZeroEngine) -> list[torch.Tensor]:
+    assert all(state["max_exp_avg_sq"].dtype == torch.float32 for state in engine.optimizer.state.values())
+    return [safe_get_full_optimizer_state(param, "max_exp_avg_sq") for param in engine.module.parameters()]
+
+
+def with_amsgrad(rank: int, world_size: int, folder: str) -> list[list[float]]:
+    """Hand a run with fp32 moments over to one with codes, and that one to another with fp32 moments.
+
+    Return the same two losses of each. The checkpoints bring `amsgrad` along.
+    """
+    engine, data = engine_with(CPU, partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)), batches("llama", 2)
+    losses_of(engine, data)
+    found = []
+    for sections in (CODED | CPU, CPU):
+        expected = third_moments(engine)
+        engine.save_checkpoint(folder, tag=f"{len(found)}")
+        found.append(losses_of(engine, data))
+        engine = engine_with(sections)
+        engine.load_checkpoint(folder)
+        assert all(map(torch.equal, third_moments(engine), expected))
+    return [*found, losses_of(engine, data)]
+
+
+def test_third_moments_stay_fp32_beside_codes(tmp_path):
+    fp32, codes, again = run_on(2, with_amsgrad, str(tmp_path))[0]
+    assert relative(codes, fp32) < 1e-3 and relative(again, fp32) < 1e-3
+
+
 def with_bad_gradients(rank: int, world_size: int, checked: bool) -> list[bool]:
     """A step with one infinite gradient. Return: whether it was skipped, and whether other elements stayed finite."""
     engine = engine_with(CODED | CPU | {"bf16": {"enabled": True, "check_grad_overflow": checked}})

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
 from tests.processes import REPOSITORY, run, run_on
@@ -58,11 +59,16 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
 }
 
 
-def record(rank: int, world_size: int, folder: Path, faults: list[str], dtype: str) -> None:
-    """Record the plain run, and one run of the engine for each fault."""
+def record(
+    rank: int, world_size: int, folder: Path, faults: list[str], dtype: str, init: dict[str, Any] | None = None
+) -> None:
+    """Record the plain run, and one run of the engine for each fault. The model is made in `zero.Init(**init)`."""
     for name in ("plain", *faults):
         options = {"accumulation": ACCUMULATION, "clip": 0.1, "stage3_param_persistence_threshold": 0}
-        model, settings = toy(), load_config(ds_config(**options, **DTYPES[dtype]))
+        settings = load_config(ds_config(**options, **DTYPES[dtype]))
+        with mock.patch.object(zero.Init, "is_off", name == "plain"):
+            with zero.Init(**init or {}, enabled=init is not None):
+                model = toy()
         optimizer = adamw(one_group(trainable(model)))
         with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
             engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(model, settings, optimizer)
@@ -88,6 +94,13 @@ def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
     ]  # fmt: skip
     losses = [row for row in result.rows if row[1] == "loss"]
     assert [row[2] for row in losses] == [RANKS * ACCUMULATION] * STEPS
+
+
+@pytest.mark.parametrize("init", [{}, {"dtype": torch.bfloat16}], ids=str)
+def test_only_an_init_that_rounds_is_taken_for_one(tmp_path: Path, init: dict[str, Any]):
+    run_on(RANKS, record, tmp_path, ["none"], "bfloat16", init)
+    result = compare(tmp_path / "none", tmp_path / "plain")
+    assert result.difference is None, as_text(result)
 
 
 def test_planted_faults_are_found_and_explained(tmp_path: Path):

@@ -73,7 +73,7 @@ class ZeroOptimizer:
 
     Args: placement: has made the shards and decided where they live; elementwise: whether the update of an element
     depends on nothing but its own history; checks_overflow: False takes a step even if
-    gradients are not finite; overlap: units that are not persistent are updated during the next forward;
+    gradients are not finite; overlap: the next forward updates units on the host, unless they are persistent;
     read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
     them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; state_dtype: see `TileUpdate`.
 
@@ -119,8 +119,6 @@ class ZeroOptimizer:
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It gives the same bits.
         offloaded = placement.offloads
-        # A device keeps freed memory at hand, and the next forward can use it. Late updates still read their gradients.
-        self._frees_gradients = is_accelerator(comm.device) and not placement.offloads
         self._has_kernel = (
             elementwise and on_host and cpu_adam.serves(optimizer) and (offloaded or cpu_adam.is_compiled())
         )
@@ -298,8 +296,8 @@ class ZeroOptimizer:
         self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), self._state, update)
 
     def _can_wait(self, unit: Unit) -> bool:
-        """Persistent units are gathered in the step, by all ranks at the same time."""
-        return self._overlap and not unit.persistent
+        """Persistent units are gathered in the step, by all ranks at the same time. An accelerator never waits."""
+        return self._overlap and not unit.persistent and not is_accelerator(self.shards[unit].tier.device)
 
     # -- moves
 
@@ -339,8 +337,10 @@ class ZeroOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.reducer.clear()
-        if self._frees_gradients:
-            for shard in self.shards.values():
+        for shard in self.shards.values():
+            # A device keeps freed memory at hand, and the next forward can use it. Late updates, which still read their
+            # gradients, are of shards on the host.
+            if is_accelerator(shard.tier.device):
                 shard.free_gradient()
 
     # -- norm
