@@ -66,11 +66,12 @@ def test_losses_stay_near_those_of_fp32_moments():
     """Rounding moments to codes moves a loss as 2% of it at most, while it falls by half, and the last ones by 1%."""
     expected = run_on(1, trained, CPU, STEPS)[0][0]
     assert expected[-1] < 0.5 * expected[0]
-    for ranks, sections in ((1, CODED | CPU), (2, CODED | CPU | {"stage": 2}), (4, CODED | {"stage": 1})):
-        found = run_on(ranks, trained, sections, STEPS)[0][0]
+    few = (2, CODED | CPU | {"stage": 2}, STEPS // 3), (4, CODED | {"stage": 1}, STEPS // 6)
+    for ranks, sections, steps in ((1, CODED | CPU, STEPS), *few):
+        found = run_on(ranks, trained, sections, steps)[0][0]
         assert relative(found[:10], expected[:10]) < 1e-4
-        assert relative(found, expected) < 0.03
-        assert statistics.mean(found[-20:]) == pytest.approx(statistics.mean(expected[-20:]), rel=0.015)
+        assert relative(found, expected[:steps]) < 0.03
+        assert statistics.mean(found[-20:]) == pytest.approx(statistics.mean(expected[:steps][-20:]), rel=0.015)
 
 
 @pytest.mark.skipif(not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a tile begins")
