@@ -46,6 +46,7 @@ from zero import activations, comm, world
 from zero.checkpoint.background import wait_for_background_saves
 from zero.device import new_stream
 from zero.offload import memory, tiers
+from zero.optim import ownership
 from zero.optimizer_shard import OptimizerShard
 
 STEPS = 5
@@ -241,6 +242,7 @@ def test_stage_2_trains_as_plain_torch_does(tmp_path):
 
 
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
+    ownership.LEAST_ELEMENTS = ownership.LEAST_MATRICES = 1  # so that tensors move while others are updated
     engine = engine_with(folder, sections, make=MAKE[name])
     curve = train_zero(engine, data_on_device())
     state = [each for tensor in engine.optimizer.whole.own for each in engine.optimizer.whole.of(tensor).values()]
