@@ -6,6 +6,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -224,13 +225,22 @@ def test_offload_states_changes_no_bit():
 
 
 class Counting(torch.optim.SGD):
-    """Counts its steps in its param groups."""
+    """Counts its steps in all kinds of places."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counts, self.late, self.log, self.norm = {"steps": numpy.int64(0)}, None, [], float("nan")
 
     def step(self, closure=None):
         super().step(closure)
         self.state["total"] = self.state.get("total", 0) + 1  # state of no parameter, as SPAM has it
+        self.state["of all"] = {"steps": self.state.get("of all", {}).get("steps", 0) + 1}
+        self.counts["steps"] += 1
+        self.late = (self.late or 0) + 1
+        self.log.append(self.late)
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+            group["pair"] = (group.get("pair", (0, 0))[0] + 1, 0)
 
 
 def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], set[float]]:
@@ -241,9 +251,12 @@ def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], 
     nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(**nvme), lr_scheduler=schedule)
     optimizer.state["total"] = 0
+    log = optimizer.log
     train_zero(engine, batches("llama", 2))
+    assert optimizer.state["total"] == optimizer.state["of all"]["steps"] == optimizer.counts["steps"] == 2
+    assert optimizer.late == 2 and optimizer.log is log and log == [1, 2]
+    assert {group["pair"] for group in optimizer.param_groups} == {(2, 0)}
     if folder is None:
-        assert optimizer.state["total"] == 2
         with pytest.raises(ValueError, match="'total' belongs to no parameter, so it cannot be stored"):
             engine.save_checkpoint("nowhere")
     return {group["k"] for group in optimizer.param_groups}, {group["lr"] for group in optimizer.param_groups}

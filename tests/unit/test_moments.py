@@ -161,6 +161,20 @@ def test_second_moments_follow_slow_changes(path, early, late):
     assert abs(ratio.log().mean()) < 0.1 and ratio.log().std() < 0.5
 
 
+def test_weights_without_gradients_come_to_rest(path):
+    """A first moment that stood still while the second one decays would move them ever faster."""
+    generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 1e-3, "weight_decay": 0.0}
+    pairs = [(torch.zeros(BLOCK), cpu_adam.new_state(torch.zeros(BLOCK), coded=coded)) for coded in (True, False)]
+    for step in range(1, 2001):
+        grad = torch.randn(BLOCK, generator=generator)
+        grad[64:] *= step <= 100
+        for master, state in pairs:
+            moments_of = (state[key] for key in moments.KEYS)
+            cpu_adam.adam(master, grad, *moments_of, None, step=step, factor=1.0, **settings)
+    idle, expected = (master[64:].abs().max().item() for master, _ in pairs)
+    assert idle == pytest.approx(expected, rel=0.2)
+
+
 def test_threads_change_no_bit(monkeypatch):
     found = []
     for threads in (1, 3):

@@ -138,7 +138,7 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-constexpr uint32_t OF_PLACE = 0x85ebca6bu;  // as in moments.py
+constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // as in moments.py
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 
 // The bits of a moment's magnitude; 0 if this moment or the other one is not finite.
@@ -146,6 +146,9 @@ inline uint32_t finite_bits(float moment, float other) {
     const uint32_t bits = bits_of(moment) & MAGNITUDE, others = bits_of(other) & MAGNITUDE;
     return bits & uint32_t(int32_t((bits - INFINITE) & (others - INFINITE)) >> 31);  // the sign bit, in all places
 }
+
+// What is added to a code before the fraction is cut off.
+inline float threshold(uint32_t turn) { return float(turn >> 16) * (2047.0f / 2048.0f / 65536.0f) + 1.0f / 4096.0f; }
 
 // The same with moments as codes; see moments.py. Magnitudes are ordered as their bits, whose maximum the compiler
 // vectorises.
@@ -184,12 +187,12 @@ void update_coded(float* __restrict master, const Gradient* __restrict grad, int
         *scales_sq = float_of(top_sq);
         const float inverse = 1.0f / root4(*scales++), inverse_sq = 1.0f / std::sqrt(root4(*scales_sq++));
         for (int32_t i = 0; i < count; ++i) {
-            const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + 0.5f;
+            const uint32_t turn = s.turn + uint32_t(i) * OF_PLACE;
+            const float size = root4(float_of(finite_bits(m[i], v[i]))) * inverse * 127.0f + threshold(turn + OF_FIRST);
             const int32_t magnitude = int32_t(size < 127.0f ? size : 127.0f);
             code[i] = int8_t(m[i] < 0.0f ? -magnitude : magnitude);
             const float deviation = float_of(finite_bits(root[i], m[i]));
-            const float threshold = (float((s.turn + uint32_t(i) * OF_PLACE) >> 24) + 0.5f) * (1.0f / 256.0f);
-            const float size_sq = root4(deviation) * inverse_sq * 255.0f + threshold;
+            const float size_sq = root4(deviation) * inverse_sq * 255.0f + threshold(turn);
             const int32_t above_zero = size_sq < 1.0f ? 1 : int32_t(size_sq < 255.0f ? size_sq : 255.0f);
             code_sq[i] = uint8_t(deviation > 0.0f ? above_zero : 0);
         }

@@ -15,6 +15,9 @@ import torch
 
 from zero.config.optim import ELEMENTWISE, why_refused
 
+# What their classes keep for all tensors together are counts of steps, flags and learning rates.
+_KNOWN_PACKAGES = {"torch", "transformers", "torchao", "bitsandbytes", "schedulefree", "zero"}
+
 
 def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
     """Raise ValueError, with the reason, for an optimizer that is known not to work on so many ranks."""
@@ -29,6 +32,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     step = inspect.unwrap(type(optimizer).step)
     home, name = step.__module__, step.__qualname__.removesuffix(".step")
     return name in ELEMENTWISE and (home == Lion.__module__ or home.startswith("torch.optim."))
+
+
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the `step` that the optimizer runs is of a package whose classes may be called once for each part."""
+    return inspect.unwrap(type(optimizer).step).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
 
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:

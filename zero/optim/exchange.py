@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -93,7 +94,8 @@ class Visit:
         """Start to bring gradients and masters to the owners. If tensors move, the loads of offloaded units end now."""
         for shard in self._tensors:
             self.masters[shard] = self._load(shard, shard.master)
-            self._grads[shard] = torch.zeros_like(shard.master) if shard.grad is None else self._load(shard, shard.grad)
+            zeros = partial(torch.zeros, shard.master.numel(), device=self._comm.device)
+            self._grads[shard] = zeros() if shard.grad is None else self._load(shard, shard.grad)
         if self._moving:
             self._wait_for_loads()
             self._gather()

@@ -8,11 +8,12 @@ many codes, and need no tables. A second moment above 0 never becomes 0, because
 one of an element's moments is infinite or NaN, both are stored as 0: so no other element of the block suffers.
 
 [Note: thresholds]
-First moments are rounded to the nearest code. So are second moments outside of steps. In a step a second moment changes
-by a thousandth or so, and codes are 3% apart: rounded to the nearest one, it would stay where it is, or follow the
-scale. So the place between two codes from which it is rounded up changes with the step and the element's place in the
-block. It runs through a golden-ratio sequence, which meets each interval as often as its length says. (Random numbers
-do so too, but only on the average of many more steps; figures in benchmarks/LOG.md.)
+A step changes a second moment by a thousandth or so, and codes are 3% apart: rounded to the nearest one, it would stay
+where it is, or follow the scale. A small first moment without gradients would never become 0. So in a step the
+threshold from which a moment is rounded up changes with the step and the element's place in the block. It runs through
+a golden-ratio sequence, which meets each interval as often as its length says. (Random numbers do so too, but only on
+the average of many more steps; figures in benchmarks/LOG.md.) Outside of steps the nearest code is taken. Thresholds
+keep 1 / 4096 from both ends: so a value that is exactly a code stays one in spite of the roots' last bits.
 
 A coded tensor is uint8 and 1-D: the codes, up to 3 bytes of padding, the scales. 0 bytes mean 0. `cpu_adam` reads and
 writes codes in its one pass. All others use the functions here, which compute the same.
@@ -35,8 +36,8 @@ BLOCK = 256
 KEYS = ("exp_avg", "exp_avg_sq")
 # Smaller scales are not used: their inverse is not finite.
 _LEAST = torch.finfo(torch.float32).tiny
-# 2 ** 32 divided by the golden ratio, and an odd number without a pattern. See the note on thresholds.
-_OF_STEP, _OF_PLACE = 0x9E3779B9, 0x85EBCA6B
+# 2 ** 32 divided by the golden ratio, and numbers without a pattern; the last one is for first moments. See the note.
+_OF_STEP, _OF_PLACE, _OF_FIRST = 0x9E3779B9, 0x85EBCA6B, 0x5BD1E995
 # Elements that are encoded together, which bounds temporary memory. On a CPU it stays in the cache: 15 ns an element,
 # not 40. Other devices launch fewer kernels.
 _PIECE_ON_CPU, _PIECE = 1 << 18, 1 << 22
@@ -84,13 +85,14 @@ def turn(step: int) -> int:
     return step * _OF_STEP & 0xFFFFFFFF
 
 
-def _thresholds(step: Step, device: torch.device) -> torch.Tensor | float:
-    """Between 0 and 1, for each place in a block: if a value is so far below a code, or nearer, it gets that code."""
+def _thresholds(step: Step, shift: int, device: torch.device) -> torch.Tensor | float:
+    """What is added to the codes of a block, fp32, before the fraction is cut off."""
     if step is None:
         return 0.5
     step = torch.as_tensor(step).to(device, torch.int64, non_blocking=True)  # the host does not wait for it
     places = torch.arange(BLOCK, device=device, dtype=torch.int64)
-    return ((((step * _OF_STEP + places * _OF_PLACE) & 0xFFFFFFFF) >> 24).float() + 0.5) / 256
+    turns = (step * _OF_STEP + places * _OF_PLACE + shift) & 0xFFFFFFFF
+    return (turns >> 16).float() * (2047 / 2048 / 65536) + 1 / 4096
 
 
 def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step) -> None:
@@ -102,7 +104,7 @@ def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: t
         torch.amax(blocks.abs(), 1, out=scale).clamp_(min=_LEAST)
         halvings = 2 if levels == 127 else 3
         size = _root(blocks.abs(), halvings) * _root(scale, halvings).reciprocal()[:, None]
-        threshold = 0.5 if levels == 127 else _thresholds(step, values.device)
+        threshold = _thresholds(step, _OF_FIRST if levels == 127 else 0, values.device)
         size = size.mul_(levels).add_(threshold).floor_().clamp_(max=levels)
         if levels == 127:
             size.copysign_(blocks)

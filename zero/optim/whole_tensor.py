@@ -10,9 +10,10 @@ and updates all of them.
 
 [Note: overlap]
 `step()` is called once if there is one part of a step (`zero.optim.ownership`). Else each part has a call of its own,
-which begins with the same numbers in the param groups. While one part is updated, gradients and masters of the next one
-are on their way to the owners, and new masters of the last one on their way back. An owner then holds what moved of two
-parts instead of all. Units that are offloaded have calls of their own, as each has to be on the compute device.
+which begins with the same counts (`zero.optim.numbers`). Unknown classes have one part: they may keep anything. While
+one part is updated, gradients and masters of the next one are on their way to the owners, and new masters of the last
+one on their way back. An owner then holds what moved of two parts instead of all. Units that are offloaded have calls
+of their own, as each has to be on the compute device.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
@@ -29,8 +30,9 @@ from zero.agreement import differences
 from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
+from zero.optim.elementwise import steps_in_parts
 from zero.optim.exchange import Visit, WholeTensor, load_values
-from zero.optim.numbers import numbers_of, set_numbers
+from zero.optim.numbers import counts_of, flat, restore
 from zero.optim.ownership import owners, parts
 from zero.optim.rounding import StochasticRounding
 from zero.optim.tiles import Tile
@@ -88,7 +90,8 @@ class WholeTensorState:
 
     def _find_owners(self, shards: Sequence[OptimizerShard]) -> None:
         ranks = range(self._comm.shard_group.size)
-        self._part_of = dict(zip(shards, parts([shard.unit.layout for shard in shards]), strict=True))
+        if steps_in_parts(self._optimizer):
+            self._part_of = dict(zip(shards, parts([shard.unit.layout for shard in shards]), strict=True))
         held = [[each.parts[rank].numel if rank in each.parts else 0 for rank in ranks] for each in self.tensors]
         groups = [(self._part_of[each.shard], each.group) for each in self.tensors]
         for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
@@ -134,15 +137,16 @@ class WholeTensorState:
         Raises UsageError, on every rank, if `step()` changes a number of its own by the tensors of a rank or of a unit:
         Prodigy's estimate, for instance. A number that counts steps is the same everywhere.
         """
-        before = after = numbers_of(self._optimizer)
+        before = counts_of(self._optimizer)
+        former = after = flat(before)
         found = []
         for visit in self._visits():
-            set_numbers(self._optimizer, before)
+            restore(self._optimizer, before)
             if factor != 1.0:
                 for tensor in visit.own:
                     tensor.param.grad.mul_(factor)
             self._change(visit, self._optimizer.step)
-            after = numbers_of(self._optimizer)
+            after = flat(counts_of(self._optimizer))
             found.append(after)
         unequal = [
             f"{key}: {each.get(key)}, then {value}"
@@ -151,7 +155,7 @@ class WholeTensorState:
             if each.get(key) != value
         ]
         if self._is_divided:
-            unequal += differences(self._comm, {key: after[key] for key in after if after[key] != before.get(key)})
+            unequal += differences(self._comm, {key: after[key] for key in after if after[key] != former.get(key)})
         if unequal:
             raise UsageError(
                 f"optimizer {type(self._optimizer).__name__} keeps a global value that depends on which tensors this "
@@ -161,9 +165,9 @@ class WholeTensorState:
 
     def switch(self, change: Callable[[], object]) -> None:
         """Let the optimizer change the weights: `train()` or `eval()` of a schedule-free one. Every rank must call."""
-        before, state = numbers_of(self._optimizer), self._optimizer.state
+        before, state = counts_of(self._optimizer), self._optimizer.state
         for visit in self._visits():
-            set_numbers(self._optimizer, before)
+            restore(self._optimizer, before)
             # Unlike `step()`, these functions look at tensors without a gradient.
             present = set(visit.own)
             absent = {t.param: state.pop(t.param) for t in self.own if t not in present and t.param in state}
