@@ -138,7 +138,8 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // as in moments.py
+constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // these three as in moments.py
+constexpr float EDGE = 1.0f / 4096.0f;
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 
 // The bits of a moment's magnitude; 0 if this moment or the other one is not finite.
@@ -148,7 +149,10 @@ inline uint32_t finite_bits(float moment, float other) {
 }
 
 // What is added to a code before the fraction is cut off.
-inline float threshold(uint32_t turn) { return float(turn >> 16) * (2047.0f / 2048.0f / 65536.0f) + 1.0f / 4096.0f; }
+inline float threshold(uint32_t turn) {
+    const float share = float(turn >> 16) * (1.0f / 65536.0f);
+    return share < EDGE ? EDGE : share > 1.0f - EDGE ? 1.0f - EDGE : share;
+}
 
 // The same with moments as codes; see moments.py. Magnitudes are ordered as their bits, whose maximum the compiler
 // vectorises.

@@ -13,7 +13,7 @@ where it is, or follow the scale. A small first moment without gradients would n
 threshold from which a moment is rounded up changes with the step and the element's place in the block. It runs through
 a golden-ratio sequence, which meets each interval as often as its length says. (Random numbers do so too, but only on
 the average of many more steps; figures in benchmarks/LOG.md.) Outside of steps the nearest code is taken. Thresholds
-keep 1 / 4096 from both ends: so a value that is exactly a code stays one in spite of the roots' last bits.
+keep a distance from both ends: so a value that is exactly a code stays one in spite of the roots' last bits.
 
 A coded tensor is uint8 and 1-D: the codes, up to 3 bytes of padding, the scales. 0 bytes mean 0. `cpu_adam` reads and
 writes codes in its one pass. All others use the functions here, which compute the same.
@@ -38,6 +38,7 @@ KEYS = ("exp_avg", "exp_avg_sq")
 _LEAST = torch.finfo(torch.float32).tiny
 # 2 ** 32 divided by the golden ratio, and numbers without a pattern; the last one is for first moments. See the note.
 _OF_STEP, _OF_PLACE, _OF_FIRST = 0x9E3779B9, 0x85EBCA6B, 0x5BD1E995
+_EDGE = 1 / 4096
 # Elements that are encoded together, which bounds temporary memory. On a CPU it stays in the cache: 15 ns an element,
 # not 40. Other devices launch fewer kernels.
 _PIECE_ON_CPU, _PIECE = 1 << 18, 1 << 22
@@ -92,7 +93,7 @@ def _thresholds(step: Step, shift: int, device: torch.device) -> torch.Tensor | 
     step = torch.as_tensor(step).to(device, torch.int64, non_blocking=True)  # the host does not wait for it
     places = torch.arange(BLOCK, device=device, dtype=torch.int64)
     turns = (step * _OF_STEP + places * _OF_PLACE + shift) & 0xFFFFFFFF
-    return (turns >> 16).float() * (2047 / 2048 / 65536) + 1 / 4096
+    return (turns >> 16).float().div_(65536).clamp_(_EDGE, 1 - _EDGE)
 
 
 def _encode_into(codes: Pair, scales: Pair, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step) -> None:
