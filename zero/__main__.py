@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
-from zero.arguments import Parser, above_zero, count
+from zero.arguments import Parser, above_zero, count, gibibytes
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe, facts
 from zero.config import load_config
@@ -173,7 +173,7 @@ def _explain(arguments: list[str]) -> None:
 def _estimate(arguments: list[str]) -> None:
     from zero.estimate import Question, report  # transformers takes seconds to import
 
-    example = "t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24"
+    example = "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G"
     parser = Parser(
         "estimate",
         "Say what each process will hold, and what it moves in a step over each link.",
@@ -182,15 +182,15 @@ def _estimate(arguments: list[str]) -> None:
     )
     parser.add_argument("model", help="the model's folder with config.json; weights are not read")
     parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
-    parser.add_argument("--world", type=count, default=1, metavar="N", help="number of processes")
+    parser.add_argument("--world", type=count, default=1, metavar="N", help="number of processes (1)")
     parser.add_argument("--batch", type=count, default=0, help="sequences of a micro-batch on one process")
     parser.add_argument("--seq", type=count, default=0, help="tokens of a sequence")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
     parser.add_argument(
         "--device-memory",
-        type=above_zero,
-        metavar="GB",
-        help="of one device, in GiB; what does not fit gets remedies, ordered by predicted time",
+        type=gibibytes,
+        metavar="GIB",
+        help="of one device: 24 or 24G; what does not fit gets remedies, ordered by predicted time",
     )
     options = parser.parse_args(arguments)
     if bool(options.batch) != bool(options.seq):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from typing import NoReturn
 
@@ -42,6 +43,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"{text} is not a number above 0")
     return int(text)
+
+
+def gibibytes(text: str) -> float:
+    """The type of an option: memory in GiB, as a number or with a unit: 24, 24G, 24GiB, 512M."""
+    found = re.fullmatch(r"([\d.]+)([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ArgumentTypeError(f"{text} is no amount of memory, such as 24, 24G or 512M")
+    return above_zero(found[1]) * {"M": 2.0**-10, "T": 2.0**10}.get(found[2].upper(), 1.0)
 
 
 def above_zero(text: str) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -210,6 +211,11 @@ CHANGES = (
     ("zero_optimization.stage 2", lambda c: c.zero_optimization.stage < 2, _with_zero(stage=2)),
     ("zero_optimization.stage 3", lambda c: c.zero_optimization.stage < 3, _with_zero(stage=3)),
     (
+        "the optimizer offloaded to cpu",
+        lambda c: c.zero_optimization.stage in (1, 2) and not c.zero_optimization.offloads_optimizer,
+        _with_zero(offload_optimizer=_CPU),
+    ),
+    (
         "zero_optimization.stage 3, less kept between uses (stage3_max_live_parameters 0)",
         lambda c: True,
         _with_zero(stage=3, stage3_max_live_parameters=0),
@@ -248,7 +254,12 @@ def remedies(model: nn.Module, config: Config, question: Question, device_memory
         results = zip(words, [estimate(model, each, asked) for _, each in candidates], strict=True)
         fitting = [each for each in results if each[1].total(DEVICE) <= device_memory]
         found += sorted(fitting, key=_seconds)[:1]
-    return sorted(found, key=_seconds)
+    best, least = [], math.inf
+    for each in sorted(found, key=_seconds):  # a slower one must leave more room
+        if each[1].total(DEVICE) < least:
+            best.append(each)
+            least = each[1].total(DEVICE)
+    return best
 
 
 def _seconds(remedy: tuple[str, Estimate]) -> float:
@@ -275,13 +286,16 @@ def report(source: str, config_source: str, question: Question, device_memory: i
         given = config.train_micro_batch_size_per_gpu
         raise UsageError(f"--batch {question.batch}: {config_source} has train_micro_batch_size_per_gpu {given}")
     config = _with_known_steps(config, question)
+    if sys.stderr.isatty():
+        print("estimate: one step is followed on fake tensors; large models take up to a minute", file=sys.stderr)
     model = build(model_config, config.compute_dtype)
     found = estimate(model, config, question)
     fits = device_memory is None or found.total(DEVICE) <= device_memory
     better = [] if fits else remedies(model, config, question, device_memory)
     if as_json:
         changes = [
-            {"change": name, "device": each.total(DEVICE), "seconds": each.traffic.seconds} for name, each in better
+            {"change": name, "device": each.total(DEVICE), "host": each.total(HOST), "seconds": each.traffic.seconds}
+            for name, each in better
         ]
         moved = {"traffic": found.traffic.links, "seconds": found.traffic.seconds}
         facts = (
@@ -299,6 +313,9 @@ def report(source: str, config_source: str, question: Question, device_memory: i
         lines.append("Activations are not included: give --batch and --seq.")
     lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
     lines += _table(found.traffic.links)
+    if fits and device_memory is not None:
+        without = "" if question.batch else ", without activations"
+        lines.append(f"This fits on a device of {_size(device_memory)}{without}.")
     if not fits:
         largest = max(found.parts[DEVICE], key=found.parts[DEVICE].get)
         lines.append(f"This does not fit on a device of {_size(device_memory)}; the largest part: {largest}.")
@@ -309,7 +326,8 @@ def report(source: str, config_source: str, question: Question, device_memory: i
 
 
 def _described(change: str, found: Estimate) -> str:
-    return f"{change}: {_size(found.total(DEVICE))}, {found.traffic.seconds:.2g} s a step"
+    host = f" and {_size(found.total(HOST))} of host memory" if found.total(HOST) else ""
+    return f"{change}: {_size(found.total(DEVICE))}{host}, {found.traffic.seconds:.2g} s a step"
 
 
 def _with_known_steps(config: Config, question: Question) -> Config:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +41,9 @@ _ALIVE = 15
 def launch(arguments: list[str]) -> int:
     """Run `zero launch ARGUMENTS`; returns the job's exit code. Raises UsageError for hosts that do not exist."""
     options = _parser().parse(arguments)
+    script = options.command[0]
+    if not (options.module or script == "-m" or Path(script).is_file() or shutil.which(script)):
+        raise UsageError(f"launch: {script}: no such file, and no such command")
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         if options.include or options.exclude or (options.num_nodes or 1) > 1:
             raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
@@ -59,13 +64,13 @@ def _parser() -> Parser:
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
     )
     parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
-    parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT][@NAME...]")
+    parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]")
     parser.add_argument("-e", "--exclude", default="", help="hosts or slots not to use, written in the same way")
     parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
     parser.add_argument("--num_gpus", type=int, help="use the first so many slots of each host")
     parser.add_argument("--master_addr", help="address of the first host, as all hosts see it; default: its name")
     parser.add_argument("--master_port", type=int, default=29500, help="a free port on the first host (29500)")
-    parser.add_argument("--ssh_port", type=int, help="port of ssh on all hosts")
+    parser.add_argument("--ssh_port", "--ssh-port", type=int, help="port of ssh on all hosts")
     parser.add_argument("--elastic_training", action="store_true", help="go on with the hosts that are left")
     parser.add_argument("--min_elastic_nodes", type=int, default=1, help="fewest hosts to go on with (1)")
     parser.add_argument("--module", action="store_true", help="the script is a module's name, as for `python -m`")
@@ -128,14 +133,25 @@ def choose(
 
 def _parse_filter(text: str, hosts: dict[str, list[int]]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for part in filter(None, text.split("@")):
+    # Guides also write `node1:0-3,node2:0-3`.
+    for part in filter(None, re.split(r"@|,(?=[^,@:]+:)", text)):
         name, colon, slots = part.partition(":")
         if name not in hosts:
             raise UsageError(f"launch: host {name!r} is not in the hostfile, which has {', '.join(hosts)}")
-        numbers = [int(slot) if slot.isdecimal() else -1 for slot in slots.split(",")] if colon else hosts[name]
-        if wrong := [slot for slot in numbers if slot not in hosts[name]]:
+        wanted = _slots(slots) if colon else hosts[name]
+        if wrong := [slot for slot in wanted if slot not in hosts[name]]:
             raise UsageError(f"launch: {part!r}: host {name} has slots 0 to {len(hosts[name]) - 1}, not {wrong[0]}")
-        found[name] = sorted({*found.get(name, []), *numbers})
+        found[name] = sorted({*found.get(name, []), *wanted})
+    return found
+
+
+def _slots(text: str) -> list[int | str]:
+    """The slots of `0,2` or `0-3`; what is neither a number nor a range stays text."""
+    found: list[int | str] = []
+    for each in text.split(","):
+        first, _, last = each.partition("-")
+        numbers = first.isdecimal() and (last or first).isdecimal()
+        found += range(int(first), int(last or first) + 1) if numbers else [each]
     return found
 
 

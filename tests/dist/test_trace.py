@@ -84,7 +84,8 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert {event["name"] for event in of_track[0, "reductions in flight"]} >= WEIGHTS
     assert any(event["name"] == "aten::addmm" for event in of_track[0, "compute"])
     updates = [event for event in of_track[0, "late updates"] if event["name"] in WEIGHTS]
-    assert len(updates) == 3 and all("elements" in event["args"] for event in updates)
+    # Some of the step before may be over when the recording begins, and some of this step may come after its end.
+    assert updates and all("elements" in event["args"] for event in updates)
     assert any(event["name"].startswith("wait for ") for event in of_track[0, "waits"])
     assert_nested(events)
 
