@@ -16,11 +16,13 @@ import torch
 
 import zero
 from tests.dist.toys import ROWS, toy, toy_batches
-from tests.dist.training import ds_config, loss_of, start
+from tests.dist.training import ds_config, loss_of, start, train_zero
+from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.monitor.writers import writers
+from zero.offload import tiers
 from zero.report.runs import read
 
 RANKS, STEPS, ACCUMULATION = 2, 3, 2
@@ -85,6 +87,28 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
     rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
     assert rows[0] == ["step", "train_loss"]
     assert [(int(x), float(y)) for x, y in rows[1:]] == [(r["samples"], r["loss"]) for r in records]
+
+
+def language(rank: int, world_size: int, folder: Path) -> int:
+    """Train a small model of language with its optimizer in files. Return the number of its parameters."""
+    tiers.LEAST_BYTES_IN_A_FILE = 1
+    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
+    engine, _ = start(build("t5"), ds_config(**files) | {"json_monitor": where})
+    train_zero(engine, batches("t5", 2))
+    return sum(unit.layout.numel for unit in engine.units)
+
+
+def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
+    elements = run_on(2, language, tmp_path)[0]
+    record = json.loads((tmp_path / "job" / "steps.jsonl").read_text().splitlines()[-1])
+    batch = batches("t5", 2)[-1]
+    tokens = batch["input_ids"].numel() + batch["labels"].numel()
+    steps_per_second = record["samples_per_second"] * record["step"] / record["samples"]
+    assert record["tokens_per_second"] == pytest.approx(tokens * steps_per_second)
+    assert record["model_flops_per_second"] == pytest.approx(6 * elements * tokens / 2 * steps_per_second)
+    assert record["files"]["read"] > 0 and record["files"]["written"] > 8 * elements / 2
+    assert min(record["ranks"]["host_bytes_peak"]) > 0 and record["ranks"]["device_bytes"] == [0, 0]
 
 
 def test_operations_are_counted_exactly(tmp_path: Path):

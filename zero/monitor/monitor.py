@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero.config.monitor import FlopsProfilerConfig
@@ -23,11 +24,12 @@ from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.facts import facts
 from zero.monitor.writers import Record, Writer, writers
+from zero.offload.files import TRANSFERRED
 
 logger = logging.getLogger("zero")
 
 # What each rank tells: columns of the table that is summed over ranks.
-_COLUMNS = ("loss", "has_loss", "seconds", "waited", "host_memory", "device_memory")
+_COLUMNS = ("loss", "has_loss", "seconds", "waited", "host_memory", "device_memory", "device_memory_now", "tokens")
 
 
 def make(engine: ZeroEngine) -> Monitor | None:
@@ -61,6 +63,9 @@ class Monitor:
         self._moved = self._counts()
         self._start = time.perf_counter()
         self._is_first, self._warnings = True, _Warnings()
+        self._tokens, self._in_files = 0, Counter(TRANSFERRED)
+        if gathers:
+            engine.module.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         if writers:
             logger.addFilter(self._warnings)
             weakref.finalize(self, logger.removeFilter, self._warnings)
@@ -72,6 +77,14 @@ class Monitor:
     def _counts(self) -> tuple[Counter[str], Counter[str]]:
         """Elements and bytes that collectives have moved so far."""
         return Counter(self._engine.comm.elements), Counter(self._engine.comm.bytes)
+
+    def _count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and of a decoder."""
+        if torch.is_grad_enabled() and torch.is_tensor(ids := kwargs.get("input_ids", args[0] if args else None)):
+            is_text = ids.dim() == 2 and not ids.is_floating_point()
+            of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
+            two = is_text and getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+            self._tokens += is_text * ids.numel() + (of_decoder.numel() if two and of_decoder is not None else 0)
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, divided by the number of micro-batches."""
@@ -90,7 +103,7 @@ class Monitor:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
         engine.comm.clock.reset()
         self._losses.clear()
-        self._moved = self._counts()
+        self._moved, self._in_files, self._tokens = self._counts(), Counter(TRANSFERRED), 0
         self._start = time.perf_counter()
         if self._flops is not None:
             self._flops.before_step(engine.global_steps + 1)
@@ -114,7 +127,8 @@ class Monitor:
         total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
-        own += [_peak_host_memory(), device]
+        now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
+        own += [_peak_host_memory(), device, now, self._tokens]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
@@ -126,6 +140,8 @@ class Monitor:
         # A rank that others wait for waits least.
         slowest = int((column["seconds"] - column["waited"]).argmax())
         waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
+        of_ranks = column["tokens"].sum().item() / column["seconds"].max().item()  # model groups share their tokens
+        flops = 6 * sum(unit.layout.numel for unit in engine.units) * of_ranks / len(table)
         elements, nbytes = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
         return {
             "step": engine.global_steps,
@@ -136,10 +152,13 @@ class Monitor:
             "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
             "samples_per_second": engine.settings.train_batch_size / column["seconds"].max().item(),
+            "tokens_per_second": of_ranks / (engine.comm.model.world_size if engine.comm.model else 1) or None,
+            "model_flops_per_second": flops or None,
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
             "waits": waits,
             "elements": dict(elements),
             "bytes": dict(nbytes),
+            "files": {name: TRANSFERRED[name] - self._in_files[name] for name in ("read", "written")},
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
                 "host_bytes_peak": int(column["host_memory"].max()),
@@ -148,6 +167,9 @@ class Monitor:
             "ranks": {
                 "slowest": slowest,
                 "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
+                "host_bytes_peak": column["host_memory"].long().tolist(),
+                "device_bytes_peak": column["device_memory"].long().tolist(),
+                "device_bytes": column["device_memory_now"].long().tolist(),
             },
         }
 

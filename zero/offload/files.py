@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -33,6 +34,9 @@ from zero.errors import UsageError
 from zero.offload.memory import PAGE, HostMemory, round_up
 
 logger = logging.getLogger("zero")
+# Bytes that this process has read from its files ("read") and written to them ("written").
+TRANSFERRED: Counter[str] = Counter()
+_counting = threading.Lock()
 
 _NVME_PATH = "zero_optimization.offload_*.nvme_path"
 # The page cache drops and writes back whole folios of up to 2 MiB. So no two tensors share one.
@@ -146,6 +150,8 @@ class ScratchFile:
         position = self._regions.position(mapped.data_ptr()) if mapped.nbytes else 0
         if position is None:
             raise ValueError("not a tensor of this file")
+        with _counting:  # late updates have a thread of their own
+            TRANSFERRED["read" if is_read else "written"] += mapped.nbytes
         requests = []
         for start, nbytes, direct in _pieces(position, mapped.nbytes, request_bytes(self.settings)):
             place = (position + start, host.data_ptr() + start, nbytes)
