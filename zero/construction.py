@@ -6,8 +6,10 @@ broadcasts its buffers. Nothing is trained here. This file knows nothing of Deep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
 from zero.compression import CompressedCommunicator
-from zero.config import Config, OffloadOptimizerConfig
+from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.experts import SlicedExperts, can_be_sliced, numel_of_one
@@ -33,6 +35,8 @@ from zero.parameters import cut_of, local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import HpzUnit
 from zero.unit import Unit
+
+logger = logging.getLogger("zero")
 
 
 def require_agreement(
@@ -131,6 +135,24 @@ def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
     if zero.offloads_params and zero.offload_param.device == "nvme":
         ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
     return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+
+def warn_if_crowded(units: Sequence[Unit], limit: int) -> None:
+    """Warn if most units find no room beside the one in use, so that communication overlaps with no computation.
+
+    Args: limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and is not warned.
+    """
+    sizes = [unit.layout.numel for unit in units if not unit.persistent]
+    pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]
+    late = [size for both, size in pairs if both > limit]
+    if limit >= ZeroConfig().stage3_max_live_parameters and 2 * sum(late) > sum(sizes):
+        needed = max(both for both, _ in pairs)
+        logger.warning(
+            "zero_optimization.stage3_max_live_parameters is %s: too small for two of this model's largest blocks, so "
+            "most all-gathers overlap with no computation. %s would be enough",
+            f"{limit:,}",
+            f"{needed:,}",
+        )
 
 
 def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
