@@ -5,7 +5,8 @@
     python -m benchmarks.scaling --check            # 1, 2, 4, 8 processes here, in network namespaces (needs root)
 
 Times come from `benchmarks.timeline`, memory from `zero estimate`. Each model is predicted with the configuration as it
-is, without its offload, and without it in groups: each of 64 ranks has all shards (`mics_shard_size`).
+is, without its offload, and tuned: without offload, each group of 64 ranks with all shards (`mics_shard_size`), and
+room for two blocks (`stage3_max_live_parameters`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from zero.errors import UsageError
 from zero.estimate import DEVICE, HOST, Question, build, estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
-GROUP = 64  # ranks that have all shards, in the third setting
+TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}
 # Bytes/s that each process of the check may send, and how many processes there are. The links are so slow that the
 # processes, which share a few cores, compute for a small part of a step.
 CHECK_RATE = 20e6 / 8
@@ -56,24 +57,25 @@ def without_offload(config: Config) -> Config:
     return config.model_copy(update={"zero_optimization": zero})
 
 
-def in_groups(config: Config) -> Config:
-    changed = {"mics_shard_size": GROUP, "zero_hpz_partition_size": 1}
-    return config.model_copy(update={"zero_optimization": config.zero_optimization.model_copy(update=changed)})
+def tuned(config: Config, ranks: int) -> Config:
+    changed = TUNED | {"mics_shard_size": min(ranks, TUNED["mics_shard_size"])}
+    zero = without_offload(config).zero_optimization.model_copy(update=changed)
+    return config.model_copy(update={"zero_optimization": zero})
 
 
 def predictions(name: str, args: argparse.Namespace) -> Rows:
     shape = shape_of(name)
     config = fill_in(load_config(str(args.ds_config), allow_auto=True), shape)
-    model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
     fake, rows = build(shape, config.compute_dtype), []
-    settings = {"as configured": config}
+    settings = {"as configured": lambda ranks: config}
     if config.zero_optimization.offloads_params or config.zero_optimization.offloads_optimizer:
-        settings["without offload"] = without_offload(config)
-    settings[f"without offload, groups of {GROUP}"] = in_groups(without_offload(config))
-    for words, each in settings.items():
+        settings["without offload"] = lambda ranks: without_offload(config)
+    settings["tuned"] = lambda ranks: tuned(config, ranks)
+    for words, of_ranks in settings.items():
+        largest = of_ranks(max(args.ranks))  # the program is the same on any number of ranks
+        model, program = rehearse_meta(shape, largest, args.batch, args.seq, not args.no_checkpointing)
         for ranks in args.ranks:
-            if "groups" in words and (ranks <= GROUP or ranks % GROUP):
-                continue
+            each = of_ranks(ranks)
             times = predict(make_units(model, each, ranks), program, each, machine_of(args), ranks)
             question = Question(ranks, args.batch, args.seq, not args.no_checkpointing)
             memory = estimate(fake, each, question)
@@ -102,7 +104,7 @@ def draw(rows: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
         for settings, line in zip(dict.fromkeys(row["settings"] for row in rows), ("--", "-", ":"), strict=False):
             own = [row for row in rows if (row["model"], row["settings"]) == (model, settings)]
@@ -116,7 +118,7 @@ def draw(rows: Rows, path: Path) -> None:
         axes.grid(alpha=0.3)
     left.set_ylim(0, 100)
     right.set_yscale("log")
-    right.legend(fontsize=7)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=110)
 
 

@@ -37,7 +37,7 @@ assumptions
 - A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full buffer over the
   slowest link, and pays the latency of each hop. All-gathers and reductions share the network, one after another.
 - Groups are of consecutive ranks. The same collective of all groups of a node runs at the same time, and shares the
-  links between nodes. Coded gradients go to each rank directly, so between nodes they take the way of each rank.
+  links between nodes. Coded gradients are exchanged within nodes first, then between them.
 - A collective, and a copy from the host, starts when compute has come to where the engine starts it.
 - Copies to and from the device have a link each, the disk has one. Contention for host memory is in --host-adam only.
 - Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the device takes the time of
@@ -153,7 +153,8 @@ class Timeline:
         ranks, shard = layout.world_size, layout.padded // layout.world_size
         seconds = machine.collective(layout.padded * self._sent_item, ranks)
         if zero.zero_quantized_gradients:
-            seconds = machine.exchange(ranks * message_bytes(shard, zero.zero_quantized_gradient_bits), ranks)
+            nbytes, near = ranks * message_bytes(shard, zero.zero_quantized_gradient_bits), min(ranks, machine.per_node)
+            seconds = machine.exchange(nbytes, near) + machine.exchange(nbytes / near, ranks // near, stride=near)
         seconds += 2 * machine.collective(shard * self._sent_item, self.ranks // ranks, stride=ranks)
         return self.run("network", seconds, self.now)
 

@@ -252,8 +252,7 @@ class Communicator:
             sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, unit)
-            # The same tag: no rank is in both groups.
-            works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)
+            works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)  # to other ranks
             Pending(works, None, (), self.watchdog, unit).wait()
             _add_up(out, sums, accumulate)
 
@@ -329,17 +328,20 @@ class Communicator:
         works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
-    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, unit: object = None) -> Pending:
+    def start_all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, unit: object = None, across: bool = False
+    ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what that rank sends here.
 
-        Both are contiguous matrices of the same shape. On gloo this rank's own row is not copied.
+        Both are contiguous, of the same shape. gloo does not copy the own row. `across`: among the replicate group.
         """
         self._count("all_to_all", sent.numel(), sent, unit)
         if self._native:
-            work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
+            own = self._replicas if across else self._reductions
+            work = dist.all_to_all_single(received, sent, group=own, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
-        tag = self._tags.next("reduce", unit)
-        works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
+        group = self.replicate_group if across else self.shard_group
+        works = self._exchange("all_to_all", group, self._tags.next("reduce", unit), sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 
     def start_all_to_all_of_parts(
@@ -364,7 +366,7 @@ class Communicator:
         return tensor
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks. Blocking, and slow: use it for error messages only."""
+        """Every rank's value, in the order of the ranks. Blocking and slow: not for training steps."""
         values = [value] * self.world_size
         self._blocking("an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts))
         return values

@@ -7,6 +7,8 @@ broadcasts its buffers. Nothing is trained here. This file knows nothing of Deep
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,7 +18,7 @@ from torch import nn
 
 from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
-from zero.compression import CompressedCommunicator
+from zero.compression import CompressedCommunicator, ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
@@ -168,7 +170,20 @@ def make_traffic(settings: Config, comm: Communicator) -> Communicator | Compres
             f"zero_optimization.zero_quantized_gradients: not available where {comm.replicate_group.size} groups of "
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
-    return CompressedCommunicator(comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits)
+    machine = _machines(comm) if bits else None
+    return CompressedCommunicator(
+        comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
+    )
+
+
+def _machines(comm: Communicator) -> Communicator | None:
+    """`comm` with the ranks of each machine as shard groups. None if it is one machine, or if their sizes differ."""
+    # A host's name alone would not do: some launchers start all ranks in containers of one name.
+    number = comm.job.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    machines = comm.job.exchange((platform.node(), number))
+    size = ranks_of_machine([machines[rank] for rank in comm.shard_group.ranks])
+    sizes = set(comm.job.exchange(size))
+    return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
 
 
 def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:
