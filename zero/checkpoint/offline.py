@@ -144,11 +144,16 @@ def consolidate(
 # -- for reading by people
 
 
-def facts(checkpoint: str | os.PathLike) -> dict[str, Any]:
-    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes."""
+def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes.
+
+    progress: show a bar on stderr.
+    """
     reader = _open(checkpoint)
-    reader.verify()
     manifest, sizes = reader.manifest, {}
+    nbytes = sum(entry.bytes for entry in manifest.files.values())
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=not progress) as bar:
+        reader.verify(bar.update)
     for key, nbytes in reader.stored_bytes().items():
         kind, _, rest = key.partition("/")
         kind = f"optimizer {rest.split('/', 1)[0]}" if kind == "optimizer" else {"plain": "buffers"}.get(kind, kind)

@@ -21,8 +21,9 @@ def run(
 ) -> None:
     """Run the command to its end. What it prints goes to the file `log`, the end of it into an error.
 
-    progress: a line for stderr, printed when it has changed; None prints nothing. what: the run's name in an error.
+    progress: a line for stderr, with the seconds on a terminal; None before the first step. what: the run's name.
     """
+    start, live = time.monotonic(), sys.stderr.isatty()
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "zero", "run", *command],
@@ -31,13 +32,18 @@ def run(
         try:
             shown = None
             while process.poll() is None:
+                line = progress() or f"{what}: before its first step"
+                if live:
+                    print(f"\r\033[K{line}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+                elif line != shown:
+                    print(line, file=sys.stderr, flush=True)
+                shown = line
                 time.sleep(_POLL)
-                if (line := progress()) not in (None, shown):
-                    shown = line
-                    print(line, file=sys.stderr)
         finally:
             process.kill()
             process.wait()
+            if live:
+                print(file=sys.stderr)
     if process.returncode:
         raise UsageError(f"{what} failed with code {process.returncode}:\n{what_went_wrong(log)}")
 
