@@ -80,6 +80,7 @@ INSIDE = {
         "parallel",
         "monitor",
         "precision",
+        "sharding",
         "settings",
         "loading",
         "report",
