@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zero.arguments import Parser, above_zero, check_command, count, gibibytes, program
+from zero.arguments import Parser, Working, above_zero, check_command, count, gibibytes, program
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe, facts
 from zero.config.explain import explain, explain_as_json
@@ -164,8 +164,6 @@ def _explain(arguments: list[str]) -> None:
 
 
 def _estimate(arguments: list[str]) -> None:
-    from zero.estimate import Question, report  # transformers takes seconds to import
-
     example = "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G"
     parser = Parser(
         "estimate",
@@ -189,8 +187,12 @@ def _estimate(arguments: list[str]) -> None:
     if bool(options.batch) != bool(options.seq):
         parser.error("--batch and --seq belong together")
     memory = None if options.device_memory is None else int(options.device_memory * 2**30)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing)
-    print(report(options.model, options.ds_config, question, memory, options.json))
+    with Working("estimate: following one step on fake tensors; large models take a minute"):
+        from zero.estimate import Question, report  # transformers takes seconds to import
+
+        question = Question(options.world, options.batch, options.seq, options.checkpointing)
+        text = report(options.model, options.ds_config, question, memory, options.json)
+    print(text)
 
 
 def _inspect(arguments: list[str]) -> None:

@@ -8,6 +8,8 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -19,6 +21,7 @@ from typing import NoReturn
 from zero.config import load_config
 from zero.errors import UsageError
 
+_TICK = 0.5  # seconds between two looks of a line at the clock
 # Programs whose first argument that ends in .py is a script.
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
 
@@ -48,6 +51,35 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; see {self.prog} --help")
+
+
+class Working:
+    """Shows on stderr that a long step goes on: on a terminal a line with its seconds, else each new text of `show`."""
+
+    def __init__(self, text: str):
+        self._text, self._live, self._done = text, sys.stderr.isatty(), threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> Working:
+        if self._live:
+            self._thread.start()
+        return self
+
+    def show(self, text: str) -> None:
+        if text != self._text and not self._live:
+            print(text, file=sys.stderr, flush=True)
+        self._text = text
+
+    def _tick(self) -> None:
+        start = time.monotonic()
+        while not self._done.wait(_TICK):
+            print(f"\r\033[K{self._text}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._live:
+            self._thread.join()
 
 
 def program(target: str) -> str | None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.processes import REPOSITORY
+from tests.unit.checkpoints import save
 from tests.unit.test_hook import assert_refused
+from zero import launch
 from zero.__main__ import COMMANDS, USAGE, main
-from zero.arguments import Parser, check_command, output_file
+from zero.arguments import Parser, Working, check_command, output_file
 from zero.hf import STARTUP
 
 ALL = [*COMMANDS, "run"]
@@ -156,3 +163,47 @@ def test_a_command_keeps_its_own_options(command: str):
 def test_the_folder_of_the_hook_as_json(capsys):
     main(["hook", "--json"])
     assert json.loads(capsys.readouterr().out) == {"folder": STARTUP}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("zero.arguments._TICK", 0.01)
+    with Working("counting") as working:
+        assert until(lambda: "\rcounting, 0 s" in sys.stderr.getvalue().replace("\033[K", ""))
+        working.show("counted")
+        assert until(lambda: "counted, 0 s" in sys.stderr.getvalue())
+    assert sys.stderr.getvalue().endswith("\r\033[K")  # the line is gone before the result
+
+
+def test_a_long_step_prints_its_changes_to_a_file(capsys):
+    with Working("counting") as working:
+        for number in (1, 1, 2):
+            working.show(f"step {number}")
+    assert capsys.readouterr().err == "step 1\nstep 2\n"
+
+
+def test_checksums_show_progress(tmp_path: Path, capsys):
+    main(["inspect", str(save(tmp_path, "step1"))])
+    assert "checksums: 100%" in capsys.readouterr().err
+
+
+def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Until the first line of the last host, less and less often."""
+    monkeypatch.setattr("zero.launch._SILENCE", 0.05)
+    job = mock.Mock()
+    job.poll.side_effect = [None] * 4 + [0] * 20
+    assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")

@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from zero.arguments import Parser, check_command, count
+from zero.arguments import Parser, Working, check_command, count
 from zero.errors import UsageError
 from zero.verify.compare import Result, compare, steps_in
 from zero.watch.running import run, what_went_wrong
@@ -35,7 +35,8 @@ def verify(arguments: list[str]) -> int:
         folder = options.folder or Path(temporary)
         for mode in MODES:
             _record(mode, folder, options.steps, options.command)
-        result = compare(*(folder / mode for mode in MODES))
+        with Working("verify: comparing"):
+            result = compare(*(folder / mode for mode in MODES))
     print(as_json(result) if options.json else as_text(result))
     return int(result.difference is not None)
 

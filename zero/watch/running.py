@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from zero.arguments import Working
 from zero.errors import UsageError
 
 PROGRESS = "step"  # a file in the run's folder with the number of its last step
@@ -23,27 +24,19 @@ def run(
 
     progress: a line for stderr, with the seconds on a terminal; None before the first step. what: the run's name.
     """
-    start, live = time.monotonic(), sys.stderr.isatty()
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "zero", "run", *command],
             env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            shown = None
-            while process.poll() is None:
-                line = progress() or f"{what}: before its first step"
-                if live:
-                    print(f"\r\033[K{line}, {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-                elif line != shown:
-                    print(line, file=sys.stderr, flush=True)
-                shown = line
-                time.sleep(_POLL)
+            with Working("") as working:
+                while process.poll() is None:
+                    working.show(progress() or f"{what}: before its first step")
+                    time.sleep(_POLL)
         finally:
             process.kill()
             process.wait()
-            if live:
-                print(file=sys.stderr)
     if process.returncode:
         raise UsageError(f"{what} failed with code {process.returncode}:\n{what_went_wrong(log)}")
 
