@@ -31,9 +31,11 @@ def run(
         )  # fmt: skip
         try:
             with Working("") as working:
+                working.show(f"{what}: before its first step")
                 while process.poll() is None:
-                    working.show(progress() or f"{what}: before its first step")
                     time.sleep(_POLL)
+                    if line := progress():
+                        working.show(line)
         finally:
             process.kill()
             process.wait()
