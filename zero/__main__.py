@@ -112,9 +112,11 @@ def _or_refuse(command: Callable[[list[str]], Any], arguments: list[str]) -> Any
 
 
 def _what_to_run(arguments: list[str]) -> Namespace:
-    description = "Run a script, a launcher or a module with zero under the name `deepspeed`."
+    description = (
+        "Run a script, launcher or module with zero under the name `deepspeed`. With --json, it prints to stderr."
+    )
     example = "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json"
-    parser = Parser("run", description, example, "exit code, seconds and memory, and what is run on stderr,")
+    parser = Parser("run", description, example, "exit code, seconds and memory at the end")
     parser.add_command()
     options = parser.parse(arguments)
     check_command("run", options.command)

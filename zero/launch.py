@@ -70,9 +70,10 @@ def launch(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
+        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh. With --json, "
+        "the ranks print to stderr.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
-        json="exit codes of the job and of each host, and what the ranks print on stderr,",
+        json="exit codes and seconds at the end",
     )
     parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
     parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]")

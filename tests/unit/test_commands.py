@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.processes import REPOSITORY
-from tests.unit.checkpoints import save
+from tests.unit.checkpoints import flip, save
 from tests.unit.test_hook import assert_refused
 from zero import launch
 from zero.__main__ import COMMANDS, USAGE, main
@@ -194,9 +194,16 @@ def test_a_long_step_prints_its_changes_to_a_file(capsys):
     assert capsys.readouterr().err == "step 1\nstep 2\n"
 
 
-def test_checksums_show_progress(tmp_path: Path, capsys):
+def test_checksums_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
     main(["inspect", str(save(tmp_path, "step1"))])
-    assert "checksums: 100%" in capsys.readouterr().err
+    assert "checksums: " in sys.stderr.getvalue()
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys):
+    folder = save(tmp_path, "step1")
+    flip(folder / "rank00000.safetensors")
+    assert_refused(["inspect", str(folder)], "rank00000.safetensors is damaged", capsys)
 
 
 def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):

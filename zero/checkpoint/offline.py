@@ -33,7 +33,7 @@ def _open(path: str | os.PathLike, tag: str | None = None) -> PartReader:
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
-        raise ValueError(f"{path}: there is no checkpoint")
+        raise ValueError(f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     return PartReader(folder, manifest)
@@ -147,12 +147,13 @@ def consolidate(
 def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
     """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes.
 
-    progress: show a bar on stderr.
+    progress: show a bar on stderr, if that is a terminal.
     """
     reader = _open(checkpoint)
     manifest, sizes = reader.manifest, {}
     nbytes = sum(entry.bytes for entry in manifest.files.values())
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=not progress) as bar:
+    shown = None if progress else True  # None: on a terminal only
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False) as bar:
         reader.verify(bar.update)
     for key, nbytes in reader.stored_bytes().items():
         kind, _, rest = key.partition("/")
