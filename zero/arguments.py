@@ -24,6 +24,7 @@ from zero.errors import UsageError
 _TICK = 0.5  # seconds between two looks of a line at the clock
 # Programs whose first argument that ends in .py is a script.
 LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
+NOT_PYTHON = (".json", ".yaml", ".yml", ".toml", ".sh", ".txt", ".md", ".ipynb")
 
 
 class Parser(ArgumentParser):
@@ -99,7 +100,7 @@ def check_command(name: str, command: list[str]) -> None:
         _check_module(name, *rest[:1])
     elif program(target) is None:
         _check_script(name, target)
-    elif Path(target).name in LAUNCHERS and not {"-m", "--module", "-c"} & {*rest}:
+    elif Path(target).name in LAUNCHERS and not {"-m", "--module", "-c", "--no-python", "--no_python"} & {*rest}:
         for script in [word for word in rest if word.endswith(".py")][:1]:
             _check_script(name, script)
     for config in _configurations(rest):
@@ -120,7 +121,7 @@ def _check_script(name: str, script: str) -> None:
         raise UsageError(f"{name}: {script}: no such file, and no such command")
     if not path.is_file():
         raise UsageError(f"{name}: {script}: not a file; name the script in it")
-    if path.suffix not in ("", ".py", ".pyc") or not os.access(path, os.R_OK):
+    if path.suffix in NOT_PYTHON or not os.access(path, os.R_OK):
         raise UsageError(f"{name}: {script}: neither a Python script nor a command that you may execute")
 
 

@@ -62,6 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "x.py").write_text("")
     (tmp_path / "x.sh").write_text("echo")
+    (tmp_path / "x.v2").write_text("")
     (tmp_path / "ok.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "typo.json").write_text('{"zero_optimisation": {}}')
     (tmp_path / "hosts").write_text("node1 slots=2\n")
@@ -94,7 +95,8 @@ def test_a_command_that_cannot_start_is_refused_before_anything_is_started(given
 @pytest.mark.parametrize(
     "given",
     [
-        "x.py", "-m json.tool", "sh -c true.py", "torchrun -m x.py none.py", "torchrun x.py none.py", "-m x",
+        "x.py", "-m json.tool", "sh -c true.py", "torchrun -m x.py none.py", "torchrun x.py none.py", "-m x", "x.v2",
+        "torchrun --no-python ./x.sh none.py",
         "torchrun --nproc_per_node 2 x.py --deepspeed ok.json", "x.py --deepspeed --eval",
     ],
 )  # fmt: skip
