@@ -23,7 +23,7 @@ from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
 from zero.arguments import above_zero, count
 from zero.compression import message_bytes
 from zero.config import Config, load_config
-from zero.config.settings import OffloadOptimizerConfig
+from zero.config.offload import OffloadOptimizerConfig
 from zero.construction import overlaps_step
 from zero.errors import UsageError
 from zero.estimate import DEVICE, DISK, HOST, fill_in, read_config

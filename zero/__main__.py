@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from zero.arguments import Parser, above_zero, count, gibibytes
+from zero.arguments import Parser, Working, above_zero, check_command, count, gibibytes, program
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe, facts
-from zero.config import load_config
 from zero.config.explain import explain, explain_as_json
 from zero.doctor.command import doctor
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
-from zero.launch import launch
+from zero.launch import launch, run_aside
 from zero.report.command import report
 from zero.verify.command import verify
 from zero.watch.command import memory, trace
@@ -33,7 +31,8 @@ usage: zero run SCRIPT.py ARGS...
 
 Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with zero under the name
 `deepspeed` in it and in all python processes that it starts. The file given by --deepspeed, --deepspeed_config or
---deepspeed_config_file in ARGS is checked first, before anything is started.
+--deepspeed_config_file in ARGS is checked first, before anything is started. With --json before the script, all that
+it prints goes to stderr, and its exit code, seconds and memory to stdout.
 
        zero hook
 
@@ -82,47 +81,62 @@ change, the fastest first.
 which `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 
-Each command has an example under --help. All but `run` and `launch` print a JSON object with --json. A mistake is one
-line and exit code 2. Where the command `zero` is not installed, `python -m zero` is the same.
+Each command has an example under --help, and prints a JSON object with --json. A mistake is one line and exit code 2.
+Where the command `zero` is not installed, `python -m zero` is the same.
 """
 CHECKPOINT = "the checkpoint's folder, or the one it lies in"
-USAGE_OF_RUN = "usage: zero run SCRIPT.py|LAUNCHER|-m MODULE ARGS..."
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Do what the command line says; `SystemExit(2)` with one line on stderr where it cannot be done."""
     match sys.argv[1:] if arguments is None else arguments:
-        case [] | ["-h" | "--help", *_] | ["run", "-h" | "--help"]:
+        case [] | ["-h" | "--help", *_]:
             print(USAGE, end="")
-        case ["run"] | ["run", "-m"]:
-            _refuse(f"run: no script, launcher or module given; {USAGE_OF_RUN}")
-        case ["run", target, *rest]:
-            _check_configurations(rest)
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
-            _run(target, rest)
+        case ["run", *rest]:
+            options = _or_refuse(_what_to_run, rest)
+            _run(options)  # errors of the script are its own
         case [command, *rest] if command in COMMANDS:
-            try:
-                code = COMMANDS[command](rest)
-            except (ValueError, OSError) as error:
-                _refuse(str(error))
-            if code is not None:
+            if (code := _or_refuse(COMMANDS[command], rest)) is not None:
                 sys.exit(code)
         case [command, *_]:
-            _refuse(f"unknown command '{command}'; {USAGE_OF_RUN}")
+            _refuse(f"unknown command '{command}'; see zero --help")
 
 
-def _run(target: str, arguments: list[str]) -> None:
+def _or_refuse(command: Callable[[list[str]], Any], arguments: list[str]) -> Any:
+    try:
+        return command(arguments)
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _what_to_run(arguments: list[str]) -> Namespace:
+    description = (
+        "Run a script, launcher or module with zero under the name `deepspeed`. With --json, it prints to stderr."
+    )
+    example = "torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json"
+    parser = Parser("run", description, example, "exit code, seconds and memory at the end")
+    parser.add_command()
+    options = parser.parse(arguments)
+    check_command("run", options.command)
+    return options
+
+
+def _run(options: Namespace) -> None:
     """Run a script in this process, which may be a rank of a launcher. A command or a module replaces this process."""
-    beside = os.path.dirname(sys.executable)  # the virtual environment need not be activated
-    command = shutil.which(target, path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
-    if target == "-m":
+    target, *arguments = options.command
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+    if options.json:
+        done = run_aside([sys.executable, "-m", "zero", "run", *options.command])
+        print(json.dumps(done | {"command": options.command}))
+        sys.exit(done["exit_code"])
+    elif target == "-m":
         os.execv(sys.executable, [sys.executable, "-m", *arguments])
-    elif command is not None and not target.endswith(".py"):
+    elif (command := program(target)) is not None:
         os.execv(command, [target, *arguments])
-    elif Path(target).is_file():
-        _run_script(target, arguments)
     else:
-        _refuse(f"run: no such script, nor a command of this name: {target}")
+        _run_script(target, arguments)
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
@@ -139,25 +153,6 @@ def _run_script(script: str, arguments: list[str]) -> None:
         refuse(f"{script}, line {lines[-1] if lines else '?'}: {error}")
 
 
-def _check_configurations(arguments: list[str]) -> None:
-    for config in _configurations(arguments):
-        try:
-            load_config(config, allow_auto=True)
-        except (ValueError, OSError) as error:
-            _refuse(str(error))
-
-
-def _configurations(arguments: list[str]) -> Iterator[str]:
-    """The values of the options that name a configuration; to some scripts `--deepspeed` alone is a switch."""
-    for argument, following in pairwise([*arguments, "-"]):
-        option, equals, value = argument.partition("=")
-        if option in ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file"):
-            if equals:
-                yield value
-            elif not following.startswith("-"):
-                yield following
-
-
 def _hook(arguments: list[str]) -> None:
     parser = Parser("hook", "Print the folder for PYTHONPATH.", "", json="it")
     print(json.dumps({"folder": STARTUP}) if parser.parse_args(arguments).json else STARTUP)
@@ -171,8 +166,6 @@ def _explain(arguments: list[str]) -> None:
 
 
 def _estimate(arguments: list[str]) -> None:
-    from zero.estimate import Question, report  # transformers takes seconds to import
-
     example = "models/t5-3b --ds-config ds.json --world 8 --batch 4 --seq 512 --device-memory 24G"
     parser = Parser(
         "estimate",
@@ -196,15 +189,19 @@ def _estimate(arguments: list[str]) -> None:
     if bool(options.batch) != bool(options.seq):
         parser.error("--batch and --seq belong together")
     memory = None if options.device_memory is None else int(options.device_memory * 2**30)
-    question = Question(options.world, options.batch, options.seq, options.checkpointing)
-    print(report(options.model, options.ds_config, question, memory, options.json))
+    with Working("estimate: following one step on fake tensors; large models take a minute"):
+        from zero.estimate import Question, report  # transformers takes seconds to import
+
+        question = Question(options.world, options.batch, options.seq, options.checkpointing)
+        text = report(options.model, options.ds_config, question, memory, options.json)
+    print(text)
 
 
 def _inspect(arguments: list[str]) -> None:
     parser = Parser("inspect", "Show what a training checkpoint holds.", "output/checkpoint-500", json="it")
     parser.add_argument("checkpoint", help=CHECKPOINT)
     options = parser.parse_args(arguments)
-    found = facts(options.checkpoint)
+    found = facts(options.checkpoint, progress=True)
     print(json.dumps(found, indent=2) if options.json else describe(found))
 
 

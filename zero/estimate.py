@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -286,8 +285,6 @@ def report(source: str, config_source: str, question: Question, device_memory: i
         given = config.train_micro_batch_size_per_gpu
         raise UsageError(f"--batch {question.batch}: {config_source} has train_micro_batch_size_per_gpu {given}")
     config = _with_known_steps(config, question)
-    if sys.stderr.isatty():
-        print("estimate: one step is followed on fake tensors; large models take up to a minute", file=sys.stderr)
     model = build(model_config, config.compute_dtype)
     found = estimate(model, config, question)
     fits = device_memory is None or found.total(DEVICE) <= device_memory

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero.config import Config
-from zero.config.settings import ZeroConfig
+from zero.config import Config, ZeroConfig
 from zero.deepspeed.optimizers import build_optimizer
 from zero.layout import UnitLayout, UnitPlan, plan_units
 from zero.offload.tiers import LEAST_BYTES_IN_A_FILE

@@ -6,11 +6,12 @@ the engine: it runs on the machine from which jobs are started.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,10 +19,11 @@ import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
-from zero.arguments import Parser
+from zero.arguments import Parser, check_command, count, port, program
 from zero.errors import UsageError
 from zero.hf import STARTUP
 
@@ -34,6 +36,8 @@ _POLL = 0.1
 _LAST_WORDS = 5.0
 # Seconds that they then have to end.
 _GRACE = 30.0
+# Seconds after which a line names the hosts that have printed nothing yet; the next one comes after twice the time.
+_SILENCE = 5.0
 # ssh gives up after three of these seconds without a sign of life. Its exit code is then 255.
 _ALIVE = 15
 
@@ -42,37 +46,45 @@ def launch(arguments: list[str]) -> int:
     """Run `zero launch ARGUMENTS`; returns the job's exit code. Raises UsageError for hosts that do not exist."""
     options = _parser().parse(arguments)
     script = options.command[0]
-    if not (options.module or script == "-m" or Path(script).is_file() or shutil.which(script)):
-        raise UsageError(f"launch: {script}: no such file, and no such command")
+    check_command("launch", ["-m"] * options.module + options.command)
+    if not options.module and program(script) is not None and not Path(script).is_file():
+        raise UsageError(f"launch: {script} is a command, not a Python script: name the script, or use --module")
     if options.hostfile is None and not Path(DEFAULT_HOSTFILE).is_file():
         if options.include or options.exclude or (options.num_nodes or 1) > 1:
             raise UsageError("launch: --include, --exclude and --num_nodes need --hostfile")
-        if options.num_gpus is not None and options.num_gpus < 1:
-            raise UsageError(f"launch: --num_gpus {options.num_gpus}: must be at least 1")
         ranks = options.num_gpus or max(1, torch.accelerator.device_count())
         command = _torchrun(options, ["--standalone", "--nproc_per_node", str(ranks)])
-        os.execve(command[0], command, os.environ | {"PYTHONPATH": _python_path()})
+        os.environ["PYTHONPATH"] = _python_path()
+        if not options.json:
+            os.execv(command[0], command)
+        done = run_aside(command)
+        print(json.dumps(done | {"hosts": [], "ranks": ranks}))
+        return done["exit_code"]
     file = Path(options.hostfile or DEFAULT_HOSTFILE)
     hosts = choose(parse_hostfile(file), options.include, options.exclude, options.num_nodes, options.num_gpus)
+    if options.elastic_training and options.min_elastic_nodes > len(hosts):
+        raise UsageError(f"launch: --min_elastic_nodes {options.min_elastic_nodes}: {len(hosts)} hosts can be used")
     return _run_on(hosts, options)
 
 
 def _parser() -> Parser:
     parser = Parser(
         "launch",
-        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh.",
+        "Start a script on all GPUs of this machine, or on the machines of a hostfile, over ssh. With --json, "
+        "the ranks print to stderr.",
         '--hostfile hosts --include "node1@node2:0,2" train.py --deepspeed ds_config.json',
+        json="exit codes and seconds at the end",
     )
     parser.add_argument("-H", "--hostfile", help=f"lines `NAME slots=N`; default: {DEFAULT_HOSTFILE} if it exists")
     parser.add_argument("-i", "--include", default="", help="hosts and slots to use: NAME[:SLOT,SLOT-SLOT][@NAME...]")
     parser.add_argument("-e", "--exclude", default="", help="hosts or slots not to use, written in the same way")
-    parser.add_argument("--num_nodes", type=int, help="use the first so many hosts")
-    parser.add_argument("--num_gpus", type=int, help="use the first so many slots of each host")
+    parser.add_argument("--num_nodes", type=count, help="use the first so many hosts")
+    parser.add_argument("--num_gpus", type=count, help="use the first so many slots of each host")
     parser.add_argument("--master_addr", help="address of the first host, as all hosts see it; default: its name")
-    parser.add_argument("--master_port", type=int, default=29500, help="a free port on the first host (29500)")
-    parser.add_argument("--ssh_port", "--ssh-port", type=int, help="port of ssh on all hosts")
+    parser.add_argument("--master_port", type=port, default=29500, help="a free port on the first host (29500)")
+    parser.add_argument("--ssh_port", "--ssh-port", type=port, help="port of ssh on all hosts")
     parser.add_argument("--elastic_training", action="store_true", help="go on with the hosts that are left")
-    parser.add_argument("--min_elastic_nodes", type=int, default=1, help="fewest hosts to go on with (1)")
+    parser.add_argument("--min_elastic_nodes", type=count, default=1, help="fewest hosts to go on with (1)")
     parser.add_argument("--module", action="store_true", help="the script is a module's name, as for `python -m`")
     parser.add_command()
     return parser
@@ -86,7 +98,7 @@ def parse_hostfile(file: Path) -> dict[str, int]:
     if not file.is_file():
         raise UsageError(f"{file}: no such hostfile")
     found: dict[str, int] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -201,8 +213,24 @@ def _from_env_file() -> dict[str, str]:
 # -- the job
 
 
+def run_aside(command: list[str]) -> dict[str, Any]:
+    """Run a command with its output on stderr, for `--json`. SIGTERM is passed on to it.
+
+    Returns "exit_code", "seconds", and "peak_bytes": the most host memory of one of its processes.
+    """
+    start = time.monotonic()
+    child = subprocess.Popen(command, stdout=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child, too, whose end is waited for
+    code, seconds = child.wait(), round(time.monotonic() - start, 3)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    return {"exit_code": code if code >= 0 else 128 - code, "seconds": seconds, "peak_bytes": peak}
+
+
 def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     """Start torchrun on all hosts, print their lines, and end all when one fails. Returns the first failure's code."""
+    start, ranks = time.monotonic(), sum(map(len, hosts.values()))
+    print(f"zero launch: {ranks} ranks on {', '.join(hosts)}, by ssh", file=sys.stderr, flush=True)
     # A terminal (-tt) so that the remote processes get SIGHUP when the connection ends, whatever ended it.
     ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-o", f"ServerAliveInterval={_ALIVE}"]
     ssh += ["-p", str(options.ssh_port)] if options.ssh_port else []
@@ -213,31 +241,42 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
         )
         for index, name in enumerate(hosts)
     }  # fmt: skip
-    threads = [threading.Thread(target=_print_lines, args=item, daemon=True) for item in jobs.items()]
+    out, silent = sys.stderr if options.json else sys.stdout, set(jobs)
+    threads = [threading.Thread(target=_print_lines, args=(*item, out, silent), daemon=True) for item in jobs.items()]
     for thread in threads:
         thread.start()
     fewest = options.min_elastic_nodes if options.elastic_training else len(hosts)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed: dict[str, int] = {}
     try:
-        return _wait(jobs, fewest)
+        code = _wait(jobs, fewest, failed, silent)
     except KeyboardInterrupt:  # or SIGTERM
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
     finally:
         _end(list(jobs.values()))
         for thread in threads:
             thread.join(timeout=_GRACE)
+    if options.json:
+        of_hosts = [{"host": name, "slots": hosts[name], "exit_code": job.returncode} for name, job in jobs.items()]
+        found = {"exit_code": code, "seconds": round(time.monotonic() - start, 3), "ranks": ranks, "hosts": of_hosts}
+        print(json.dumps(found | {"failed_first": next(iter(failed), None)}))
+    return code
 
 
-def _print_lines(name: str, job: subprocess.Popen[str]) -> None:
+def _print_lines(name: str, job: subprocess.Popen[str], out: TextIO, silent: set[str]) -> None:
     for line in job.stdout:
-        sys.stdout.write(f"[{name}] {line.rstrip()}\n")
-        sys.stdout.flush()
+        silent.discard(name)
+        out.write(f"[{name}] {line.rstrip()}\n")
+        out.flush()
 
 
-def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int) -> int:
-    failed: dict[str, int] = {}
-    deadline = math.inf
+def _wait(jobs: dict[str, subprocess.Popen[str]], fewest: int, failed: dict[str, int], silent: set[str]) -> int:
+    """Wait until all hosts have ended, or too few are left. `failed` gets the codes of those that failed, in order."""
+    deadline, start, patience = math.inf, time.monotonic(), _SILENCE
     while True:
+        if silent and (waited := time.monotonic() - start) > patience:
+            patience *= 2
+            print(f"zero launch: nothing from {', '.join(sorted(silent))} in {waited:.0f} s", file=sys.stderr)
         for name, job in jobs.items():
             if job.poll() and name not in failed:
                 failed[name] = job.returncode

@@ -164,7 +164,7 @@ def test_command_line(checkpoint, tmp_path):
     code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
     assert code == 2 and len(err.splitlines()) == 1 and "already holds a model" in err
     code, out, err = command("inspect", tmp_path)
-    assert code == 2 and err == f"zero: {tmp_path}: there is no checkpoint\n"
+    assert code == 2 and err.startswith(f"zero: {tmp_path}: there is no checkpoint; name its folder")
 
 
 def test_files_that_lightning_reads(checkpoint):

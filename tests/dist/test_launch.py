@@ -5,6 +5,7 @@ The hosts are reached over ssh. If there is no sshd, a shell replaces ssh.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -90,11 +91,11 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         server.wait()
 
 
-def job(folder: Path, what: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def job(folder: Path, what: str, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text(f"# two\n{HOSTS[0]} slots=2\n\n{HOSTS[1]} slots=4  # more\n")
     options = ["--hostfile", folder / "hosts", "--include", f"{HOSTS[0]}:1@{HOSTS[1]}:0,3"]
-    options += ["--master_addr", HOSTS[0], "--master_port", str(free_port())]
+    options += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), *more]
     command = [sys.executable, "-m", "zero", "launch", *options, folder / "script.py", what]
     return run(command, timeout=120, env=environment, cwd=REPOSITORY)
 
@@ -114,9 +115,14 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
 
 
 def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Path):
-    done = job(tmp_path, "fail", environment)
+    done = job(tmp_path, "fail", environment, "--json")
     assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith(f"zero launch: 3 ranks on {HOSTS[0]}, {HOSTS[1]}, by ssh\n")
     assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
+    found = json.loads(done.stdout)
+    assert (found["exit_code"], found["ranks"], found["failed_first"]) == (1, 3, HOSTS[1])
+    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [(HOSTS[0], [1]), (HOSTS[1], [0, 3])]
+    assert found["hosts"][1]["exit_code"] == 1
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.processes import REPOSITORY
+from tests.unit.checkpoints import flip, save
 from tests.unit.test_hook import assert_refused
+from zero import launch
 from zero.__main__ import COMMANDS, USAGE, main
-from zero.arguments import Parser
+from zero.arguments import Parser, Working, check_command, output_file
 from zero.hf import STARTUP
 
-# What a launched script prints is its own.
-WITHOUT_JSON = {"launch"}
+ALL = [*COMMANDS, "run"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_help_has_an_example(command: str, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0 and f"Example: zero {command}" in text
-    assert ("--json" in text) == (command not in WITHOUT_JSON)
+    assert "--json" in text
     assert f"zero {command}" in USAGE
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 def test_an_unknown_option_is_one_line(command: str, capsys):
     assert_refused([command, "--no-such-option", "x"], f"zero: {command}: ", capsys)
 
@@ -46,11 +54,108 @@ def test_bad_input_is_one_line(arguments: list[str], capsys):
     assert_refused(arguments, "", capsys)
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with what a careless user has there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "x.sh").write_text("echo")
+    (tmp_path / "x.v2").write_text("")
+    (tmp_path / "ok.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "typo.json").write_text('{"zero_optimisation": {}}')
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    return tmp_path
+
+
+# What a user passes as a command to run, and words of the one line.
+COMMANDS_OF_USERS = {
+    "none.py": "none.py: no such file",
+    "no-launcher x.py": "no-launcher: no such file, and no such command",
+    "folder": "folder: not a file",
+    "ok.json": "ok.json: neither a Python script nor",
+    "x.sh": "x.sh: neither a Python script nor",
+    "-m": "-m: name a module",
+    "-m no_module.part": "there is no module no_module",
+    "torchrun --nproc_per_node 2 none.py": "none.py: no such file",
+    "x.py --deepspeed none.json": "none.json: cannot read",
+    "x.py --deepspeed=typo.json": "did you mean zero_optimization",
+    "x.py --deepspeed_config folder": "folder: cannot read",
+}
+
+
+@pytest.mark.parametrize("command", ["run", "run --json", "launch", "verify", "trace", "memory"])
+@pytest.mark.parametrize("given", COMMANDS_OF_USERS)
+def test_a_command_that_cannot_start_is_refused_before_anything_is_started(given: str, command: str, here, capsys):
+    assert_refused([*command.split(), *given.split()], COMMANDS_OF_USERS[given], capsys)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "x.py", "-m json.tool", "sh -c true.py", "torchrun -m x.py none.py", "torchrun x.py none.py", "-m x", "x.v2",
+        "torchrun --no-python ./x.sh none.py",
+        "torchrun --nproc_per_node 2 x.py --deepspeed ok.json", "x.py --deepspeed --eval",
+    ],
+)  # fmt: skip
+def test_a_command_that_can_start_is_not_refused(given: str, here):
+    check_command("run", given.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("launch --hostfile folder x.py", "folder: no such hostfile"),
+        ("launch --hostfile bytes x.py", "bytes, line 1: expected"),
+        ("launch --hostfile hosts --master_port 70000 x.py", "70000 is no port"),
+        ("launch --hostfile hosts --ssh_port -1 x.py", "-1 is not a number above 0"),
+        ("launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py", "1 hosts can be used"),
+        ("launch --hostfile hosts --min_elastic_nodes 0 x.py", "0 is not a number above 0"),
+        ("launch torchrun x.py", "torchrun is a command, not a Python script"),
+        ("launch --num_gpus 0 x.py", "0 is not a number above 0"),
+        ("trace --out none/t.json x.py", "none/t.json cannot be written: No such file"),
+        ("trace --out folder.json x.py", "folder.json is a folder"),
+        ("memory --out none/m.png x.py", "none/m.png cannot be written"),
+        ("report none --out none/r.html", "none/r.html cannot be written"),
+        ("report none --out folder", "folder is a folder"),
+        ("verify --folder x.py x.py", "x.py: not a folder"),
+        ("verify --folder x.py/y x.py", "x.py/y: Not a directory"),
+        ("explain folder", "folder: cannot read"),
+        ("explain bytes", "bytes: cannot read"),
+        ("explain x.py", "x.py: line 1, column 1: not valid JSON"),
+        ("inspect folder", "folder: there is no checkpoint"),
+        ("consolidate folder out", "folder: there is no checkpoint"),
+        ("run --no-such x.py", "unrecognized arguments: --no-such"),
+    ],
+)
+def test_bad_files_and_numbers_are_named(arguments: str, said: str, here, capsys):
+    assert_refused(arguments.split(), said, capsys)
+
+
+def test_nothing_is_made_by_looking_whether_a_file_can_be_written(here: Path):
+    assert output_file("t.json") == Path("t.json") and not (here / "t.json").exists()
+
+
+def test_run_as_json(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """What the script prints goes to stderr, so that stdout is the object alone."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    (here / "x.py").write_text("print('hello')\nraise SystemExit(7)\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--json", "x.py", "--json"])
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert found.pop("seconds") > 0 and found.pop("peak_bytes") > 1 << 20
+    assert found == {"command": ["x.py", "--json"], "exit_code": 7}
+    assert (ended.value.code, err) == (7, "hello\n")
+
+
 @pytest.mark.parametrize(
     "command", ["-m job --step 3", "x.py --step 3", "torchrun --nproc_per_node 2 -m job -m", "x.py -m --step 3"]
 )
 def test_a_command_keeps_its_own_options(command: str):
-    parser = Parser("trace", "", "")
+    parser = Parser("trace", "", "", "it")
     parser.add_argument("--step", type=int)
     parser.add_command()
     options = parser.parse(["--step", "2", *command.split()])
@@ -60,3 +165,54 @@ def test_a_command_keeps_its_own_options(command: str):
 def test_the_folder_of_the_hook_as_json(capsys):
     main(["hook", "--json"])
     assert json.loads(capsys.readouterr().out) == {"folder": STARTUP}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr("zero.arguments._TICK", 0.01)
+    with Working("counting") as working:
+        assert until(lambda: "\rcounting, 0 s" in sys.stderr.getvalue().replace("\033[K", ""))
+        working.show("counted")
+        assert until(lambda: "counted, 0 s" in sys.stderr.getvalue())
+    assert sys.stderr.getvalue().endswith("\r\033[K")  # the line is gone before the result
+
+
+def test_a_long_step_prints_its_changes_to_a_file(capsys):
+    with Working("counting") as working:
+        for number in (1, 1, 2):
+            working.show(f"step {number}")
+    assert capsys.readouterr().err == "step 1\nstep 2\n"
+
+
+def test_checksums_show_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    main(["inspect", str(save(tmp_path, "step1"))])
+    assert "checksums: " in sys.stderr.getvalue()
+
+
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys):
+    folder = save(tmp_path, "step1")
+    flip(folder / "rank00000.safetensors")
+    assert_refused(["inspect", str(folder)], "rank00000.safetensors is damaged", capsys)
+
+
+def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):
+    """Until the first line of the last host, less and less often."""
+    monkeypatch.setattr("zero.launch._SILENCE", 0.05)
+    job = mock.Mock()
+    job.poll.side_effect = [None] * 4 + [0] * 20
+    assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")

@@ -12,10 +12,10 @@ PACKAGE = Path(zero.__file__).parent
 # From the bottom to the top. A module may import those before it. A package's name stands for all of its modules.
 LAYERS = [
     "zero.errors",
-    "zero.arguments",
     "zero.mesh",
     "zero.device",
     "zero.config",
+    "zero.arguments",
     "zero.layout",
     "zero.schedule",
     "zero.clock",
@@ -80,6 +80,7 @@ INSIDE = {
         "parallel",
         "monitor",
         "precision",
+        "sharding",
         "settings",
         "loading",
         "report",

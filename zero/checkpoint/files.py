@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -196,10 +197,10 @@ class SliceReader:
             of_file.sort(key=lambda target: target.position)
             self._read_file(name, of_file)
 
-    def verify(self) -> None:
-        """Compare all sums of all files; DamagedCheckpointError names one."""
+    def verify(self, advance: Callable[[int], Any] | None = None) -> None:
+        """Compare all sums of all files; DamagedCheckpointError names one. `advance` gets the bytes of each block."""
         for name in self.manifest.files:
-            self._read_file(name, None)
+            self._read_file(name, None, advance)
 
     def _targets(self, key: str, wanted: Slices) -> Iterator[tuple[str, _Target]]:
         self.check(key, wanted.numel)
@@ -215,7 +216,7 @@ class SliceReader:
                     position = each.position + (first - each.start) * dtype.itemsize
                     yield each.file, _Target(position, dtype, part[first - start : last - start])
 
-    def _read_file(self, name: str, targets: list[_Target] | None) -> None:
+    def _read_file(self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None) -> None:
         """Read and verify the blocks that contain `targets`, sorted by position. None: all blocks."""
         path, entry = self.folder / name, self.manifest.files[name]
         descriptor = _open(path, entry)
@@ -236,6 +237,8 @@ class SliceReader:
                 raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
             for target in wanted[number]:
                 target.take(block, begin)
+            if advance is not None:
+                advance(block.numel())
 
         try:
             _in_threads(read_block, wanted)

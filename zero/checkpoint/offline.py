@@ -33,7 +33,7 @@ def _open(path: str | os.PathLike, tag: str | None = None) -> PartReader:
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
-        raise ValueError(f"{path}: there is no checkpoint")
+        raise ValueError(f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     return PartReader(folder, manifest)
@@ -144,11 +144,17 @@ def consolidate(
 # -- for reading by people
 
 
-def facts(checkpoint: str | os.PathLike) -> dict[str, Any]:
-    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes."""
+def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes.
+
+    progress: show a bar on stderr, if that is a terminal.
+    """
     reader = _open(checkpoint)
-    reader.verify()
     manifest, sizes = reader.manifest, {}
+    nbytes = sum(entry.bytes for entry in manifest.files.values())
+    shown = None if progress else True  # None: on a terminal only
+    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False) as bar:
+        reader.verify(bar.update)
     for key, nbytes in reader.stored_bytes().items():
         kind, _, rest = key.partition("/")
         kind = f"optimizer {rest.split('/', 1)[0]}" if kind == "optimizer" else {"plain": "buffers"}.get(kind, kind)

@@ -60,7 +60,7 @@ def save_checkpoint(
 
     Raises:
         OSError: the disk is full or the folder cannot be written to. ValueError: for a bad tag or a value that cannot
-        be stored. Every rank raises it. The former checkpoints are still there.
+            be stored. Every rank raises it. The former checkpoints are still there.
     """
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")

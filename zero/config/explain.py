@@ -6,11 +6,14 @@ The sentences about keys come from their declarations. Nothing is built and noth
 from __future__ import annotations
 
 import json
+import math
+import re
 import textwrap
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
-from zero.config.keys import Section
+from zero.config.keys import BATCH_KEYS, Section
 from zero.config.loading import load_config
 from zero.config.reading import section_of
 from zero.config.report import rows_given
@@ -66,18 +69,84 @@ def _explained(config: Config) -> list[Explained]:
     for row in rows_given(config):
         section = row.key.partition(".")[0]
         if f"{section}.enabled" in config.auto:
-            text = f"{_description(row.key)} Acts if {section}.enabled becomes true."
-            found.append(Explained(row.key, row.given, ACTING, text.strip()))
+            text = f"{_effect(config, row.key)} Acts if {section}.enabled becomes true."
+            found.append(Explained(row.key, _plain(row.given), ACTING, text))
         elif row.effect.startswith("none: "):
-            found.append(Explained(row.key, row.given, IDLE, f"No effect: {row.effect.removeprefix('none: ')}."))
+            text = f"No effect: {row.effect.removeprefix('none: ')}."
+            found.append(Explained(row.key, _plain(row.given), IDLE, text))
         else:
-            found.append(Explained(row.key, row.given, ACTING, _description(row.key)))
+            found.append(Explained(row.key, _plain(row.given), ACTING, _effect(config, row.key)))
     for key in sorted(config.auto):
         section, name = _declaration(key)
-        target = section.about(name).get("auto")
-        becomes = f"Becomes: {target or section.model_fields[name].default}."
+        becomes = f"Becomes: {_filled_in(section.about(name)['auto'])}."
         found.append(Explained(key, '"auto"', FILLED_IN, f"{_description(key)} {becomes}".strip()))
     return found
+
+
+def _plain(given: str) -> str:
+    """A number that JSON has as 1e9 without its `.0`."""
+    return given.removesuffix(".0")
+
+
+# What the Trainer has for arguments that are not given.
+TRAINER = {
+    **{"learning_rate": 5e-5, "weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
+    **{"max_grad_norm": 1.0, "warmup_steps": 0, "max_steps": -1, "num_train_epochs": 3.0, "fp16": False, "bf16": False},
+    **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+}
+
+
+def _filled_in(auto: str) -> str:
+    """What the declaration says of "auto", with the Trainer's arguments as options and their defaults."""
+    arguments = [word for word in re.findall(r"\w+", auto) if word in TRAINER]
+    text = re.sub(r"\w+", lambda word: f"--{word[0]}" if word[0] in TRAINER else word[0], auto)
+    if not arguments:
+        return text
+    defaults = ", ".join(json.dumps(TRAINER[each]) for each in arguments)
+    return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {defaults})"
+
+
+def _effect(config: Config, key: str) -> str:
+    """What a key does with the value that it has here."""
+    section, name = _declaration(key)
+    value, about = reduce(getattr, key.split("."), config), section.about(name)
+    says = about.get("says") or {}
+    text = says[value] if says and value in says else says.get("other", "")
+    if text:
+        text = text.format(f"{value:,.12g}" if isinstance(value, int | float) else value)
+    else:
+        text = f"Off. If true: {_description(key)}" if value is False else _description(key)
+    more = _processes(config) if key == "train_batch_size" else _size(value, about.get("unit"))
+    return f"{text} {more}".strip()
+
+
+def _size(value: Any, unit: str | None) -> str:
+    """The value in units for people."""
+    if unit == "power of 2":
+        return f"That is {2**value:,}."
+    if not unit or not 0 < value < 1 << 50:
+        return ""
+    if unit == "bytes":
+        return f"That is {_amount(value)}."
+    of_parameters = f"{_amount(value * 2)} in 16 bits, {_amount(value * 4)} in fp32"
+    return f"That is {value:,} elements: {of_parameters}."
+
+
+def _amount(nbytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.2f} GiB"
+
+
+def _processes(config: Config) -> str:
+    """For how many processes the three batch sizes are made, if they are given."""
+    total, *factors = (getattr(config, key) for key in BATCH_KEYS)
+    if None in factors:
+        return "Other batch sizes follow from it and the number of processes."
+    processes = total // math.prod(factors) * config.sequence_parallel_size * config.tensor_parallel.autotp_size
+    return f"With the micro-batch and the accumulation of this file that takes {processes} process(es)."
 
 
 def _declaration(key: str) -> tuple[type[Section], str]:

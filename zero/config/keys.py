@@ -57,8 +57,8 @@ class Section(BaseModel):
     lenient: ClassVar[bool] = False
 
     @classmethod
-    def about(cls, key: str) -> dict[str, str]:
-        """What `acts` or `unused` noted about a key: "unused", "needs" and "auto", where they apply."""
+    def about(cls, key: str) -> dict[str, Any]:
+        """What `acts` or `unused` noted about a key: "unused", "needs", "auto", "unit" and "says", where they apply."""
         return cls.model_fields[key].json_schema_extra or {}
 
     def why_idle(self, key: str) -> str | None:
@@ -80,14 +80,25 @@ def idle(keys: str, **typed: Any) -> Any:
     return section | None
 
 
-def acts(default: Any, text: str | None = None, *, needs: str = "", auto: str = "") -> Any:
+def acts(
+    default: Any,
+    text: str | None = None,
+    *,
+    needs: str = "",
+    auto: str = "",
+    unit: str = "",
+    says: dict[Any, str] | None = None,
+) -> Any:
     """A field for a key with an effect.
 
     ``text`` says what it does; None: the docstring below the field does. ``needs`` names the setting without which the
     key does not act. ``auto`` names the argument of transformers or accelerate that replaces "auto"; without it "auto"
-    is an error.
+    is an error. For ``zero explain``: ``says`` has a sentence for a value, or for all "other" ones, with the value at
+    `{}`; ``unit`` is "elements", "bytes" or "power of 2".
     """
-    return Field(default, description=text, json_schema_extra={"needs": needs, "auto": auto})
+    return Field(
+        default, description=text, json_schema_extra={"needs": needs, "auto": auto, "unit": unit, "says": says or {}}
+    )
 
 
 def unused(default: Any, reason: str) -> Any:

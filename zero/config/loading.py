@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterator
 
-from zero.config.keys import AUTO_WITHOUT_DEFAULT, BATCH_KEYS, REMOVED_KEYS
+from zero.config.keys import AUTO_WITHOUT_DEFAULT, BATCH_KEYS, REMOVED_KEYS, Origin
 from zero.config.reading import pop, read, rename_deprecated, take_auto, take_unknown, validate
-from zero.config.settings import Config, Origin, ZeroConfig
+from zero.config.settings import Config
+from zero.config.sharding import ZeroConfig
 from zero.errors import UsageError
 
 

@@ -12,7 +12,7 @@ class _Measured(Section):
 class _Files(_Measured):
     """What sections that write to a folder have in common."""
 
-    enabled: bool = acts(False, "Write them.")
+    enabled: bool = acts(False, "The files are written.")
     output_path: str = acts("", "Folder for the files. Empty: the working directory.", needs="enabled")
     job_name: str = acts("DeepSpeedJobName", "Name of the folder in `output_path`.", needs="enabled")
 
@@ -32,7 +32,7 @@ class JsonMonitorConfig(_Files):
 class WandbConfig(_Measured):
     """Each step's numbers for Weights & Biases. It needs the package `wandb`."""
 
-    enabled: bool = acts(False, "Send them.")
+    enabled: bool = acts(False, "The numbers are sent.")
     group: str | None = acts(None, "Name of the group of runs.", needs="enabled")
     team: str | None = acts(None, "Name of the team (wandb's `entity`).", needs="enabled")
     project: str = acts("deepspeed", "Name of the project.", needs="enabled")

@@ -127,7 +127,7 @@ class OptimizerParams(Settings):
     lr: NonNegative | None = acts(None, "Learning rate.", auto="learning_rate")
     weight_decay: NonNegative | None = acts(None, "Weight decay.", auto="weight_decay")
     betas: Betas | None = acts(None, "Decay rates of Adam's or Lion's moments.", auto="adam_beta1, adam_beta2")
-    eps: NonNegative | None = acts(None, "Added to the denominator.", auto="adam_epsilon")
+    eps: NonNegative | None = acts(None, "Added to the denominator of the update.", auto="adam_epsilon")
     foreach: bool | None = acts(None, "torch's implementation over lists of tensors.")
     fused: bool | None = acts(None, "torch's fused implementation. Default of Adam and AdamW on a GPU: true.")
     maximize: bool = acts(False, "Maximize the loss.")
@@ -164,7 +164,16 @@ class OptimizerParams(Settings):
 class OptimizerConfig(Section):
     """The optimizer. Without this section the Trainer's own optimizer, or the one that the script gives, is used."""
 
-    type: Annotated[str, AfterValidator(_optimizer_type)]
+    type: Annotated[str, AfterValidator(_optimizer_type)] = acts(
+        ...,
+        says={
+            "Adam": "AdamW, as in DeepSpeed, unless `adam_w_mode` is false.",
+            "AdamW": "Adam with weight decay apart from the gradient, as torch's AdamW.",
+            "Lion": "Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.",
+            "Muon": "Muon updates hidden matrices; AdamW updates the rest.",
+            "other": "The class torch.optim.{}, with its defaults.",
+        },
+    )
     """Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, Muon, in any letter case.
     Adam means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Muon updates hidden matrices; AdamW updates the
     rest. Pass an optimizer of any other class to `initialize`."""
@@ -183,11 +192,15 @@ class SchedulerParams(Settings):
     last_batch_iteration: integer(-1) = acts(-1, "Step to go on from.")
 
     warmup_num_steps: Count = acts(1000, "Steps of the warm-up.", auto="warmup_steps")
-    warmup_type: choice("log", "linear") = acts("log", "Shape of the warm-up.")
+    warmup_type: choice("log", "linear") = acts(
+        "log",
+        "Shape of the warm-up.",
+        says={"log": "The rate rises with the logarithm of the step.", "linear": "The rate rises in a line."},
+    )
     warmup_min_lr: Rates = acts(0.0, "Rate at the start.", auto="always 0")
     warmup_max_lr: Rates | None = acts(None, auto="learning_rate")
     """Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001."""
-    total_num_steps: Positive | None = acts(None, auto="max_steps or num_train_epochs")
+    total_num_steps: Positive | None = acts(None, auto="the steps that follow from max_steps or num_train_epochs")
     """Steps until the end of the decay. Required."""
     warmup_min_ratio: NonNegative = acts(0.0, "Part of the optimizer's rate at the start.")
     cos_min_ratio: NonNegative = acts(0.0001, "Part of the optimizer's rate at the end.")
@@ -251,7 +264,16 @@ def _exceeds(low: Any, high: Any) -> bool:
 class SchedulerConfig(Section):
     """The learning-rate schedule, with DeepSpeed's formulas. Without this section the Trainer's own is used."""
 
-    type: choice(*SCHEDULE_KEYS)
+    type: choice(*SCHEDULE_KEYS) = acts(
+        ...,
+        says={
+            "WarmupLR": "The rate rises for `warmup_num_steps` steps, then stays.",
+            "WarmupDecayLR": "The rate rises for `warmup_num_steps` steps, then falls in a line to 0.",
+            "WarmupCosineLR": "The rate rises for `warmup_num_steps` steps, then falls along a cosine.",
+            "OneCycle": "The rate rises once from `cycle_min_lr` to `cycle_max_lr`, falls back, and may then decay.",
+            "LRRangeTest": "The rate rises all the time, which shows the largest one that works.",
+        },
+    )
     """The schedule, in any letter case."""
     params: SchedulerParams = Field(default_factory=SchedulerParams)
 

@@ -35,7 +35,12 @@ class TensorParallelConfig(
     """Tensor parallelism: neighbouring processes have a part of each layer, and work on the same batch."""
 
     autotp_size: Annotated[Count, AfterValidator(lambda size: size or 1)] = acts(
-        1, "Neighbouring processes that share each layer. 0 or 1: none. See `docs/tensor_parallelism.md`."
+        1,
+        "Neighbouring processes that share each layer. 0 or 1: none. See `docs/tensor_parallelism.md`.",
+        says={
+            1: "Each process has whole layers: there is no tensor parallelism.",
+            "other": "{} neighbouring processes share each layer. See `docs/tensor_parallelism.md`.",
+        },
     )
 
 

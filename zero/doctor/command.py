@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from zero.arguments import Parser
+from zero.arguments import Parser, Working
 from zero.comm import Communicator, communicator
 from zero.doctor import checks, links
 from zero.doctor.checks import FAILS, LEAST, OK, Finding
@@ -31,7 +31,8 @@ def doctor(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="measure the disk of this folder, for offload to files")
     options = parser.parse_args(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        found = list(checks.findings(options.folder))
+        with Working("doctor: looking at this machine"):
+            found = list(checks.findings(options.folder))
         _show({"": found}, [], 1, options.json)
         return _code(found)
     return _of_ranks(options.folder, options.json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from zero.arguments import Parser
+from zero.arguments import Parser, Working, output_file
 from zero.report.page import page
 from zero.report.runs import read
 
@@ -20,13 +20,14 @@ def report(arguments: list[str]) -> int:
     )
     parser.add_argument("run", type=Path, help="the folder of json_monitor, or its file steps.jsonl")
     parser.add_argument("other", type=Path, nargs="?", help="a second run, to be compared with")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="F", help="the page (report.html)")
+    parser.add_argument("--out", type=output_file, default="report.html", metavar="F", help="the page (report.html)")
     options = parser.parse_args(arguments)
-    runs = [read(path) for path in (options.run, options.other) if path is not None]
-    if len(runs) == 2 and runs[0].name == runs[1].name:
-        for number, run in enumerate(runs, start=1):
-            run.name += f" ({number})"
-    options.out.write_text(page(runs), encoding="utf-8")
+    with Working("report: reading and drawing"):
+        runs = [read(path) for path in (options.run, options.other) if path is not None]
+        if len(runs) == 2 and runs[0].name == runs[1].name:
+            for number, run in enumerate(runs, start=1):
+                run.name += f" ({number})"
+        options.out.write_text(page(runs), encoding="utf-8")
     if options.json:
         print(json.dumps({"file": str(options.out), "runs": {run.name: run.summary() for run in runs}}, indent=2))
     else:

@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from zero.arguments import Parser, count
+from zero.arguments import Parser, Working, check_command, count
 from zero.errors import UsageError
 from zero.verify.compare import Result, compare, steps_in
 from zero.watch.running import run, what_went_wrong
@@ -28,11 +28,15 @@ def verify(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="keep the recordings here; they take 8 bytes a parameter and step")
     parser.add_command()
     options = parser.parse(arguments)
+    check_command("verify", options.command)
+    if options.folder is not None and options.folder.exists() and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: not a folder")
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as temporary:
         folder = options.folder or Path(temporary)
         for mode in MODES:
             _record(mode, folder, options.steps, options.command)
-        result = compare(*(folder / mode for mode in MODES))
+        with Working("verify: comparing"):
+            result = compare(*(folder / mode for mode in MODES))
     print(as_json(result) if options.json else as_text(result))
     return int(result.difference is not None)
 

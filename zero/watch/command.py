@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
-from zero.arguments import Parser, count
+from zero.arguments import Parser, check_command, count, output_file
 from zero.errors import UsageError
 from zero.report.pictures import pyplot
 from zero.report.runs import size
@@ -70,14 +70,14 @@ def memory(arguments: list[str]) -> int:
 
 
 def _options(parser: Parser, arguments: list[str], out: str, about: str, formats: tuple[str, ...]) -> Namespace:
+    command = parser.prog.removeprefix("zero ")
     parser.add_argument("--step", type=count, default=5, help="the optimizer step that is recorded, from 1 on (5)")
-    parser.add_argument("--out", type=Path, default=Path(out), metavar="F", help=f"{about} ({out})")
+    parser.add_argument("--out", type=output_file, default=out, metavar="F", help=f"{about} ({out})")
     parser.add_command()
     options = parser.parse(arguments)
     if options.out.suffix not in formats:
         parser.error(f"--out {options.out}: its name must end in {' or '.join(formats)}")
-    if not options.out.resolve().parent.is_dir():
-        parser.error(f"--out {options.out}: there is no such folder")
+    check_command(command, options.command)
     return options
 
 

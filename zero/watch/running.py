@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from zero.arguments import Working
 from zero.errors import UsageError
 
 PROGRESS = "step"  # a file in the run's folder with the number of its last step
@@ -21,7 +22,7 @@ def run(
 ) -> None:
     """Run the command to its end. What it prints goes to the file `log`, the end of it into an error.
 
-    progress: a line for stderr, printed when it has changed; None prints nothing. what: the run's name in an error.
+    progress: a line for stderr, with the seconds on a terminal; None before the first step. what: the run's name.
     """
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -29,12 +30,12 @@ def run(
             env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            shown = None
-            while process.poll() is None:
-                time.sleep(_POLL)
-                if (line := progress()) not in (None, shown):
-                    shown = line
-                    print(line, file=sys.stderr)
+            with Working("") as working:
+                working.show(f"{what}: before its first step")
+                while process.poll() is None:
+                    time.sleep(_POLL)
+                    if line := progress():
+                        working.show(line)
         finally:
             process.kill()
             process.wait()
