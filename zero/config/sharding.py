@@ -118,7 +118,8 @@ class ZeroConfig(Section):
     stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3, unit="elements")
     """Most elements that all of these small parameters may have in sum."""
     stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3, unit="elements")
-    """A block stays gathered after its use only while no more elements than this are gathered in all."""
+    """A block is gathered ahead, and stays gathered after its use, only while no more elements than this are gathered
+    in all."""
     stage3_max_reuse_distance: Count = acts(
         int(1e9),
         needs=_STAGE_3,
