@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from zero.comm import Communicator
+from zero.links import note_copy
 from zero.pending import Pending
 
 BLOCK = 256
@@ -109,7 +110,9 @@ class CompressedCommunicator:
             return self._comm.all_gather(full, shard, unit)
         ranks, n = self.shard_group, shard.numel()
         if shard.device != full.device:
-            shard = full.narrow(0, ranks.rank * n, n).copy_(shard, non_blocking=True)
+            own = full.narrow(0, ranks.rank * n, n)
+            note_copy(own, shard)
+            shard = own.copy_(shard, non_blocking=True)
         messages = torch.empty(ranks.size, message_bytes(n, 8), dtype=torch.uint8, device=full.device)
         encode(shard, messages[ranks.rank], 8)
         gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], unit)
