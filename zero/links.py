@@ -19,7 +19,7 @@ from zero.world import Group
 
 NETWORK, IN, OUT, READ, WRITTEN = "network", "host to device", "device to host", "disk read", "disk written"
 LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
-# The part of NETWORK whose receivers are on other machines.
+# The part of NETWORK whose receivers are on other machines. Not counted where the launcher does not tell.
 BETWEEN = "network between machines"
 
 MOVED: Counter[str] = Counter()
@@ -35,16 +35,18 @@ def _count(link: str, nbytes: int) -> None:
         MOVED[link] += nbytes
 
 
-def send(group: Group, sizes: Sequence[int]) -> None:
-    """`sizes[i]` bytes go to place i of `group`; its own place does not count.
+def ranks_of_machine() -> int | None:
+    """How many consecutive ranks of the job each machine has; None: not known."""
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(given) if given else None
 
-    Each machine has `LOCAL_WORLD_SIZE` consecutive ranks of the job.
-    """
-    of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own = group.ranks[group.rank] // of_machine
+
+def send(group: Group, sizes: Sequence[int]) -> None:
+    """`sizes[i]` bytes go to place i of `group`; its own place does not count."""
+    of_machine = ranks_of_machine()
     for place in group.others():
         _count(NETWORK, sizes[place])
-        if group.ranks[place] // of_machine != own:
+        if of_machine and group.ranks[place] // of_machine != group.ranks[group.rank] // of_machine:
             _count(BETWEEN, sizes[place])
 
 

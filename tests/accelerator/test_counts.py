@@ -114,8 +114,8 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 class Counts:
     """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory.
 
-    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `moved`: what the engine counts
-    by link. `shard_numel`: of all units.
+    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `moved`: by link, as the
+    engine counts. `shard_numel`: of all units.
     """
 
     shard_numel: int

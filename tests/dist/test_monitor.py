@@ -186,7 +186,7 @@ def test_chosen_collectives_have_rows_for_each_unit():
     section = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"], "debug": True}
     first, _ = run_on(RANKS, logged, section)
     names = [line for line in first.splitlines() if line.startswith(("all_", "reduce"))]
-    assert len(names) > 1 and all(name.startswith("all_gather | ") for name in names)
+    assert all(name.startswith("all_gather") for name in names) and sum(" | " in name for name in names) > 2
 
 
 def test_operations_are_counted_exactly(tmp_path: Path):

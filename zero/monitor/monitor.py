@@ -164,6 +164,7 @@ class Monitor:
         seconds = column["seconds"].max().item()
         of_ranks = column["tokens"].sum().item() / seconds  # model groups share their tokens
         flops = column["operations"].mean().item() / seconds
+        names = (*links.LINKS, links.BETWEEN) if links.ranks_of_machine() else links.LINKS
         elements, nbytes, moved, busy = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
         return {
             "step": engine.global_steps,
@@ -181,7 +182,7 @@ class Monitor:
             "waits": waits,
             "elements": dict(elements),
             "bytes": dict(nbytes),
-            "links": {link: moved[link] for link in (*links.LINKS, links.BETWEEN)},
+            "links": {link: moved[link] for link in names},
             "disk_bytes_per_second": {name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]},
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
