@@ -4,9 +4,7 @@
     python -m benchmarks.monitor --sections json_monitor --models small --steps 200
 
 Two gloo ranks train a T5 at stage 3. Measured is what the monitor does after a step. Before it all ranks wait for each
-other, so waiting for a slower rank is not counted. `cpu ms`: of all threads. The largest rank's median counts. Every
-second step runs without the monitor. `paired ms`: the median difference of CPU seconds of two neighbouring steps. On a
-busy machine it is noisier than the cost itself.
+other, so waiting for a slower rank is not counted. `cpu ms`: of all threads. The largest rank's median counts.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ def measure(model: str, section: str, steps: int) -> dict[str, Any]:
     options = ["--model", model, "--section", section, "--steps", str(steps)]
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(sys.executable, ["-m", "benchmarks.monitor_worker", *options, "--folder", folder], 2, 1200)
-    found = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ("step", "wall", "cpu", "paired")}
+    found = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ("step", "wall", "cpu")}
     return {"model": model, "section": section} | found
 
 
 def main() -> None:
     args = parse_arguments()
     rows = [measure(model, section, args.steps) for model in args.models for section in args.sections]
-    print(f"{'model':<8}{'section':<14}{'step ms':>9}{'wall ms':>9}{'of step':>9}{'cpu ms':>9}{'paired ms':>11}")
+    print(f"{'model':<8}{'section':<14}{'step ms':>9}{'wall ms':>9}{'of step':>9}{'cpu ms':>9}")
     for row in rows:
         numbers = "".join(f"{1000 * row[name]:9.2f}" for name in ("step", "wall"))
-        share = f"{row['wall'] / row['step']:9.2%}{1000 * row['cpu']:9.2f}{1000 * row['paired']:11.2f}"
+        share = f"{row['wall'] / row['step']:9.2%}{1000 * row['cpu']:9.2f}"
         print(f"{row['model']:<8}{row['section']:<14}{numbers}{share}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(rows, indent=2))
