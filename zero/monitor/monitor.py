@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ logger = logging.getLogger("zero")
 
 # What each rank tells: columns of the table that is summed over ranks.
 _COLUMNS = (
-    "loss", "has_loss", "seconds", "waited", "host_memory", "device_memory", "device_memory_now", "tokens", "operations"
+    "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory", "device_memory_now",
+    "tokens", "operations",
 )  # fmt: skip
 _DISK = {links.READ: "read", links.WRITTEN: "written"}
 
@@ -149,7 +151,7 @@ class Monitor:
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
         now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
-        own += [_peak_host_memory(), device, now, self._tokens, self._done]
+        own += [_peak_host_memory(), _host_memory(), device, now, self._tokens, self._done]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
@@ -193,6 +195,7 @@ class Monitor:
                 "slowest": slowest,
                 "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
                 "host_bytes_peak": column["host_memory"].long().tolist(),
+                "host_bytes": column["host_memory_now"].long().tolist(),
                 "device_bytes_peak": column["device_memory"].long().tolist(),
                 "device_bytes": column["device_memory_now"].long().tolist(),
             },
@@ -226,6 +229,12 @@ def _memory_line(engine: ZeroEngine) -> str:
 def _peak_host_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _host_memory() -> int:
+    """Resident size of this process now, in bytes; 0 where the system does not tell."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 def _finite(value: float | None) -> float | None:
