@@ -161,11 +161,12 @@ def rehearse(
 
 
 def make_units(model: nn.Module, config: Config, ranks: int) -> list[RehearsedUnit]:
-    """The units of the model on this number of ranks."""
+    """The units of the model on this number of ranks. UsageError if groups of shards do not divide it."""
     zero, residency = config.zero_optimization, Residency()
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
-    layouts = [UnitLayout([param.shape for param in plan.params], ranks, zero.stage == 0) for plan in plans]
+    shards = zero.shards_over(ranks)
+    layouts = [UnitLayout([param.shape for param in plan.params], shards, zero.stage == 0) for plan in plans]
     units = [
         RehearsedUnit(number, *each, config, residency) for number, each in enumerate(zip(plans, layouts, strict=True))
     ]
@@ -194,7 +195,8 @@ def rehearse_meta(
     if checkpointing:
         enable_checkpointing(model)
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    units = make_units(model, config, 2)
+    zero = config.zero_optimization  # the program is the same on any number of ranks that the groups divide
+    units = make_units(model, config, max(2, zero.mics_shard_size, zero.zero_hpz_partition_size))
     with Operations() as done:
 
         def loss() -> torch.Tensor:

@@ -5,7 +5,8 @@
     python -m benchmarks.scaling --check            # 1, 2, 4, 8 processes here, in network namespaces (needs root)
 
 Times come from `benchmarks.timeline`, memory from `zero estimate`. Each model is predicted with the configuration as it
-is, and without its offload.
+is, without its offload, and tuned: without offload, each group of 64 ranks with all shards (`mics_shard_size`), and
+room for two blocks (`stage3_max_live_parameters`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ from zero.errors import UsageError
 from zero.estimate import DEVICE, HOST, Question, build, estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
+TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}
 # Bytes/s that each process of the check may send, and how many processes there are. The links are so slow that the
 # processes, which share a few cores, compute for a small part of a step.
-CHECK_RATE, CHECK_PROCESSES = 20e6 / 8, (1, 2, 4, 8)
+CHECK_RATE = 20e6 / 8
+# Processes, and what differs in the section `zero_optimization`.
+CHECKS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}), (2, {}), (4, {}), (8, {}), (4, {"mics_shard_size": 2}), (4, {"zero_hpz_partition_size": 2}),
+)  # fmt: skip
 # tc counts the headers of Ethernet, IP and TCP: of 1,514 bytes 1,448 are data.
 DATA = 1448 / 1514
 TIMEOUT = 600  # seconds of one job
@@ -51,16 +57,25 @@ def without_offload(config: Config) -> Config:
     return config.model_copy(update={"zero_optimization": zero})
 
 
+def tuned(config: Config, ranks: int) -> Config:
+    changed = TUNED | {"mics_shard_size": min(ranks, TUNED["mics_shard_size"])}
+    zero = without_offload(config).zero_optimization.model_copy(update=changed)
+    return config.model_copy(update={"zero_optimization": zero})
+
+
 def predictions(name: str, args: argparse.Namespace) -> Rows:
     shape = shape_of(name)
     config = fill_in(load_config(str(args.ds_config), allow_auto=True), shape)
-    model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
     fake, rows = build(shape, config.compute_dtype), []
-    settings = {"as configured": config}
+    settings = {"as configured": lambda ranks: config}
     if config.zero_optimization.offloads_params or config.zero_optimization.offloads_optimizer:
-        settings["without offload"] = without_offload(config)
-    for words, each in settings.items():
+        settings["without offload"] = lambda ranks: without_offload(config)
+    settings["tuned"] = lambda ranks: tuned(config, ranks)
+    for words, of_ranks in settings.items():
+        largest = of_ranks(max(args.ranks))  # the program is the same on any number of ranks
+        model, program = rehearse_meta(shape, largest, args.batch, args.seq, not args.no_checkpointing)
         for ranks in args.ranks:
+            each = of_ranks(ranks)
             times = predict(make_units(model, each, ranks), program, each, machine_of(args), ranks)
             question = Question(ranks, args.batch, args.seq, not args.no_checkpointing)
             memory = estimate(fake, each, question)
@@ -89,9 +104,9 @@ def draw(rows: Rows, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
-        for settings, line in (("as configured", "--"), ("without offload", "-")):
+        for settings, line in zip(dict.fromkeys(row["settings"] for row in rows), ("--", "-", ":"), strict=False):
             own = [row for row in rows if (row["model"], row["settings"]) == (model, settings)]
             ranks = [row["ranks"] for row in own]
             style = {"linestyle": line, "color": f"C{number}", "marker": ".", "label": f"{model}, {settings}"}
@@ -103,7 +118,7 @@ def draw(rows: Rows, path: Path) -> None:
         axes.grid(alpha=0.3)
     left.set_ylim(0, 100)
     right.set_yscale("log")
-    right.legend(fontsize=7)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", fontsize=7)
     figure.savefig(path, dpi=110)
 
 
@@ -147,23 +162,24 @@ def namespaces(number: int, rate: float | None = None) -> Iterator[list[str]]:
             ip("ip", "netns", "del", name)
 
 
-def run_processes(names: list[str], folder: Path) -> list[subprocess.Popen]:
-    """A job with a worker in each namespace."""
+def run_processes(names: list[str], folder: Path, section: dict[str, Any]) -> list[subprocess.Popen]:
+    """A job with a worker in each namespace. `section`: what differs in the configuration's `zero_optimization`."""
     processes = []
     for rank, name in enumerate(names):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "link0", REPORT_FOLDER: str(folder)}
         env |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
         env |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29577"}
         command = ["ip", "netns", "exec", name, sys.executable, "-m", "benchmarks.scaling_worker"]
+        command += ["--zero", json.dumps(section)]
         with (folder / f"{rank}.txt").open("w") as log:
             processes.append(subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=log))
     return processes
 
 
-def measured(number: int, rate: float | None) -> dict[str, float]:
+def measured(number: int, rate: float | None, section: dict[str, Any]) -> dict[str, float]:
     """The median seconds of a step and of its update, of the slowest process. RuntimeError if a process fails."""
     with namespaces(number, rate) as names, tempfile.TemporaryDirectory() as folder:
-        processes, deadline = run_processes(names, Path(folder)), time.monotonic() + TIMEOUT
+        processes, deadline = run_processes(names, Path(folder), section), time.monotonic() + TIMEOUT
         try:
             while any(process.poll() is None for process in processes):
                 if time.monotonic() > deadline or any(process.poll() for process in processes):
@@ -200,16 +216,16 @@ def check_machine(free: dict[str, float], operations: float, elements: int) -> M
 
 def check() -> Rows:
     """Predicted and measured seconds of a step on processes whose links are limited."""
-    config = load_config(scaling_worker.KEYS)
-    shape = scaling_worker.shape()
-    model, program = rehearse_meta(shape, config, scaling_worker.BATCH, scaling_worker.LENGTH, False, False)
-    rows, operations = [], sum(op.cost for op in program)
-    for processes in CHECK_PROCESSES:
-        units = make_units(model, config, processes)
-        free, taken = measured(processes, None), measured(processes, CHECK_RATE)
+    shape, rows = scaling_worker.shape(), []
+    batch, length = scaling_worker.BATCH, scaling_worker.LENGTH
+    for processes, section in CHECKS:
+        config = load_config(scaling_worker.keys(section))
+        model, program = rehearse_meta(shape, config, batch, length, False, False)
+        units, operations = make_units(model, config, processes), sum(op.cost for op in program)
+        free, taken = measured(processes, None, section), measured(processes, CHECK_RATE, section)
         machine = check_machine(free, operations, sum(unit.layout.shard_numel for unit in units))
         predicted = predict(units, program, config, machine, processes, on_accelerator=False)
-        rows.append({"processes": processes, "free": free, "measured": taken, **predicted})
+        rows.append({"processes": processes, "section": section, "free": free, "measured": taken, **predicted})
         print(f"{processes} processes: {rows[-1]}", file=sys.stderr, flush=True)
     return rows
 
@@ -220,7 +236,8 @@ def table_of_check(rows: Rows) -> str:
     for row in rows:
         taken = row["measured"]["step"]
         times = f"{row['free']['step']:.2f} | {row['busy'].get('network', 0):.2f} | {row['step']:.2f} | {taken:.2f}"
-        lines.append(f"| {row['processes']} | {times} | {row['step'] / taken - 1:+.0%} |")
+        keys = "".join(f", {key} {value}" for key, value in row["section"].items())
+        lines.append(f"| {row['processes']}{keys} | {times} | {row['step'] / taken - 1:+.0%} |")
     return "\n".join(lines)
 
 

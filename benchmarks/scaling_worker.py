@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ import zero
 from benchmarks.launch import report
 
 WARMUP, STEPS = 2, 3
-KEYS = {
+_KEYS = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
@@ -28,6 +30,11 @@ KEYS = {
     },
 }
 BATCH, LENGTH = 1, 64
+
+
+def keys(section: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, with these changes in its section `zero_optimization`."""
+    return _KEYS | {"zero_optimization": _KEYS["zero_optimization"] | section}
 
 
 def shape() -> transformers.PretrainedConfig:
@@ -42,10 +49,12 @@ def shape() -> transformers.PretrainedConfig:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--zero", type=json.loads, default={}, help="changes of zero_optimization, as JSON")
+    config = keys(parser.parse_args().zero)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    engine = zero.initialize(model=transformers.LlamaForCausalLM(shape()), config=KEYS)[0]
+    engine = zero.initialize(model=transformers.LlamaForCausalLM(shape()), config=config)[0]
     ids = torch.randint(0, 2048, (BATCH, LENGTH))
     steps, updates = [], []
     for _ in range(WARMUP + STEPS):

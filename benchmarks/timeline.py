@@ -21,6 +21,7 @@ import transformers
 
 from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
 from zero.arguments import above_zero, count
+from zero.compression import message_bytes
 from zero.config import Config, load_config
 from zero.config.settings import OffloadOptimizerConfig
 from zero.construction import overlaps_step
@@ -35,6 +36,8 @@ assumptions
   nothing). Operations that read more than they compute, such as norms and the loss, are in --flops by guess only.
 - A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full buffer over the
   slowest link, and pays the latency of each hop. All-gathers and reductions share the network, one after another.
+- Groups are of consecutive ranks. The same collective of all groups of a node runs at the same time, and shares the
+  links between nodes. Coded gradients are exchanged within nodes first, then between them.
 - A collective, and a copy from the host, starts when compute has come to where the engine starts it.
 - Copies to and from the device have a link each, the disk has one. Contention for host memory is in --host-adam only.
 - Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the device takes the time of
@@ -51,7 +54,7 @@ class Machine:
     between: float = field(
         default=8 * NETWORK_SPEED, metadata={"help": "bytes/s between nodes, of all links of a node together"}
     )
-    per_node: float = field(default=8, metadata={"help": "devices of a node"})
+    per_node: int = field(default=8, metadata={"help": "devices of a node"})
     latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
     latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
     pcie: float = field(default=HOST_SPEED, metadata={"help": "bytes/s between a device and host memory"})
@@ -62,16 +65,33 @@ class Machine:
     device_memory_bandwidth: float = field(default=2e12, metadata={"help": "bytes/s of the device's memory"})
     direct: bool = False
 
-    def collective(self, nbytes: float, ranks: int) -> float:
-        """Seconds of an all-gather or reduce-scatter whose full buffer has `nbytes`."""
+    def collective(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds of an all-gather or reduce-scatter of groups of `ranks`, which are `stride` apart.
+
+        Args: nbytes: of the full buffer of one group.
+        """
         if ranks == 1:
             return 0.0
-        nodes = math.ceil(ranks / self.per_node)
-        speed = self.within if nodes == 1 else min(self.within, self.between)
-        latency = (nodes - 1) * self.latency_between + (ranks - nodes) * self.latency_within
         if self.direct:
-            latency = self.latency_between if nodes > 1 else self.latency_within
+            return self.exchange(nbytes, ranks, stride)
+        nodes, sharing = self._nodes(ranks, stride), min(stride, self.per_node)
+        speed = self.within if nodes == 1 else min(self.within, self.between / sharing)
+        latency = (nodes - 1) * self.latency_between + (ranks - nodes) * self.latency_within
         return nbytes * (ranks - 1) / ranks / speed + latency
+
+    def exchange(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+        """Seconds in which each rank of such groups sends a message to each other one, `nbytes / ranks` long."""
+        if ranks == 1:
+            return 0.0
+        nodes, of_node = self._nodes(ranks, stride), min(ranks * stride, self.per_node)
+        here = math.ceil(of_node / stride)  # ranks of a group on a node
+        inside = nbytes * (here - 1) / ranks / self.within
+        outside = of_node * nbytes * (ranks - here) / ranks / self.between
+        return max(inside, outside) + (self.latency_between if nodes > 1 else self.latency_within)
+
+    def _nodes(self, ranks: int, stride: int) -> int:
+        """The number of nodes on which a group lies."""
+        return math.ceil(ranks / max(1, self.per_node // stride))
 
 
 class Timeline:
@@ -79,6 +99,8 @@ class Timeline:
 
     Attributes, all in seconds: now: of the compute stream; waits: its waits, by cause; busy: by stream. A stream runs
     one operation after another. An operation starts when its stream is free and what it needs is there.
+
+    Args: ranks: of the job. The units' layouts say over how many of them a unit is cut.
     """
 
     def __init__(
@@ -97,6 +119,7 @@ class Timeline:
         self._in_flight: deque[tuple[RehearsedUnit, float]] = deque()
         self._offloading: deque[float] = deque()
         self._fresh: set[RehearsedUnit] = set()
+        self._second: set[RehearsedUnit] = set()  # the units that have a second shard (hpZ)
         self._item, self._grad_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
@@ -112,8 +135,28 @@ class Timeline:
         self.waits[cause] += max(0.0, end - self.now)
         self.now = max(self.now, end)
 
-    def _network(self, nbytes: float, after: float) -> float:
-        return self.run("network", self.machine.collective(nbytes, self.ranks), after)
+    def _all_gather(self, unit: RehearsedUnit, after: float) -> float:
+        """The end of an all-gather that may start at `after`. With hpZ only the first one since an update is wide."""
+        zero, layout = self.config.zero_optimization, unit.layout
+        ranks, second = layout.world_size, zero.second_shards_over(self.ranks)
+        if second and unit in self._second:
+            ranks = second
+        self._second.add(unit)
+        message = layout.padded // ranks * self._item
+        if zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable):
+            message = message_bytes(layout.padded // ranks, 8)
+        return self.run("network", self.machine.collective(ranks * message, ranks), after)
+
+    def _reduction(self, unit: RehearsedUnit) -> float:
+        """The end of a reduction that starts now: over the shard group, then over the ranks with the same shard."""
+        zero, layout, machine = self.config.zero_optimization, unit.layout, self.machine
+        ranks, shard = layout.world_size, layout.padded // layout.world_size
+        seconds = machine.collective(layout.padded * self._sent_item, ranks)
+        if zero.zero_quantized_gradients:
+            nbytes, near = ranks * message_bytes(shard, zero.zero_quantized_gradient_bits), min(ranks, machine.per_node)
+            seconds = machine.exchange(nbytes, near) + machine.exchange(nbytes / near, ranks // near, stride=near)
+        seconds += 2 * machine.collective(shard * self._sent_item, self.ranks // ranks, stride=ranks)
+        return self.run("network", seconds, self.now)
 
     def _compute(self, seconds: float, stream: str = "compute") -> None:
         self.now += seconds
@@ -143,14 +186,14 @@ class Timeline:
         ready = self.now
         if unit.home.weights == HOST:
             ready = self.run("to device", nbytes / self.machine.pcie, ready)
-        self._gathers[unit.number] = self._network(unit.layout.padded * self._item, ready)
+        self._gathers[unit.number] = self._all_gather(unit, ready)
 
     def _use(self, unit: RehearsedUnit) -> None:
         end = self._gathers.pop(unit.number)
         if unit.home.weights == DISK:
             self.wait(end, "file")
             end = self.run("to device", unit.layout.shard_numel * self._item / self.machine.pcie, self.now)
-            end = self._network(unit.layout.padded * self._item, end)
+            end = self._all_gather(unit, end)
         self.wait(end, "gather")
 
     # -- gradients
@@ -164,7 +207,7 @@ class Timeline:
             nbytes = unit.layout.shard_numel * self._grad_item
             self.wait(self.run("to device", nbytes / self.machine.pcie, self.now), "gradients in")
         self._fresh.add(unit)
-        self._in_flight.append((unit, self._network(numel * self._sent_item, self.now)))
+        self._in_flight.append((unit, self._reduction(unit)))
         if not zero.overlap_comm:
             self._finish_oldest()
 
@@ -172,7 +215,8 @@ class Timeline:
         unit, end = self._in_flight.popleft()
         self.wait(end, "reduce")
         if unit.layout.replicated:  # the second half of an all-reduce
-            self.wait(self._network(unit.layout.padded * self._grad_item, self.now), "reduce")
+            seconds = self.machine.collective(unit.layout.padded * self._grad_item, unit.layout.world_size)
+            self.wait(self.run("network", seconds, self.now), "reduce")
         if unit.home.optimizer == DEVICE:
             return
         if len(self._offloading) == 2:
@@ -194,14 +238,17 @@ class Timeline:
     def _update(self, order: Sequence[int]) -> None:
         """The step: the norm, the updates that cannot be late, persistent units gathered again, late updates."""
         self._fresh.clear()
-        self.wait(self.now + 2 * self.machine.collective(0, self.ranks), "norm")
+        self._second = {unit for unit in self._second if not unit.trainable}
+        collective = self.machine.collective
+        self.wait(self.now + 2 * collective(0, self.ranks), "norm")
         trained = [unit for unit in self.units if unit.trainable]
         late = {unit.number: unit for unit in trained if self._updates_late and not unit.persistent}
         for end in self._updates([unit for unit in trained if unit.number not in late]):
             self.wait(end, "update")
         for unit in trained:
             if unit.persistent and unit.layout.shard_numel < unit.layout.padded:
-                self.wait(self._network(unit.layout.padded * self._item, self.now), "gather")
+                seconds = collective(unit.layout.padded * self._item, unit.layout.world_size)
+                self.wait(self.run("network", seconds, self.now), "gather")
         ordered = [late[number] for number in dict.fromkeys([*order, *late]) if number in late]
         self._late = dict(zip([unit.number for unit in ordered], self._updates(ordered), strict=True))
 
@@ -279,7 +326,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add an option for each speed of a `Machine`, and those of the batch."""
     for each in fields(Machine):
         if each.metadata:
-            kind = {"type": above_zero, "metavar": "X", "default": each.default}
+            kind = {"type": count if each.type == "int" else above_zero, "metavar": "X", "default": each.default}
             parser.add_argument(
                 f"--{each.name.replace('_', '-')}", **kind, help=f"{each.metadata['help']}; %(default)g"
             )

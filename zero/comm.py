@@ -135,14 +135,14 @@ class Communicator:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
-    def _count(self, name: str, numel: int, values: torch.Tensor, unit: object = None) -> None:
+    def _count(self, name: str, numel: int, values: torch.Tensor, unit: object = None, to: Group | None = None) -> None:
         self.calls[name] += 1
         self.elements[name] += numel
         self.bytes[name] += (nbytes := numel * values.element_size())
         if self.matches_by_order:
             self._order.add(name, numel, unit)
         if self._native:
-            send_natively(name, nbytes, self.shard_group, self.replicate_group)
+            send_natively(name, nbytes, to or self.shard_group)
 
     def require_same_path(self) -> None:
         """Raise UsageError on all ranks if they have used different units since the last call. All must call it."""
@@ -254,8 +254,7 @@ class Communicator:
             sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, unit)
-            # The same tag: no rank is in both groups.
-            works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)
+            works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)  # to other ranks
             Pending(works, None, (), self.watchdog, unit).wait()
             _add_up(out, sums, accumulate)
 
@@ -282,7 +281,7 @@ class Communicator:
 
     def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work], unit: object) -> dist.Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for them."""
-        self._count("reduce_replicas", result.numel(), result, unit)
+        self._count("reduce_replicas", result.numel(), result, unit, self.replicate_group)
         self._sums = self._sums or new_stream(self.device)
         self._sums.wait_stream(compute_stream(self.device))
         with self._sums:
@@ -295,8 +294,7 @@ class Communicator:
         n, size = shard.numel(), self.shard_group.size
         self._count("scatter", n * size, shard)
         if self.rank == src:
-            # Each replica gets the same.
-            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
+            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]  # replicas: the same
             shard.copy_(slices[src])
         if self.world_size == 1:
             return
@@ -326,21 +324,23 @@ class Communicator:
             return Pending()
         for _, tensor in parts:
             self._count("broadcast", tensor.numel(), tensor)
-        ranks = self.shard_group.ranks
-        works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
+        works = [dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
-    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, unit: object = None) -> Pending:
+    def start_all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, unit: object = None, across: bool = False
+    ) -> Pending:
         """Start to send row i of `sent` to rank i of the shard group; row i of `received` is what that rank sends here.
 
-        Both are contiguous matrices of the same shape. On gloo this rank's own row is not copied.
+        Both are contiguous, of the same shape. gloo does not copy the own row. `across`: among the replicate group.
         """
-        self._count("all_to_all", sent.numel(), sent, unit)
+        group = self.replicate_group if across else self.shard_group
+        self._count("all_to_all", sent.numel(), sent, unit, group)
         if self._native:
-            work = dist.all_to_all_single(received, sent, group=self._reductions, async_op=True)
+            own = self._replicas if across else self._reductions
+            work = dist.all_to_all_single(received, sent, group=own, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
-        tag = self._tags.next("reduce", unit)
-        works = self._exchange("all_to_all", self.shard_group, tag, sent, received)
+        works = self._exchange("all_to_all", group, self._tags.next("reduce", unit), sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 
     def start_all_to_all_of_parts(
@@ -366,7 +366,7 @@ class Communicator:
         return tensor
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks. Blocking, and slow: use it for error messages only."""
+        """Every rank's value, in the order of the ranks. Blocking and slow: not for training steps."""
         values = [value] * self.world_size
         self._blocking("an exchange of facts", lambda: dist.all_gather_object(values, value, group=self._hosts))
         return values

@@ -1,8 +1,7 @@
 """Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block of values.
 
-After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient communication (qgZ),
-the latter without the hierarchy. This file knows nothing of units, but that they may be frozen. Only
-`zero/construction.py` imports it.
+After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient communication (qgZ).
+This file knows nothing of units, but that they may be frozen. Only `zero/construction.py` imports it.
 
 [Note: codes and scales]
 A message is the codes of all blocks, then their scales in fp32. A block is 256 consecutive values of one rank's slice.
@@ -15,20 +14,28 @@ The last one is filled up with zeros.
 So 256 fp32 values take 260 bytes, and 132 with 4 bits. A block with a value that is not finite has a scale that is not
 finite. All of it becomes NaN or infinite, so an overflow is still noticed.
 
+[Note: machines]
+If each rank sent its gradients to every other one, all ranks of a machine would send everything through the machine's
+link to the network. So the ranks of a machine sum theirs first. Each of them gets a part, of which it sends the sum to
+the rank with the same place on each other machine. This sum is rounded again. All bytes of a rank are as many as
+before, but p times fewer leave a machine of p ranks.
+
 [Note: what is exact]
 The codes of one weight are the same on all ranks, its owner included: all compute with the same rounded weights.
 Masters and shards are never rounded, and what is saved or changed is gathered from them by the plain communicator. Each
-rank rounds its gradients once, for the others. The sum is made in fp32, with its own gradients as they are.
+rank rounds its gradients once, for the others, and the sum of its machine once for the other machines. Sums are made in
+fp32, with its own gradients as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zero.comm import Communicator
+from zero.device import compute_stream, is_accelerator, new_stream
 from zero.links import note_copy
 from zero.pending import Pending
 
@@ -44,6 +51,13 @@ AT_A_TIME_ELSEWHERE = 1 << 24
 def message_bytes(numel: int, bits: int) -> int:
     """Bytes of a message of so many values."""
     return -(-numel // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)
+
+
+def ranks_of_machine(machines: Sequence[object]) -> int:
+    """How many consecutive ranks share a machine; 1 if that differs. Args: machines: that of each rank, in order."""
+    size = machines.count(machines[0])
+    same = [len(set(machines[start : start + size])) == 1 for start in range(0, len(machines), size)]
+    return size if len(machines) % size == 0 and all(same) else 1
 
 
 def _parts(
@@ -90,16 +104,52 @@ def decode(message: torch.Tensor, into: torch.Tensor, bits: int, add: bool = Fal
             part.add_(values) if add else part.copy_(values)
 
 
+class _CodedSum:
+    """A sum over a group, to which ranks send each other codes.
+
+    Args: slices: (places, m, n), `slices[i]` is this rank's part of what place i gets; place: this rank's own.
+    Attributes: sent, received: the messages to and from each place. own: this rank's part of what it gets, (m, n).
+    """
+
+    def __init__(self, slices: torch.Tensor, place: int, bits: int):
+        self._slices, self._bits, self.own = slices, bits, slices[place]
+        places, m, n = slices.shape
+        self._others = [each for each in range(places) if each != place]
+        self.sent = torch.empty(places, m * message_bytes(n, bits), dtype=torch.uint8, device=slices.device)
+        self.received = torch.empty_like(self.sent)
+
+    def encode(self) -> None:
+        for place in self._others:
+            for values, message in zip(self._slices[place], self.sent[place].chunk(len(self.own)), strict=True):
+                encode(values, message, self._bits)
+
+    def add_to(self, total: torch.Tensor, factor: float = 1.0) -> None:
+        """Add what came from the others, times `factor`, to `total` (m, n)."""
+        for place in self._others:
+            for part, message in zip(total, self.received[place].chunk(len(total)), strict=True):
+                decode(message, part, self._bits, add=True, factor=factor)
+
+
 class CompressedCommunicator:
     """A communicator whose `all_gather` of weights, and whose sums of gradients, send codes and scales.
 
     Everything else is the given communicator's. Args: weights, frozen_weights: whether gathers of all units, or of
-    those without trainable parameters, are compressed; gradient_bits: 8, 4, or None for gradients as they are.
+    those without trainable parameters, are compressed; gradient_bits: 8, 4, or None for gradients as they are; machine:
+    the same ranks with shard groups that are the ranks of a machine, or None if each rank sends to each other one.
     """
 
-    def __init__(self, comm: Communicator, *, weights: bool, frozen_weights: bool, gradient_bits: int | None):
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        weights: bool,
+        frozen_weights: bool,
+        gradient_bits: int | None,
+        machine: Communicator | None = None,
+    ):
         self._comm, self._weights, self._frozen_weights = comm, weights, frozen_weights
-        self._gradient_bits = gradient_bits
+        self._gradient_bits, self._machine = gradient_bits, machine
+        self._sums: torch.Stream | None = None  # made when it is needed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
@@ -138,23 +188,44 @@ class CompressedCommunicator:
     reduce = Communicator.reduce
 
     def _reduce_columns(self, out: torch.Tensor, rows: torch.Tensor, accumulate: bool, unit: object) -> Pending:
-        """Reduce the (ranks of the shard group, n) matrix `rows` into `out`."""
-        bits, own, size = self._gradient_bits, self.shard_group.rank, self.shard_group.size
-        peers = [place for place in range(size) if place != own]
-        sent = torch.empty(size, message_bytes(out.numel(), bits), dtype=torch.uint8, device=rows.device)
-        received = torch.empty_like(sent)
-        for peer in peers:
-            encode(rows[peer], sent[peer], bits)
-        exchanged = self._comm.start_all_to_all(received, sent, unit)
-        # The result must be what a reduce-scatter of this backend gives: a sum or a mean.
-        factor = 1.0 / (size * self.mean_factor)
+        """Reduce the (ranks of the shard group, n) matrix `rows` into `out`. See the note on machines."""
+        near, bits = self._machine or self._comm, self._gradient_bits
+        group, machines = near.shard_group, near.replicate_group
+        coded = _CodedSum(rows.unflatten(0, (-1, group.size)).transpose(0, 1), group.rank, bits)
+        coded.encode()
+        arrived = near.start_all_to_all(coded.received, coded.sent, unit)
+        if self._machine is None:
+            return Pending([arrived], lambda: self._finish(out, coded, accumulate))
+        sums = torch.empty(machines.size, out.numel(), device=out.device)
+        of_machines = _CodedSum(sums.unsqueeze(1), machines.rank, bits)
+
+        def send_sums() -> Pending:
+            arrived.wait()
+            sums.copy_(coded.own)
+            coded.add_to(sums)
+            of_machines.encode()
+            return near.start_all_to_all(of_machines.received, of_machines.sent, unit, across=True)
 
         def finish() -> None:
-            total = out.float()  # `out` itself if that is fp32
-            total = total.add_(rows[own], alpha=factor) if accumulate else total.copy_(rows[own]).mul_(factor)
-            for peer in peers:
-                decode(received[peer], total, bits, add=True, factor=factor)
-            if total is not out:
-                out.copy_(total)
+            if not works:
+                send_sums().wait()
+            self._finish(out, of_machines, accumulate)
 
-        return Pending([exchanged], finish)
+        works = [self._beside_compute(send_sums)] if is_accelerator(out.device) else []
+        return Pending(works, finish)
+
+    def _beside_compute(self, start: Callable[[], Pending]) -> Pending:
+        """Have a stream of its own wait, sum and send, so that the compute stream does not wait in between."""
+        self._sums = self._sums or new_stream(self.device)
+        self._sums.wait_stream(compute_stream(self.device))
+        with self._sums:
+            return start()
+
+    def _finish(self, out: torch.Tensor, coded: _CodedSum, accumulate: bool) -> None:
+        """Write the sum to `out`, or add it: a sum or a mean, as a reduce-scatter of this backend gives."""
+        factor = 1.0 / (self.shard_group.size * self.mean_factor)
+        total, own = out.float(), coded.own[0]  # `out` itself if that is fp32
+        total = total.add_(own, alpha=factor) if accumulate else total.copy_(own).mul_(factor)
+        coded.add_to(total.unsqueeze(0), factor)
+        if total is not out:
+            out.copy_(total)

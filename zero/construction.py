@@ -6,16 +6,20 @@ broadcasts its buffers. Nothing is trained here. This file knows nothing of Deep
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
-from zero.compression import CompressedCommunicator
-from zero.config import Config, OffloadOptimizerConfig
+from zero.compression import CompressedCommunicator, ranks_of_machine
+from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.experts import SlicedExperts, can_be_sliced, numel_of_one
@@ -33,6 +37,8 @@ from zero.parameters import cut_of, local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import HpzUnit
 from zero.unit import Unit
+
+logger = logging.getLogger("zero")
 
 
 def require_agreement(
@@ -133,6 +139,24 @@ def make_schedule(units: Sequence[Unit], settings: Config) -> Schedule:
     return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
 
 
+def warn_if_crowded(units: Sequence[Unit], limit: int) -> None:
+    """Warn if most units find no room beside the one in use, so that communication overlaps with no computation.
+
+    Args: limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and is not warned.
+    """
+    sizes = [unit.layout.numel for unit in units if not unit.persistent]
+    pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]
+    late = [size for both, size in pairs if both > limit]
+    if limit >= ZeroConfig().stage3_max_live_parameters and 2 * sum(late) > sum(sizes):
+        needed = max(both for both, _ in pairs)
+        logger.warning(
+            "zero_optimization.stage3_max_live_parameters is %s: too small for two of this model's largest blocks, so "
+            "most all-gathers overlap with no computation. %s would be enough",
+            f"{limit:,}",
+            f"{needed:,}",
+        )
+
+
 def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
     """By which weights are gathered for use, and gradients reduced: `comm`, or one over it that compresses them."""
     zero = settings.zero_optimization
@@ -146,7 +170,20 @@ def make_traffic(settings: Config, comm: Communicator) -> Communicator | Compres
             f"zero_optimization.zero_quantized_gradients: not available where {comm.replicate_group.size} groups of "
             "ranks hold all shards; set it to false, or shard over all ranks"
         )
-    return CompressedCommunicator(comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits)
+    machine = _machines(comm) if bits else None
+    return CompressedCommunicator(
+        comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
+    )
+
+
+def _machines(comm: Communicator) -> Communicator | None:
+    """`comm` with the ranks of each machine as shard groups. None if it is one machine, or if their sizes differ."""
+    # A host's name alone would not do: some launchers start all ranks in containers of one name.
+    number = comm.job.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    machines = comm.job.exchange((platform.node(), number))
+    size = ranks_of_machine([machines[rank] for rank in comm.shard_group.ranks])
+    sizes = set(comm.job.exchange(size))
+    return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
 
 
 def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:

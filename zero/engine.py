@@ -104,6 +104,8 @@ class ZeroEngine(Accumulation, nn.Module):
         self.units = construction.make_units(model, settings, self.comm, self.residency, group_of)
         construction.place_buffers(model, self.comm)
         self.schedule = construction.make_schedule(self.units, settings)
+        if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
+            construction.warn_if_crowded(self.units, self.schedule.max_live_parameters)
         placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
         traffic = construction.make_traffic(settings, self.comm)
         self.reducer = construction.make_reducer(settings, traffic, placement, self._reduces_now)

@@ -50,15 +50,17 @@ def send(group: Group, sizes: Sequence[int]) -> None:
             _count(BETWEEN, sizes[place])
 
 
-def send_natively(name: str, nbytes: int, shards: Group, replicas: Group) -> None:
+# How often each part of the full buffer is sent. The sum over replicas is an all-reduce.
+_TIMES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "reduce_replicas": 2}
+
+
+def send_natively(name: str, nbytes: int, group: Group) -> None:
     """`send`, for an accelerator's collective with a full buffer of `nbytes`: each place gets an equal part of it.
 
-    Counted are gathers, and reductions over `shards` or, as an all-reduce, over `replicas`.
+    Other collectives than those of weights and gradients do not count.
     """
-    if name == "reduce_replicas":
-        send(replicas, [2 * nbytes // replicas.size] * replicas.size)
-    elif name in ("all_gather", "reduce_scatter", "all_to_all"):
-        send(shards, [nbytes // shards.size] * shards.size)
+    if times := _TIMES.get(name):
+        send(group, [times * nbytes // group.size] * group.size)
 
 
 def note_copy(target: torch.Tensor, source: torch.Tensor) -> None:

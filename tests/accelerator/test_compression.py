@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -26,6 +28,11 @@ def trained_on_device(rank: int, world_size: int, settings: dict) -> Curve:
     return found
 
 
+def trained_on_machines(rank: int, world_size: int, settings: dict) -> Curve:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    return trained(rank, world_size, settings)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -38,3 +45,11 @@ def trained_on_device(rank: int, world_size: int, settings: dict) -> Curve:
 def test_training_has_the_bits_of_gloo(settings):
     """Of two ranks: their mean is half of the sum, which no rounding changes."""
     assert_equal(curve_on(2, trained_on_device, settings, simulated=True), curve_on(2, trained, settings))
+
+
+def test_two_machines_have_the_bits_of_gloo():
+    """The ranks of a machine sum first, beside the compute stream. Of four ranks: as above."""
+    settings = {**GRADIENTS, "accumulation": 2, "clip": 0.05}
+    found = curve_on(4, trained_on_machines, settings, simulated=True)
+    assert_equal(found, curve_on(4, trained_on_machines, settings))
+    assert found.losses != curve_on(4, trained, settings, simulated=True).losses

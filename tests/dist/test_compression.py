@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,17 @@ import zero
 from tests.dist.training import ds_config, relative, start, train_in_slices, train_zero, weights_of
 from tests.processes import run_on
 from zero.comm import communicator
-from zero.compression import BLOCK, SCALE_BYTES, CompressedCommunicator, decode, encode, message_bytes
+from zero.compression import (
+    BLOCK,
+    SCALE_BYTES,
+    CompressedCommunicator,
+    decode,
+    encode,
+    message_bytes,
+    ranks_of_machine,
+)
+from zero.config import load_config
+from zero.construction import make_traffic
 
 WIDTH = 64
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -239,6 +250,45 @@ def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
     assert all(calls == 2 * 3 for _, calls in results), "at most max_numel elements in one exchange"
     if whole:
         assert all(torch.equal(result, found) for result, _ in results)
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"), [("aabb", 2), ("aaaa", 4), ("abab", 1), ("aabbb", 1), ("aab", 1), ("abc", 1)]
+)
+def test_ranks_of_a_machine_are_consecutive_and_as_many_on_each(machines, expected):
+    assert ranks_of_machine(machines) == expected
+
+
+def reduced_by_machines(rank: int, world_size: int, bits: int, size: int) -> tuple[torch.Tensor, Counter]:
+    """Two sums of one gradient, one added to the other, by the engine's own choice of a communicator."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    section = {**GRADIENTS, "stage": 2, "zero_quantized_gradient_bits": bits}
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+    comm = make_traffic(config, communicator())
+    full, out = gradient_of(rank, size * world_size), torch.empty(size)
+    comm.reduce_scatter(out, full.clone(), False, world_size * 2 * BLOCK).wait()
+    comm.reduce_scatter(out, full.clone(), True, world_size * 2 * BLOCK).wait()
+    return out * comm.mean_factor, communicator().sent
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_ranks_of_a_machine_sum_before_they_send_to_other_machines(bits):
+    ranks, size = 4, 2 * BLOCK + 12
+    results = run_on(ranks, reduced_by_machines, bits, size)
+    gradients = [gradient_of(rank, size * ranks) for rank in range(ranks)]
+    exact = 2 * sum(gradients) / ranks
+    # Each sum has one rounding of the other rank of the machine, and one of the other machine's sum.
+    for owner, (found, sent) in enumerate(results):
+        sums = [sum(g[owner * size :][:size] for g in gradients[machine : machine + 2]) for machine in (0, 2)]
+        neighbour, other = gradients[owner ^ 1][owner * size :][:size], sums[1 - owner // 2]
+        far = gradients[(owner + 2) % 4 ^ 1][owner * size :][:size]  # of the other machine, rounded there
+        steps = [each.abs().amax() / (2 ** (bits - 1) - 1) / 2 for each in (neighbour, far)]
+        steps.append((other.abs().amax() + steps[1]) / (2 ** (bits - 1) - 1) / 2)
+        error = (found - exact[owner * size :][:size]).abs().max()
+        assert 0 < error <= 2 * sum(steps) / ranks * (1 + 1e-5)
+        # Per sum two slices to the neighbour, and one to the same place of the other machine; none to the fourth rank.
+        slices = 2 * (message_bytes(2 * BLOCK, bits) + message_bytes(12, bits))
+        assert sent == {("all_to_all", owner ^ 1): 2 * slices, ("all_to_all", (owner + 2) % 4): slices}
 
 
 def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:

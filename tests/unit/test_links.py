@@ -31,11 +31,11 @@ def test_receivers_on_other_machines_are_counted_apart(monkeypatch: pytest.Monke
 def test_an_accelerators_collectives_send_equal_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     shards, replicas = Group(0, [0, 1]), Group(0, [0, 2])
-    links.send_natively("all_gather", 80, shards, replicas)
+    links.send_natively("all_gather", 80, shards)
     assert links.MOVED == {links.NETWORK: 40}
-    links.send_natively("reduce_replicas", 40, shards, replicas)  # an all-reduce of two: each sends all of it
+    links.send_natively("reduce_replicas", 40, replicas)  # an all-reduce of two: each sends all of it
     assert links.MOVED == {links.NETWORK: 80, links.BETWEEN: 40}
-    links.send_natively("all_reduce", 8, shards, replicas)  # a norm: nothing that grows with the model
+    links.send_natively("all_reduce", 8, shards)  # a norm: nothing that grows with the model
     assert links.MOVED[links.NETWORK] == 80
 
 

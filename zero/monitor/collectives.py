@@ -115,7 +115,8 @@ class CollectiveLog:
     def _timed(self, original: Callable, name: str, place: int) -> Callable:
         @functools.wraps(original)
         def timed(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
-            ranks = comm.world_size if name in ("all_reduce", "broadcast") else comm.shard_group.size
+            of_replicas, of_world = kwargs.get("across", False), name in ("all_reduce", "broadcast")
+            ranks = comm.world_size if of_world else (comm.replicate_group if of_replicas else comm.shard_group).size
             if ranks == 1 or not self._wanted(name):
                 return original(comm, *args, **kwargs)
             unit = kwargs.get("unit", next((each for each in args if hasattr(each, "serial")), None))
