@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.device import compute_stream, is_accelerator
+from zero.links import note_copy
 from zero.unit import Unit
 
 # Smaller tensors (scalars, statistics of norms) are not worth a transfer.
@@ -36,11 +37,13 @@ class _Kept:
     def __init__(self, region: torch.Tensor):
         self._device = region.device
         host = torch.empty(region.shape, dtype=region.dtype, pin_memory=is_accelerator(region.device))
+        note_copy(host, region)
         self._values = host.copy_(region, non_blocking=True)
 
     def back(self) -> torch.Tensor:
         if self._values.device != self._device:
-            self._values = self._values.to(self._device, non_blocking=True)
+            host, self._values = self._values, self._values.to(self._device, non_blocking=True)
+            note_copy(self._values, host)
         return self._values
 
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zero.clock import Clock
 from zero.device import CPU, accelerator, compute_stream, is_accelerator, mark, new_stream, use
 from zero.errors import UsageError
+from zero.links import note_copy, send, send_natively
 from zero.order import CollectiveOrder, MessageTags, explain
 from zero.pending import Pending
 from zero.watchdog import Watchdog, end_with_launcher
@@ -134,12 +135,14 @@ class Communicator:
         """What `reduce_scatter`'s result must be multiplied by to be the mean over the world."""
         return 1.0 if self._native else 1.0 / self.world_size
 
-    def _count(self, name: str, numel: int, values: torch.Tensor, unit: object = None) -> None:
+    def _count(self, name: str, numel: int, values: torch.Tensor, unit: object = None, to: Group | None = None) -> None:
         self.calls[name] += 1
         self.elements[name] += numel
-        self.bytes[name] += numel * values.element_size()
+        self.bytes[name] += (nbytes := numel * values.element_size())
         if self.matches_by_order:
             self._order.add(name, numel, unit)
+        if self._native:
+            send_natively(name, nbytes, to or self.shard_group)
 
     def require_same_path(self) -> None:
         """Raise UsageError on all ranks if they have used different units since the last call. All must call it."""
@@ -147,8 +150,7 @@ class Communicator:
             return  # messages of gloo have numbers: those of different units never match
         own = torch.tensor(self._order.digests, device="cpu")
         bounds = torch.cat([own, ~own])  # ~x falls as x rises
-        least = partial(dist.all_reduce, bounds, op=dist.ReduceOp.MIN, group=self._hosts)
-        self._blocking("the comparison of paths", least)
+        self._blocking("the comparison of paths", lambda: dist.all_reduce(bounds, dist.ReduceOp.MIN, self._hosts))
         if not torch.equal(bounds[:2], ~bounds[2:]):
             raise UsageError(explain(self.exchange(self._order.recent)))
         self._order.start_over()
@@ -159,10 +161,9 @@ class Communicator:
         """Start messages: `sent[i]` goes to place i of `group`; what comes from there fills `received[i]`."""
         # gloo tells a peer that a message is awaited by the same socket: behind a sent message that comes too late.
         works = [dist.irecv(received[at], group.ranks[at], group=self._group, tag=tag) for at in group.others()]
-        for place in group.others():
-            self.sent[name, group.ranks[place]] += sent[place].numel()
-            works.append(dist.isend(sent[place], group.ranks[place], group=self._group, tag=tag))
-        return works
+        send(group, [part.nbytes for part in sent])
+        self.sent.update({(name, group.ranks[at]): sent[at].numel() for at in group.others()})
+        return works + [dist.isend(sent[at], group.ranks[at], group=self._group, tag=tag) for at in group.others()]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: object = None) -> Pending:
         """Fill `full` (ranks of the shard group * n elements) with all their `shard` (n elements; on host or device).
@@ -191,6 +192,7 @@ class Communicator:
         self._copies = self._copies or new_stream(self.device)
         # Kernels of the compute stream may still read the former content of `full`.
         self._copies.wait_stream(compute_stream(self.device))
+        note_copy(own, shard)
         with self._copies:
             own.copy_(shard, non_blocking=True)
             if self.shard_group.size == 1:
@@ -264,9 +266,8 @@ class Communicator:
         self._count("reduce_scatter", full.numel(), full, unit)
         alone, in_place = self.shard_group.size == 1, out.dtype == full.dtype and not accumulate
         result = full if alone else out if in_place else torch.empty(out.numel(), dtype=full.dtype, device=full.device)
-        works = []
-        if not alone:
-            works.append(_reduce_scatter(result, full, op=dist.ReduceOp.AVG, group=self._reductions, async_op=True))
+        average = {"op": dist.ReduceOp.AVG, "group": self._reductions, "async_op": True}
+        works = [] if alone else [_reduce_scatter(result, full, **average)]
         if self.replicate_group.size > 1:
             works = [self._average_replicas(result, works, unit)]
 
@@ -280,7 +281,7 @@ class Communicator:
 
     def _average_replicas(self, result: torch.Tensor, works: Sequence[dist.Work], unit: object) -> dist.Work:
         """Start to average over the replicate group after `works`: a stream of its own waits for them."""
-        self._count("reduce_replicas", result.numel(), result, unit)
+        self._count("reduce_replicas", result.numel(), result, unit, self.replicate_group)
         self._sums = self._sums or new_stream(self.device)
         self._sums.wait_stream(compute_stream(self.device))
         with self._sums:
@@ -293,8 +294,7 @@ class Communicator:
         n, size = shard.numel(), self.shard_group.size
         self._count("scatter", n * size, shard)
         if self.rank == src:
-            # Each replica gets the same.
-            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]
+            slices = [full.narrow(0, rank % size * n, n) for rank in range(self.world_size)]  # replicas: the same
             shard.copy_(slices[src])
         if self.world_size == 1:
             return
@@ -324,8 +324,7 @@ class Communicator:
             return Pending()
         for _, tensor in parts:
             self._count("broadcast", tensor.numel(), tensor)
-        ranks = self.shard_group.ranks
-        works = [dist.broadcast(tensor, ranks[src], group=self._shards, async_op=True) for src, tensor in parts]
+        works = [dist.broadcast(tensor, group=self._shards, group_src=src, async_op=True) for src, tensor in parts]
         return Pending(works, None, (parts,), self.watchdog, "a part of the weights")
 
     def start_all_to_all(
@@ -335,12 +334,12 @@ class Communicator:
 
         Both are contiguous, of the same shape. gloo does not copy the own row. `across`: among the replicate group.
         """
-        self._count("all_to_all", sent.numel(), sent, unit)
+        group = self.replicate_group if across else self.shard_group
+        self._count("all_to_all", sent.numel(), sent, unit, group)
         if self._native:
             own = self._replicas if across else self._reductions
             work = dist.all_to_all_single(received, sent, group=own, async_op=True)
             return Pending([work], None, (received, sent), self.watchdog, unit)
-        group = self.replicate_group if across else self.shard_group
         works = self._exchange("all_to_all", group, self._tags.next("reduce", unit), sent, received)
         return Pending(works, None, (received, sent), self.watchdog, unit)
 
@@ -355,6 +354,7 @@ class Communicator:
         moved = sent.numel() - sent_sizes[self.shard_group.rank]
         self.elements["all_to_all"] += moved
         self.bytes["all_to_all"] += moved * sent.element_size()
+        send(self.shard_group, [size * sent.element_size() for size in sent_sizes])
         work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._shards, async_op=True)
         return Pending([work], None, (received, sent), self.watchdog, "an exchange of whole tensors")
 

@@ -36,6 +36,7 @@ import torch
 
 from zero.comm import Communicator
 from zero.device import compute_stream, is_accelerator, new_stream
+from zero.links import note_copy
 from zero.pending import Pending
 
 BLOCK = 256
@@ -52,7 +53,7 @@ def message_bytes(numel: int, bits: int) -> int:
     return -(-numel // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)
 
 
-def ranks_of_machine(machines: Sequence[object]) -> int:
+def machine_size(machines: Sequence[object]) -> int:
     """How many consecutive ranks share a machine; 1 if that differs. Args: machines: that of each rank, in order."""
     size = machines.count(machines[0])
     same = [len(set(machines[start : start + size])) == 1 for start in range(0, len(machines), size)]
@@ -159,7 +160,9 @@ class CompressedCommunicator:
             return self._comm.all_gather(full, shard, unit)
         ranks, n = self.shard_group, shard.numel()
         if shard.device != full.device:
-            shard = full.narrow(0, ranks.rank * n, n).copy_(shard, non_blocking=True)
+            own = full.narrow(0, ranks.rank * n, n)
+            note_copy(own, shard)
+            shard = own.copy_(shard, non_blocking=True)
         messages = torch.empty(ranks.size, message_bytes(n, 8), dtype=torch.uint8, device=full.device)
         encode(shard, messages[ranks.rank], 8)
         gathered = self._comm.all_gather(messages.view(-1), messages[ranks.rank], unit)

@@ -7,7 +7,6 @@ broadcasts its buffers. Nothing is trained here. This file knows nothing of Deep
 from __future__ import annotations
 
 import logging
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from torch import nn
 
 from zero.agreement import flat, hyper_parameters, require_same, versions
 from zero.comm import Communicator
-from zero.compression import CompressedCommunicator, ranks_of_machine
+from zero.compression import CompressedCommunicator, machine_size
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.device import is_accelerator
 from zero.errors import UsageError
@@ -37,6 +36,7 @@ from zero.parameters import cut_of, local
 from zero.schedule import Residency, Schedule
 from zero.second_shards import HpzUnit
 from zero.unit import Unit
+from zero.world import ranks_of_machine
 
 logger = logging.getLogger("zero")
 
@@ -179,9 +179,9 @@ def make_traffic(settings: Config, comm: Communicator) -> Communicator | Compres
 def _machines(comm: Communicator) -> Communicator | None:
     """`comm` with the ranks of each machine as shard groups. None if it is one machine, or if their sizes differ."""
     # A host's name alone would not do: some launchers start all ranks in containers of one name.
-    number = comm.job.rank // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    number = comm.job.rank // (ranks_of_machine() or 1)
     machines = comm.job.exchange((platform.node(), number))
-    size = ranks_of_machine([machines[rank] for rank in comm.shard_group.ranks])
+    size = machine_size([machines[rank] for rank in comm.shard_group.ranks])
     sizes = set(comm.job.exchange(size))
     return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
 

@@ -10,7 +10,7 @@ disk read, disk written
                 bytes of the rank's own file.
 
 A step has all of its micro-batches. Counted is what grows with the model: not the norm's sum, not orders on which ranks
-agree. The engine's counters have the same numbers (`Communicator.sent`): `tests/dist/test_estimate.py` compares them.
+agree. The engine's counters have the same numbers (`zero/links.py`): `tests/dist/test_estimate.py` compares them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from torch import nn
 from zero.compression import BLOCK, message_bytes
 from zero.config import Config
 from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, place
+from zero.links import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 from zero.optim.ownership import owners, parts
-
-NETWORK, IN, OUT, READ, WRITTEN = "network", "host to device", "device to host", "disk read", "disk written"
-LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;
 # elements/s that a rank's share of the CPU updates. `benchmarks/timeline.py` begins with the same.

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,14 @@ from zero.device import CPU, accelerator, is_accelerator, use
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Group(NamedTuple):
+def ranks_of_machine() -> int | None:
+    """How many consecutive ranks of the job each machine has, as the launcher says; None: not known."""
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(given) if given else None
+
+
+@dataclass(frozen=True)
+class Group:
     """Some ranks, by their numbers in the job, and this process's place among them."""
 
     rank: int
@@ -44,6 +52,13 @@ class Group(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def elsewhere(self) -> int:
+        """How many of them are on other machines; 0 where the launcher does not tell."""
+        size = ranks_of_machine()
+        machines = [rank // size for rank in self.ranks] if size else []
+        return len(machines) - machines.count(machines[self.rank]) if machines else 0
 
     def others(self) -> list[int]:
         """The places of all others, from the next one on, so that no two ranks send to the same one first."""

@@ -25,10 +25,10 @@ from tests.accelerator import device
 from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
-from zero import activations
+from zero import activations, links
 from zero.config import load_config
 from zero.estimate import Question, estimate
-from zero.estimate_traffic import IN, OUT
+from zero.estimate_traffic import IN, NETWORK, OUT
 from zero.offload import memory, tiers
 
 ENGINE = Path(zero.__file__).parent
@@ -114,7 +114,8 @@ def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
 class Counts:
     """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory.
 
-    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `shard_numel`: of all units.
+    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `moved`: by link, as the
+    engine counts. `shard_numel`: of all units.
     """
 
     shard_numel: int
@@ -122,6 +123,7 @@ class Counts:
     kernels: dict[str, Counter[str]]
     syncs: Counter[str]
     copied: Counter[tuple[str, str]]
+    moved: Counter[str]
     blocks: int
     host_bytes: int
 
@@ -139,7 +141,7 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int 
         step(engine, [batch])
     new_block = mock.Mock(side_effect=memory.new_block)
     with mock.patch.object(memory, "new_block", new_block), mock.patch("zero.offload.tiers.new_block", new_block):
-        waits = device.waits()
+        waits, moved = device.waits(), Counter(links.MOVED)
         with Counting() as forward:
             loss = engine(**batch)
         with Counting() as backward:
@@ -155,6 +157,7 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int 
         {name: phase.kernels for name, phase in phases.items()},
         sum((phase.syncs for phase in phases.values()), Counter()),
         sum((phase.copied for phase in phases.values()), Counter()),
+        links.MOVED - moved,
         new_block.call_count,
         sum(phase.host_bytes for phase in phases.values()),
     )
@@ -207,8 +210,9 @@ def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_t
         for (file, where), nbytes in found.copied.items():
             copied[where] += nbytes * (file != "optim/step.py")
         assert copied == {device.NAME: gathers * weight * found.shard_numel, "cpu": weight * found.shard_numel}
-        links = estimate(Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)).traffic.links
-        assert copied == {device.NAME: links[IN].total(), "cpu": links[OUT].total()}
+        predicted = estimate(Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)).traffic.links
+        assert copied == {device.NAME: predicted[IN].total(), "cpu": predicted[OUT].total()}
+        assert found.moved == Counter({link: predicted[link].total() for link in (IN, OUT, NETWORK)})
 
 
 def test_each_activation_goes_to_the_host_once_and_comes_back_once():
@@ -219,6 +223,7 @@ def test_each_activation_goes_to_the_host_once_and_comes_back_once():
     for found in run_on(2, fifth_step, section, ROWS * 4 * WIDTH, simulated=True):
         copied = {where: nbytes for (file, where), nbytes in found.copied.items() if file == "activations.py"}
         assert copied == {"cpu": saved, device.NAME: saved}
+        assert found.moved[IN] == found.moved[OUT] == saved
         assert found.syncs == NORM
 
 

@@ -24,8 +24,8 @@ from zero.compression import (
     CompressedCommunicator,
     decode,
     encode,
+    machine_size,
     message_bytes,
-    ranks_of_machine,
 )
 from zero.config import load_config
 from zero.construction import make_traffic
@@ -256,7 +256,7 @@ def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
     ("machines", "expected"), [("aabb", 2), ("aaaa", 4), ("abab", 1), ("aabbb", 1), ("aab", 1), ("abc", 1)]
 )
 def test_ranks_of_a_machine_are_consecutive_and_as_many_on_each(machines, expected):
-    assert ranks_of_machine(machines) == expected
+    assert machine_size(machines) == expected
 
 
 def reduced_by_machines(rank: int, world_size: int, bits: int, size: int) -> tuple[torch.Tensor, Counter]:

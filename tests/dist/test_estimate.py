@@ -15,6 +15,7 @@ import transformers
 import zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
+from zero import links
 from zero.__main__ import main
 from zero.comm import Communicator
 from zero.config import load_config
@@ -183,7 +184,7 @@ def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: di
     for number, batch in enumerate(data):
         if number == steps:
             sent.clear()
-            blocking = Counter(engine.comm.bytes)
+            blocking, before = Counter(engine.comm.bytes), Counter(links.MOVED)
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
         output = engine(**rows)
         loss = output.float().square().mean() if name == "large" else output.loss
@@ -195,6 +196,9 @@ def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: di
     found[REFRESH] = sent.pop("all_gather", 0)
     found[GRADIENTS] = sum(sent.pop(name, 0) for name in ("reduce_scatter", "reduce_replicas", "all_to_all"))
     engine.destroy()
+    # The monitor's numbers are those of the messages and requests.
+    counted = links.MOVED - before
+    assert counted == Counter({NETWORK: found.total(), READ: sent[READ], WRITTEN: sent[WRITTEN]})
     return found | sent
 
 

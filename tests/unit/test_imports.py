@@ -24,6 +24,7 @@ LAYERS = [
     "zero.pending",
     "zero.interface",
     "zero.world",
+    "zero.links",
     "zero.comm",
     "zero.sequence",
     "zero.compression",
@@ -148,7 +149,7 @@ INSIDE = {
         "sequence_tiles",
         "finder",
     ],  # fmt: skip
-    "zero.monitor": ["held", "facts", "writers", "monitor", "__init__"],
+    "zero.monitor": ["held", "facts", "writers", "mfu", "collectives", "monitor", "__init__"],
     "zero.doctor": ["__init__", "checks", "links", "command"],
     "zero.watch": ["__init__", "running", "brief", "spans", "trace", "memory", "picture", "command", "recorder"],
     "zero.report": ["__init__", "runs", "pictures", "page", "command"],

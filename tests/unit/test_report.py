@@ -23,7 +23,7 @@ from zero.report.runs import REST, Run, read, size
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 SECTIONS = [
     "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind", "Communication",
-    "Effective configuration", "Environment", "Warnings",
+    "Bytes by link", "Effective configuration", "Environment", "Warnings",
 ]  # fmt: skip
 
 
@@ -32,7 +32,9 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "samples": 4 * step, "loss": 3.0 / step, "skipped": False, "grad_norm": 1.0, "lr": 0.01,
         "samples_per_second": 4.0, "seconds": {"forward": 0.3, "backward": 0.5, "step": 0.1}, "waits": waits,
-        "bytes": {"all_gather": 4096, "reduce_scatter": 2 << 20},
+        "bytes": {"all_gather": 4096, "reduce_scatter": 2 << 20}, "mfu": 0.1 * step,
+        "links": {"network": 1 << 20, "disk read": 512 * step, "host to device": 0},
+        "disk_bytes_per_second": {"read": 1 << 30} if step > 1 else {},
         "memory": {"gathered_elements_peak": 9, "host_bytes_peak": 3 << 30, "device_bytes_peak": 0},
         "ranks": {"slowest": 1, "working_seconds": [0.65, 0.9]},
     } | changes  # fmt: skip
@@ -63,6 +65,10 @@ def test_what_the_page_computes():
     assert run.step_seconds() == ([1, 2, 3], [pytest.approx(1.0)] * 3)
     assert parts[REST] == pytest.approx(0.05) and sum(parts.values()) == pytest.approx(1.0)
     assert run.bytes_by_collective() == {"all_gather": 4096, "reduce_scatter": 2 << 20}
+    assert run.bytes_by_link() == {"network": 1 << 20, "disk read": 512 * 2.5}
+    summary = run.summary()
+    assert summary["MFU"] == "25.0%" and summary["disk, read a second"] == "1 GiB"
+    assert "disk, written a second" not in summary
     assert run.seconds_by_rank() == [pytest.approx(0.65), pytest.approx(0.9)]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
     assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == ["0 B", "1023 B", "1 KiB", "3 GiB", "5120 TiB"]
@@ -79,7 +85,7 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
     assert [name for name in SECTIONS if f"<h2>{name}</h2>" not in text.replace("step's", "step&#x27;s")] == []
     for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
         ElementTree.fromstring(drawing)
-    assert text.count("<svg") == 8
+    assert text.count("<svg") == 9
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|@import|<script', text) == []
     assert "&lt;script&gt;alert(1)" in text and "b&lt;i&gt;" in text and "b<i>" not in text
     assert '<tr class="differs"><td>zero_optimization.stage</td><td>3</td><td>1</td></tr>' in text
@@ -87,9 +93,16 @@ def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
 
 def test_a_file_of_an_older_version_has_a_page():
     old = record(1, loss=None)
-    del old["bytes"]
+    for name in ("bytes", "links", "mfu", "disk_bytes_per_second"):
+        del old[name]
     text = page([Run("old", [old])])
-    assert "Communication" not in text and "Memory by kind" not in text and "not known" in text
+    assert (
+        "Communication" not in text
+        and "Bytes by link" not in text
+        and "MFU" not in text
+        and "Memory by kind" not in text
+        and "not known" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,6 @@ def test_a_browser_shows_the_page_without_an_error(tmp_path: Path):
     built, said = browse(file, tmp_path / "profile")
     assert said == []
     widths = [float(width) for width in re.search("<title>(.*?)</title>", built)[1].split(",")]
-    assert len(widths) == 8 and min(widths) > 100
+    assert len(widths) == 9 and min(widths) > 100
     file.write_text(text.replace("</body>", "<script>nothing()</script></body>"), encoding="utf-8")
     assert "nothing is not defined" in browse(file, tmp_path / "profile")[1][0]

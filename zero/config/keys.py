@@ -256,7 +256,6 @@ class SectionsWithoutEffect(Section):
     disable_python_gc: bool = unused(False, "call gc.disable() in the script")
     vocabulary_size: Count | None = unused(None, "DeepSpeed only warns about its alignment")
     use_dynamic_tiling: bool = unused(False, "in published configurations, and read nowhere in DeepSpeed")
-    memory_breakdown: bool = unused(False, _TORCH_PROFILER)
     dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
     use_data_before_expert_parallelism: bool = unused(False, "processes that share layers share experts")
     datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
@@ -280,9 +279,6 @@ class SectionsWithoutEffect(Section):
     ) = unused(None, "generation runs on the training engine")
     torch_autocast: idle("dtype lower_precision_safe_modules", enabled=only(bool, False, _NO_AUTOCAST)) = unused(
         None, _NO_AUTOCAST
-    )
-    comms_logger: idle("enabled prof_all prof_ops verbose debug") = unused(
-        None, "json_monitor, csv_monitor, tensorboard and wandb count the elements of each collective"
     )
     timers: idle("", throughput=idle("enabled synchronized")) = unused(None, _TORCH_PROFILER)
     comet: idle("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode") = (

@@ -1,6 +1,6 @@
 """Sections about what is measured and written while training."""
 
-from zero.config.keys import Int, Positive, Section, acts, unused
+from zero.config.keys import Int, Names, Positive, Section, acts, unused
 
 
 class _Measured(Section):
@@ -36,6 +36,17 @@ class WandbConfig(_Measured):
     group: str | None = acts(None, "Name of the group of runs.", needs="enabled")
     team: str | None = acts(None, "Name of the team (wandb's `entity`).", needs="enabled")
     project: str = acts("deepspeed", "Name of the project.", needs="enabled")
+
+
+class CommsLoggerConfig(_Measured):
+    """A table of the engine's collectives by kind and message size, from rank 0, by `deepspeed.comm.log_summary()` and
+    at the end."""
+
+    enabled: bool = acts(False, "Time them. On a GPU this has the host wait for each of them.")
+    verbose: bool = acts(False, "Print each of them when it ends.", needs="enabled")
+    prof_all: bool = acts(True, "All of them. false: those of `prof_ops`.", needs="enabled")
+    prof_ops: Names = acts([], "Kinds of collectives, such as `all_gather`.", needs="enabled")
+    debug: bool = acts(False, "Rows for each unit.", needs="enabled")
 
 
 class FlopsProfilerConfig(_Measured):

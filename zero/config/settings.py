@@ -27,7 +27,14 @@ from zero.config.keys import (
     idle,
     unused,
 )
-from zero.config.monitor import CsvMonitorConfig, FlopsProfilerConfig, JsonMonitorConfig, TensorBoardConfig, WandbConfig
+from zero.config.monitor import (
+    CommsLoggerConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    JsonMonitorConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from zero.config.offload import AioConfig
 from zero.config.optim import OptimizerConfig, SchedulerConfig
 from zero.config.parallel import ExpertParallelConfig, TensorParallelConfig
@@ -125,6 +132,7 @@ class Config(SectionsWithoutEffect):
     )
     """Rank 0 prints a line of numbers every so many steps. Default: never."""
     wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")
+    memory_breakdown: bool = acts(False, "Rank 0 prints after each step what the engine holds, by place and kind.")
     watchdog_timeout: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Not a key of DeepSpeed. Seconds of waiting after which ranks that block each other are named and the job ends.
     Default: 0.8 of the process group's timeout."""
@@ -160,6 +168,7 @@ class Config(SectionsWithoutEffect):
     csv_monitor: CsvMonitorConfig = Field(default_factory=CsvMonitorConfig)
     tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = Field(default_factory=WandbConfig)
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
     flops_profiler: FlopsProfilerConfig = Field(default_factory=FlopsProfilerConfig)
 
     _origin: Origin = PrivateAttr(Origin())

@@ -42,6 +42,7 @@ deepspeed.checkpoint.constants .checkpoints UNIVERSAL_CHECKPOINT_INFO
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save get_model_ckpt_name_for_rank
 deepspeed.checkpointing {_CHECKPOINTING}
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
+deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.world get_rank get_world_size get_world_group
 deepspeed.comm torch.distributed ReduceOp all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all
     all_to_all_single barrier broadcast broadcast_object_list destroy_process_group gather get_backend get_global_rank

@@ -13,23 +13,32 @@ import sys
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zero import links
 from zero.config.monitor import FlopsProfilerConfig
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
+from zero.monitor.collectives import follow
 from zero.monitor.facts import facts
+from zero.monitor.held import held
+from zero.monitor.mfu import operations_per_token, peak
 from zero.monitor.writers import Record, Writer, writers
-from zero.offload.files import TRANSFERRED
+from zero.world import ranks_of_machine
 
 logger = logging.getLogger("zero")
 
 # What each rank tells: columns of the table that is summed over ranks.
-_COLUMNS = ("loss", "has_loss", "seconds", "waited", "host_memory", "device_memory", "device_memory_now", "tokens")
+_COLUMNS = (
+    "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory", "device_memory_now",
+    "tokens", "operations",
+)  # fmt: skip
+_DISK = {links.READ: "read", links.WRITTEN: "written"}
 
 
 def make(engine: ZeroEngine) -> Monitor | None:
@@ -38,7 +47,8 @@ def make(engine: ZeroEngine) -> Monitor | None:
     sections = (settings.csv_monitor, settings.json_monitor, settings.tensorboard, settings.wandb)
     # accelerate sets `steps_per_print` to infinity.
     asked = any(section.enabled for section in sections) or math.isfinite(settings.steps_per_print or math.inf)
-    if not (asked or settings.wall_clock_breakdown or settings.flops_profiler.enabled):
+    others = settings.wall_clock_breakdown, settings.memory_breakdown
+    if not (asked or any(others) or settings.flops_profiler.enabled or settings.comms_logger.enabled):
         return None
     found, problem = [], None
     if engine.comm.job.rank == 0:
@@ -60,31 +70,44 @@ class Monitor:
     def __init__(self, engine: ZeroEngine, writers: list[Writer], gathers: bool):
         self._engine, self._writers, self._gathers = engine, writers, gathers
         self._losses: list[torch.Tensor] = []
-        self._moved = self._counts()
-        self._start = time.perf_counter()
         self._is_first, self._warnings = True, _Warnings()
-        self._tokens, self._in_files = 0, Counter(TRANSFERRED)
+        self._operations = operations_per_token(engine)
+        self._peak = peak(engine.comm.device, engine.settings.compute_dtype)
+        self._begin()
         if gathers:
             engine.module.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
         if writers:
             logger.addFilter(self._warnings)
             weakref.finalize(self, logger.removeFilter, self._warnings)
+        if engine.settings.comms_logger.enabled:
+            weakref.finalize(self, follow(engine.settings.comms_logger, engine.comm.job).leave)
         profiler = engine.settings.flops_profiler
         self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
         if self._flops is not None:
             self._flops.before_step(1)
 
-    def _counts(self) -> tuple[Counter[str], Counter[str]]:
-        """Elements and bytes that collectives have moved so far."""
-        return Counter(self._engine.comm.elements), Counter(self._engine.comm.bytes)
+    def _begin(self) -> None:
+        """A step begins."""
+        self._tokens = self._done = 0
+        self._moved, self._start = self._counts(), time.perf_counter()
+
+    def _counts(self) -> tuple[Counter[str], ...]:
+        """So far: elements and bytes of collectives, bytes by link, and seconds in which the disk was busy."""
+        busy = Counter({link: links.busy_seconds(link) for link in _DISK})
+        return Counter(self._engine.comm.elements), Counter(self._engine.comm.bytes), Counter(links.MOVED), busy
 
     def _count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and of a decoder."""
+        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and of a decoder.
+
+        Also the operations that they take.
+        """
         if torch.is_grad_enabled() and torch.is_tensor(ids := kwargs.get("input_ids", args[0] if args else None)):
             is_text = ids.dim() == 2 and not ids.is_floating_point()
             of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
             two = is_text and getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-            self._tokens += is_text * ids.numel() + (of_decoder.numel() if two and of_decoder is not None else 0)
+            counts = is_text * ids.numel(), of_decoder.numel() if two and of_decoder is not None else 0
+            self._tokens += sum(counts)
+            self._done += counts[0] * self._operations[0] + counts[1] * self._operations[1]
 
     def loss(self, loss: torch.Tensor) -> None:
         """A micro-batch's loss, divided by the number of micro-batches."""
@@ -101,10 +124,11 @@ class Monitor:
                 self._write(self._record(table))
         if engine.settings.wall_clock_breakdown and engine.comm.job.rank == 0:
             print(f"step {engine.global_steps}: {engine.comm.clock}", file=sys.stderr)
+        if engine.settings.memory_breakdown and engine.comm.job.rank == 0:
+            print(f"step {engine.global_steps}: {_memory_line(engine)}", file=sys.stderr)
         engine.comm.clock.reset()
         self._losses.clear()
-        self._moved, self._in_files, self._tokens = self._counts(), Counter(TRANSFERRED), 0
-        self._start = time.perf_counter()
+        self._begin()
         if self._flops is not None:
             self._flops.before_step(engine.global_steps + 1)
 
@@ -128,7 +152,7 @@ class Monitor:
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
         now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
-        own += [_peak_host_memory(), device, now, self._tokens]
+        own += [_peak_host_memory(), _host_memory(), device, now, self._tokens, self._done]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
@@ -140,9 +164,11 @@ class Monitor:
         # A rank that others wait for waits least.
         slowest = int((column["seconds"] - column["waited"]).argmax())
         waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
-        of_ranks = column["tokens"].sum().item() / column["seconds"].max().item()  # model groups share their tokens
-        flops = 6 * sum(unit.layout.numel for unit in engine.units) * of_ranks / len(table)
-        elements, nbytes = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
+        seconds = column["seconds"].max().item()
+        of_ranks = column["tokens"].sum().item() / seconds  # model groups share their tokens
+        flops = column["operations"].mean().item() / seconds
+        names = (*links.LINKS, links.BETWEEN) if ranks_of_machine() else links.LINKS
+        elements, nbytes, moved, busy = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
@@ -151,14 +177,16 @@ class Monitor:
             "grad_norm": _finite(engine.get_global_grad_norm()),
             "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
-            "samples_per_second": engine.settings.train_batch_size / column["seconds"].max().item(),
+            "samples_per_second": engine.settings.train_batch_size / seconds,
             "tokens_per_second": of_ranks / (engine.comm.model.world_size if engine.comm.model else 1) or None,
             "model_flops_per_second": flops or None,
+            "mfu": flops / self._peak if flops and self._peak else None,
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
             "waits": waits,
             "elements": dict(elements),
             "bytes": dict(nbytes),
-            "files": {name: TRANSFERRED[name] - self._in_files[name] for name in ("read", "written")},
+            "links": {link: moved[link] for link in names},
+            "disk_bytes_per_second": {name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]},
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
                 "host_bytes_peak": int(column["host_memory"].max()),
@@ -168,6 +196,7 @@ class Monitor:
                 "slowest": slowest,
                 "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
                 "host_bytes_peak": column["host_memory"].long().tolist(),
+                "host_bytes": column["host_memory_now"].long().tolist(),
                 "device_bytes_peak": column["device_memory"].long().tolist(),
                 "device_bytes": column["device_memory_now"].long().tolist(),
             },
@@ -190,9 +219,23 @@ class _Warnings(logging.Filter):
         return True
 
 
+def _memory_line(engine: ZeroEngine) -> str:
+    places = held(engine) | {"host at most": {"this process": _peak_host_memory()}}
+    return "; ".join(
+        f"{place} {', '.join(f'{kind} {nbytes / 2**20:.1f} MiB' for kind, nbytes in kinds.items())}"
+        for place, kinds in places.items()
+    )
+
+
 def _peak_host_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _host_memory() -> int:
+    """Resident size of this process now, in bytes; 0 where the system does not tell."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 def _finite(value: float | None) -> float | None:

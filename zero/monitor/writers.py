@@ -118,6 +118,12 @@ class Wandb:
         self._wandb.log(dict(events(record)), step=record["samples"])
 
 
+_PARTS = (
+    ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
+    ("samples_per_second", "{:.4g} samples/s"), ("tokens_per_second", "{:.4g} tokens/s"), ("mfu", "MFU {:.1%}"),
+)  # fmt: skip
+
+
 class Terminal:
     """A line on stderr, every `every` steps. A number that is not finite is left out."""
 
@@ -128,10 +134,9 @@ class Terminal:
         if record["step"] % self._every:
             return
         parts = [f"step {record['step']}"]
-        for key, text in (("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}")):
+        for key, text in _PARTS:
             if record.get(key) is not None:
                 parts.append(text.format(record[key]))
-        parts.append(f"{record['samples_per_second']:.4g} samples/s")
         print(", ".join(parts), file=sys.stderr, flush=True)
 
 

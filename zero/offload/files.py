@@ -20,7 +20,6 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -31,12 +30,10 @@ import torch
 
 from zero.config import AioConfig
 from zero.errors import UsageError
+from zero.links import READ, WRITTEN, transfer
 from zero.offload.memory import PAGE, HostMemory, round_up
 
 logger = logging.getLogger("zero")
-# Bytes that this process has read from its files ("read") and written to them ("written").
-TRANSFERRED: Counter[str] = Counter()
-_counting = threading.Lock()
 
 _NVME_PATH = "zero_optimization.offload_*.nvme_path"
 # The page cache drops and writes back whole folios of up to 2 MiB. So no two tensors share one.
@@ -150,8 +147,6 @@ class ScratchFile:
         position = self._regions.position(mapped.data_ptr()) if mapped.nbytes else 0
         if position is None:
             raise ValueError("not a tensor of this file")
-        with _counting:  # late updates have a thread of their own
-            TRANSFERRED["read" if is_read else "written"] += mapped.nbytes
         requests = []
         for start, nbytes, direct in _pieces(position, mapped.nbytes, request_bytes(self.settings)):
             place = (position + start, host.data_ptr() + start, nbytes)
@@ -185,19 +180,20 @@ class ScratchFile:
         `kept`: the tensors, which must not be freed before the end.
         """
         try:
-            if direct and self._direct != self._file and (address - position) % PAGE:
-                # Through an aligned buffer, because the memory does not have the file's alignment.
-                buffer = self._bounces.take(request_bytes(self.settings))
-                if not is_read:
-                    ctypes.memmove(buffer.data_ptr(), address, nbytes)
-                self._move(self._direct, position, buffer.data_ptr(), nbytes, is_read)
-                if is_read:
-                    ctypes.memmove(address, buffer.data_ptr(), nbytes)
-            else:
-                # Pages that other slices may share are written by system calls, not through the mapping. The kernel
-                # lets these and direct writes exclude each other. So a folio is not made dirty while one of its pages
-                # is written past the page cache.
-                self._move(self._direct if direct else self._file, position, address, nbytes, is_read)
+            with transfer(READ if is_read else WRITTEN, nbytes):
+                if direct and self._direct != self._file and (address - position) % PAGE:
+                    # Through an aligned buffer, because the memory does not have the file's alignment.
+                    buffer = self._bounces.take(request_bytes(self.settings))
+                    if not is_read:
+                        ctypes.memmove(buffer.data_ptr(), address, nbytes)
+                    self._move(self._direct, position, buffer.data_ptr(), nbytes, is_read)
+                    if is_read:
+                        ctypes.memmove(address, buffer.data_ptr(), nbytes)
+                else:
+                    # Pages that other slices may share are written by system calls, not through the mapping. The kernel
+                    # lets these and direct writes exclude each other. So a folio is not made dirty while one of its
+                    # pages is written past the page cache.
+                    self._move(self._direct if direct else self._file, position, address, nbytes, is_read)
         except OSError as error:
             action = "reading from" if is_read else "writing to"
             text = f"{action} {self.folder}, {nbytes} bytes: {error.strerror}; is that disk in order?"

@@ -17,6 +17,7 @@ import torch
 
 from zero.config import AioConfig, OffloadConfig
 from zero.device import compute_stream, is_accelerator, new_stream
+from zero.links import note_copy
 from zero.offload.files import ScratchFile
 from zero.offload.memory import PAGE, HostMemory, new_block, round_up
 from zero.pending import Pending
@@ -91,9 +92,11 @@ class Tier:
         if is_accelerator(values.device) and target.is_pinned():
             return _copy_out(target, values)
         if is_accelerator(target.device) and values.is_pinned():
+            note_copy(target, values)
             target.copy_(values, non_blocking=True)
             return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
         if not self.holds_in_file(target):
+            note_copy(target, values)
             target.copy_(values)
             return Pending()
         if is_accelerator(values.device):
@@ -106,6 +109,7 @@ class Tier:
     def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
         """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the compute device."""
         if not self.holds_in_file(source):
+            note_copy(target, source)
             target.copy_(source, non_blocking=True)
             return Pending()
         if target.device.type == "cpu":
@@ -149,6 +153,7 @@ def _copy_in(target: torch.Tensor, staged: torch.Tensor, ready: torch.Event) -> 
 
     The host does not wait.
     """
+    note_copy(target, staged)
     stream = _copy_stream(target.device, "in")
     stream.wait_event(ready)
     with stream:
@@ -167,6 +172,7 @@ class _Arrival:
 
 def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
     """Start to copy from the device to pinned host memory beside the device's computation."""
+    note_copy(target, values)
     stream = _copy_stream(values.device, "out")
     stream.wait_stream(compute_stream(values.device))
     with stream:

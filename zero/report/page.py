@@ -52,6 +52,8 @@ def _sections(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     yield "Memory by kind", drawn and text + drawn
     traffic = pictures.grouped(runs, [run.bytes_by_collective() for run in runs], "bytes of a step on rank 0")
     yield "Communication", traffic and "<p>Sizes of the full buffers that collectives fill or reduce.</p>" + traffic
+    links = pictures.grouped(runs, [run.bytes_by_link() for run in runs], "bytes of a step on rank 0")
+    yield "Bytes by link", links and "<p>What rank 0 sends, copies, reads and writes.</p>" + links
     yield "Effective configuration", _configuration(runs)
     yield "Environment", _table(runs, [run.facts.get("environment", {}) for run in runs])
     yield "Warnings", "".join(map(_warnings, runs))

@@ -62,9 +62,16 @@ class Run:
 
     def bytes_by_collective(self) -> dict[str, float]:
         """Mean bytes of a step on rank 0."""
+        return self._mean_of("bytes")
+
+    def bytes_by_link(self) -> dict[str, float]:
+        """Mean bytes of a step on rank 0; without links over which nothing went."""
+        return {link: nbytes for link, nbytes in self._mean_of("links").items() if nbytes}
+
+    def _mean_of(self, group: str) -> dict[str, float]:
         total: Counter[str] = Counter()
         for record in self._usual:
-            total.update(record.get("bytes", {}))
+            total.update(record.get(group, {}))
         return {name: count / len(self._usual) for name, count in total.items()}
 
     def seconds_by_rank(self) -> list[float]:
@@ -86,6 +93,12 @@ class Run:
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),
         }
+        if utilizations := [each["mfu"] for each in self._usual if each.get("mfu")]:
+            found["MFU"] = f"{median(utilizations):.1%}"
+        for name in ("read", "written"):
+            rates = [each.get("disk_bytes_per_second", {}).get(name) for each in self._usual]
+            if rates := [rate for rate in rates if rate]:
+                found[f"disk, {name} a second"] = size(median(rates))
         if memory["device_bytes_peak"]:
             found["peak device memory"] = size(memory["device_bytes_peak"])
         if "parameters" in self.facts:

@@ -98,6 +98,6 @@ def follow(
 
 def _switch_off_monitors(settings: Config) -> None:
     sections = (settings.json_monitor, settings.csv_monitor, settings.tensorboard, settings.wandb)
-    for section in (*sections, settings.flops_profiler):
+    for section in (*sections, settings.flops_profiler, settings.comms_logger):
         section.enabled = False
-    settings.steps_per_print, settings.wall_clock_breakdown = None, False
+    settings.steps_per_print, settings.wall_clock_breakdown, settings.memory_breakdown = None, False, False

@@ -1,0 +1,42 @@
+"""The monitors beside an accelerator: the log of collectives, and what a record says of links and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import torch
+
+from tests.accelerator import device
+from tests.accelerator.test_counts import ROWS, WIDTH, Model
+from tests.dist.training import ds_config, start, step
+from tests.processes import run_on
+from zero.monitor import log_summary
+
+
+def train(rank: int, world_size: int, folder: Path) -> str:
+    """Train with an optimizer in host memory. Return what this rank's log of collectives prints."""
+    sections = {"comms_logger": {"enabled": True}, "json_monitor": {"enabled": True, "output_path": str(folder)}}
+    offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    engine, _ = start(Model().to(device.NAME), ds_config(**offload) | sections)
+    for _ in range(3):
+        step(engine, [{"x": torch.randn(ROWS, WIDTH, device=device.NAME)}])
+    assert device.mistakes() == []
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        log_summary()
+    return printed.getvalue()
+
+
+def test_collectives_are_logged_and_links_counted(tmp_path: Path):
+    first, second = run_on(2, train, tmp_path, simulated=True)
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(first.splitlines()) and second == ""
+    records = [json.loads(line) for line in (tmp_path / "DeepSpeedJobName" / "steps.jsonl").read_text().splitlines()]
+    shard = 4 * records[0]["run"]["parameters"] / 2
+    for record in records:
+        # Each gradient goes out. Updated weights come in, maybe behind the next forward.
+        assert record["links"]["device to host"] >= shard and record["links"]["network"] > 0
+        assert record["mfu"] is None  # the peak of this device is not known
+    assert records[-1]["links"]["host to device"] >= shard
+    assert min(records[-1]["ranks"]["device_bytes"]) > 0
