@@ -28,9 +28,13 @@ from transformers.initialization import no_init_weights
 from zero.activation_trace import FAKE, trace
 from zero.config import Config, load_config
 from zero.errors import UsageError
+from zero.estimate_buffers import Staging, make_staging, of_requests, of_updates
 from zero.estimate_states import DEVICE, DISK, HOST, Kept, keep
 from zero.estimate_step import StepMemory, imagined, without_saved
-from zero.estimate_traffic import ASSUMPTION, Traffic, Work, traffic
+from zero.estimate_traffic import ASSUMPTION, Traffic, Work, traffic, updates_whole_tensors
+
+# Parts of host memory: buffers for transfers.
+PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
 
 
 @dataclass(frozen=True)
@@ -136,16 +140,28 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
         _add_states(found, config, unit)
         if second and not unit.plan.persistent:
             found.add(DEVICE, "second shards", unit.layout.padded // second * item)
-    _add_step(found, model, config, question, units)
+    staging = make_staging(units, item)
+    _add_step(found, model, config, question, units, staging)
+    _add_buffers(found, config, units, staging)
     return found
 
 
-def _add_step(found: Estimate, model: nn.Module, config: Config, question: Question, units: Sequence[Kept]) -> None:
+def _add_buffers(found: Estimate, config: Config, units: Sequence[Kept], staging: Staging) -> None:
+    """Host memory for transfers."""
+    rounded, of_files = 0, 0
+    if any(unit.offloaded for unit in units) and not updates_whole_tensors(config):
+        rounded, of_files = of_updates(units, config)
+    found.add(HOST, PINNED, staging.nbytes + rounded)
+    found.add(HOST, PAGEABLE, of_files + of_requests(units, config))
+
+
+def _add_step(
+    found: Estimate, model: nn.Module, config: Config, question: Question, units: Sequence[Kept], staging: Staging
+) -> None:
     """What is held in a part of the step only, and what the step moves."""
     zero, item, saved = config.zero_optimization, config.compute_dtype.itemsize, 0
-    plans, layouts = [unit.plan for unit in units], [unit.layout for unit in units]
     gathers = zero.stage == 3 and (zero.shards_over(question.world_size) > 1 or zero.offloads_params)
-    step = StepMemory(model, plans, layouts, config, question.world_size, gathers)
+    step = StepMemory(units, config, question.world_size, gathers, staging)
     if question.batch and question.length:
         moments = trace(model, question.batch, question.length, question.checkpointing)
         if config.activation_checkpointing.cpu_checkpointing:
@@ -155,8 +171,7 @@ def _add_step(found: Estimate, model: nn.Module, config: Config, question: Quest
         for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0)).items():
             found.add(DEVICE, part, nbytes)
     else:
-        moments = imagined(model, plans)
-        step.peak(moments, 0)
+        step.peak(imagined(model, [unit.plan for unit in units]), 0)
         found.add(DEVICE, "gathered parameters", step.most_gathered * item)
         found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
     tokens = question.batch * question.length
@@ -176,22 +191,16 @@ def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -
 def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
     """Parameters, gradients, masters and moments of one unit."""
     zero, item, shard = config.zero_optimization, config.compute_dtype.itemsize, unit.layout.shard_numel
-    home, place = unit.home
-    found.add(home, "parameters", (unit.layout.padded if unit.plan.persistent or zero.stage < 3 else shard) * item)
+    whole = unit.plan.persistent or zero.stage < 3
+    found.add(unit.home.weights, "parameters", (unit.layout.padded if whole else shard) * item)
     if not unit.trainable:
         return
 
-    def add(part: str, nbytes: float) -> None:
-        found.add(place, part, nbytes * unit.offloaded)
-        found.add(DEVICE, part, nbytes * (1 - unit.offloaded))
-
-    add("gradients", shard * unit.gradient)
+    found.add(unit.place(unit.gradient), "gradients", unit.gradient)
     if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
-        found.add(DEVICE, "sums of micro-batches", unit.layout.padded * unit.gradient)
-    on_device = 0 if shard * item == unit.master and home == DEVICE else unit.master
-    found.add(place, "masters", 0 if unit.shares_weights else unit.master * unit.offloaded)
-    found.add(DEVICE, "masters", on_device * (1 - unit.offloaded))
-    add("optimizer state", unit.state)
+        found.add(DEVICE, "sums of micro-batches", unit.layout.padded * config.gradient_bytes(sums_have_16_bits=True))
+    found.add(unit.home.optimizer, "masters", 0 if unit.shares_weights else unit.master)
+    found.add(unit.home.optimizer, "optimizer state", unit.state)
 
 
 # -- what to change
@@ -274,7 +283,7 @@ def pinned(found: Estimate, config: Config) -> int:
     zero = config.zero_optimization
     weights = bool(zero.offloads_params and zero.offload_param.pin_memory)
     optimizer = bool(zero.offloads_optimizer and zero.offload_optimizer.pin_memory)
-    pins = {"parameters": weights, "activations": True}
+    pins = {"parameters": weights, "activations": True, PINNED: True, PAGEABLE: False}
     return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
 
 
