@@ -117,8 +117,9 @@ def _read(memory: Pool, unit: Kept, numel: int, config: Config, makes_state: boo
 
 def _rounded_bytes(unit: Kept, numel: int, config: Config) -> int:
     """Bytes of a tile's 16-bit weights before they go to another place."""
-    item, in_memory = config.compute_dtype.itemsize, unit.home.weights == HOST or (
-        config.zero_optimization.offloads_params and unit.plan.persistent
+    item, in_memory = (
+        config.compute_dtype.itemsize,
+        unit.home.weights == HOST or (config.zero_optimization.offloads_params and unit.plan.persistent),
     )
     return 0 if in_memory or item == 4 or config.bf16.without_masters else numel * item
 

@@ -172,7 +172,7 @@ def _reduce(found: Traffic, unit: Kept, config: Config, world_size: int) -> None
     found.add(NETWORK, "gradients", times * (ranks - 1) * message)
     found.add(NETWORK, "gradients", times * 2 * (replicas - 1) * shard * sent / replicas)
     if layout.replicated:
-        found.add(NETWORK, "gradients", times * (ranks - 1) * unit.gradient)
+        found.add(NETWORK, "gradients", times * (ranks - 1) * unit.gradient / ranks)
 
 
 def _coded_gradients(shard: int, step: int, config: Config) -> int:

@@ -69,6 +69,8 @@ LAYERS = [
     "zero.estimate_step",
     "zero.estimate_traffic",
     "zero.estimate",
+    "zero.estimate_remedies",
+    "zero.estimate_report",
     "zero.__main__",
 ]
 # Within a package.

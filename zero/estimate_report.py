@@ -1,0 +1,170 @@
+"""`zero estimate`: what a training will take, as text or as a JSON object."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import transformers
+
+from zero.config import Config, load_config
+from zero.errors import UsageError
+from zero.estimate import PAGEABLE, PINNED, Estimate, Question, build, class_of, estimate, fill_in, read_config
+from zero.estimate_remedies import Remedy, can_checkpoint, fits, remedies
+from zero.estimate_states import DEVICE, DISK, HOST
+from zero.estimate_traffic import ASSUMPTION
+
+_PLACES = {DEVICE: "on a device", HOST: "into host memory"}
+
+
+def report(source: str, config_source: str, question: Question, limits: Mapping[str, int], as_json: bool) -> str:
+    """The estimate. `limits`: bytes that a process has, by place ("device", "host").
+
+    Raises ValueError for a model or a configuration that cannot be read.
+    """
+    shape = read_config(source)
+    config = fill_in(load_config(config_source, allow_auto=True), shape)
+    config, question = _with_batch(config, config_source, question)
+    if sys.stderr.isatty():
+        print("estimate: steps are followed on fake tensors; large models take up to a minute", file=sys.stderr)
+    model = build(shape, config.compute_dtype)
+    found, other = estimate(model, config, question), None
+    if can_checkpoint(model, question):
+        other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
+    better = [] if fits(found, limits) else remedies(model, config, question, limits)
+    if as_json:
+        return json.dumps(_facts(shape, config, question, limits, found, other, better), indent=2)
+    return "\n".join(_lines(source, shape, config, question, limits, found, other, better))
+
+
+def _with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
+    """With the batch sizes that follow from the known ones. UsageError if they differ, or one is missing for --seq."""
+    given = config.train_micro_batch_size_per_gpu
+    if question.batch and given not in (None, question.batch):
+        raise UsageError(f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}")
+    micro = question.batch or given
+    if micro is not None or config.train_batch_size is not None:
+        config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
+        config = config.resolve_batch(question.world_size)
+    if question.length and not question.batch:
+        if config.train_micro_batch_size_per_gpu is None:
+            raise UsageError(f"--seq: give --batch too, or train_micro_batch_size_per_gpu in {source}")
+        question = replace(question, batch=config.train_micro_batch_size_per_gpu)
+    return config, question
+
+
+def pinned(found: Estimate, config: Config) -> int:
+    """Bytes of the host memory that is pinned (page-locked) where there is an accelerator. The rest is pageable."""
+    zero = config.zero_optimization
+    weights = bool(zero.offloads_params and zero.offload_param.pin_memory)
+    optimizer = bool(zero.offloads_optimizer and zero.offload_optimizer.pin_memory)
+    pins = {"parameters": weights, "activations": True, PINNED: True, PAGEABLE: False}
+    return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
+
+
+def _facts(
+    shape: transformers.PretrainedConfig,
+    config: Config,
+    question: Question,
+    limits: Mapping[str, int],
+    found: Estimate,
+    other: Estimate | None,
+    better: list[Remedy],
+) -> dict[str, Any]:
+    both = {question.checkpointing: found, not question.checkpointing: other}
+    return {
+        "class": class_of(shape)[0].__name__,
+        "elements": found.elements,
+        "bytes": found.parts,
+        "pinned": pinned(found, config),
+        "traffic": found.traffic.links,
+        "operations": found.traffic.operations,
+        "seconds": found.traffic.seconds,
+        "without_checkpointing": None if both[False] is None else _brief(both[False]),
+        "with_checkpointing": None if both[True] is None else _brief(both[True]),
+        "fits": fits(found, limits),
+        "remedies": [{"change": words} | _brief(each) for words, each in better],
+    }
+
+
+def _brief(found: Estimate) -> dict[str, Any]:
+    activations = {"activations": found.parts[DEVICE].get("activations", 0)}
+    return {place: found.total(place) for place in found.parts} | activations | {"seconds": found.traffic.seconds}
+
+
+def _lines(
+    source: str,
+    shape: transformers.PretrainedConfig,
+    config: Config,
+    question: Question,
+    limits: Mapping[str, int],
+    found: Estimate,
+    other: Estimate | None,
+    better: list[Remedy],
+) -> list[str]:
+    lines, (kind, is_named) = [], class_of(shape)
+    if not is_named:
+        lines.append(f"architectures names no class of transformers; by its model_type this is a {kind.__name__}")
+    lines.append(f"{source}: {found.elements:,} parameters, {question.world_size} ranks, each of them holds at most:")
+    lines += _table(found.parts)
+    if host := found.total(HOST):
+        locked = pinned(found, config)
+        lines.append(f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are pageable.")
+    if not question.batch:
+        lines.append("Activations are not included: give --batch and --seq.")
+    if other is not None:
+        lines.append(
+            f"{'Without' if question.checkpointing else 'With'} gradient checkpointing: {_size(other.total(DEVICE))} "
+            f"instead of {_size(found.total(DEVICE))} on the device, {other.traffic.seconds:.2g} s instead of "
+            f"{found.traffic.seconds:.2g} s a step."
+        )
+    lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
+    lines += _table(found.traffic.links)
+    return lines + _verdict(question, limits, found, other, better)
+
+
+def _verdict(
+    question: Question, limits: Mapping[str, int], found: Estimate, other: Estimate | None, better: list[Remedy]
+) -> list[str]:
+    """Whether it fits, and what to change. The assumed speeds, wherever seconds are named."""
+    lines = []
+    if fits(found, limits) and limits:
+        sizes = " and ".join(f"{_PLACES[place]} of {_size(most)}" for place, most in limits.items())
+        lines.append(f"This fits {sizes}{'' if question.batch else ', without activations'}.")
+    for place, most in limits.items():
+        if found.total(place) > most:
+            largest = max(found.parts[place], key=found.parts[place].get)
+            lines.append(f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: {largest}.")
+    lines += [f"  fits with {_described(*each)}" for each in better]
+    if not fits(found, limits) and not better:
+        lines.append("  no change of stage, offload, micro-batch or checkpointing is enough: take more ranks")
+    elif better or other is not None:
+        lines.append(f"  {ASSUMPTION}")
+    return lines
+
+
+def _described(change: str, found: Estimate) -> str:
+    others = [
+        f" and {_size(found.total(place))} {name}"
+        for place, name in ((HOST, "of host memory"), (DISK, "on disk"))
+        if found.total(place)
+    ]
+    return f"{change}: {_size(found.total(DEVICE))}{''.join(others)}, {found.traffic.seconds:.2g} s a step"
+
+
+def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    lines = []
+    for place, of_place in parts.items():
+        if of_place:
+            lines.append(f"  {place:<16}{_size(sum(of_place.values())):>12}")
+            lines += [
+                f"    {part:<38}{_size(nbytes):>12}" for part, nbytes in sorted(of_place.items(), key=lambda p: -p[1])
+            ]
+    return lines
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
