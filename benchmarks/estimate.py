@@ -25,6 +25,7 @@ PLACES = (DEVICE, HOST, DISK)
 RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
 SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
 CPU = {"device": "cpu"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
 # In a folder that is made for the run.
 NVME = {"device": "nvme"}
 FILES = NVME | {"max_in_cpu": 0}
@@ -47,6 +48,8 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 64, True),
     ("tiny", {"stage": 3, **SMALL}, {}, 4, 128, True),
     ("gpt2", {"stage": 3, **SMALL, "offload_optimizer": CPU | {"ratio": 0.5}}, BF16, 2, 128, False),
+    ("gpt2", {"stage": 2}, BF16 | MUON, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL}, MUON, 1, 32, False),
     ("gpt2", {"stage": 2, "offload_optimizer": NVME | PIPELINE}, BF16, 1, 32, False),
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": CPU}, BF16, 4, 128, False),
     ("t5", {"stage": 3, **SMALL, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}, BF16, 4, 128, True),
@@ -75,7 +78,6 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     found = estimate(model, config, Question(RANKS, batch, length, checkpointing))
     measured = run_on(RANKS, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
     row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
-    row["buffers"] = [each["buffers"] for each in measured]
     for place in PLACES:
         taken = max(each[place] for each in measured)
         row[place] = {"predicted": found.total(place), "measured": taken, "parts": found.parts[place]}
@@ -84,7 +86,7 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
 
 def describe(case: Case) -> str:
     name, section, others, batch, length, checkpointing = case
-    words = [name, f"stage {section['stage']}", "bf16" if others else "fp32", f"{batch} x {length} tokens"]
+    words = [name, f"stage {section['stage']}", "bf16" if "bf16" in others else "fp32", f"{batch} x {length} tokens"]
     words += [f"{key.removeprefix('offload_')} offloaded" for key in section if key.startswith("offload")]
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
     return ", ".join(words)

@@ -69,7 +69,7 @@ def measure(
     pools = [engine.optimizer._rounded, engine.optimizer._updates._memory, tiers._staging._memory]
     pools += [file._bounces for file in tiers._files.values()]
     tiers._staging._copies.clear()
-    buffers = [sum(len(block) for block in pool._free) for pool in pools]
+    buffers = sum(len(block) for pool in pools for block in pool._free)
     kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
     peak = torch.accelerator.max_memory_allocated()
-    return {DEVICE: peak, HOST: kept.get(HOST, 0) + sum(buffers), DISK: kept.get(DISK, 0), "buffers": buffers}
+    return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}

@@ -26,10 +26,10 @@ from transformers.initialization import no_init_weights
 from zero.activation_trace import FAKE, trace
 from zero.config import Config
 from zero.errors import UsageError
-from zero.estimate_buffers import Staging, make_staging, of_requests, of_updates
-from zero.estimate_states import DEVICE, DISK, HOST, Kept, keep
-from zero.estimate_step import StepMemory, imagined, without_saved
-from zero.estimate_traffic import Traffic, Work, traffic, updates_whole_tensors
+from zero.estimate_buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
+from zero.estimate_states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
+from zero.estimate_step import WHOLE, StepMemory, imagined, without_saved
+from zero.estimate_traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
@@ -49,10 +49,11 @@ class Question:
 class Estimate:
     """Bytes of one rank by place ("device", "host", "disk") and by part; `elements` counts the model's parameters.
 
-    traffic: what the rank moves in an optimizer step.
+    activations: at their most, which need not be the fullest moment. traffic: what the rank moves in an optimizer step.
     """
 
     elements: int
+    activations: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     parts: dict[str, dict[str, int]] = field(default_factory=lambda: {DEVICE: {}, HOST: {}, DISK: {}})
 
@@ -81,9 +82,9 @@ def read_config(source: str) -> transformers.PretrainedConfig:
 
 
 def class_of(config: transformers.PretrainedConfig) -> tuple[type[transformers.PreTrainedModel], bool]:
-    """The model's class, and whether `architectures` names it. Else model_type decides: a language model if there is one.
+    """The model's class, and whether `architectures` names it. Else it is the language model of this model_type.
 
-    Raises UsageError for a type of which transformers has no model.
+    If there is none, it is the base model. Raises UsageError for a type of which transformers has no model.
     """
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
@@ -158,11 +159,11 @@ def estimate(model: nn.Module, config: Config, question: Question) -> Estimate:
 
 def _add_buffers(found: Estimate, config: Config, units: Sequence[Kept], staging: Staging) -> None:
     """Host memory for transfers."""
-    rounded, of_files = 0, 0
+    found.add(HOST, PINNED, staging.nbytes)
     if any(unit.offloaded for unit in units) and not updates_whole_tensors(config):
         rounded, of_files = of_updates(units, config)
-    found.add(HOST, PINNED, staging.nbytes + rounded)
-    found.add(HOST, PAGEABLE, of_files + of_requests(units, config))
+        found.add(HOST, PINNED, rounded)
+        found.add(HOST, PAGEABLE, of_files + of_requests(units, config))
 
 
 def _add_step(
@@ -171,6 +172,9 @@ def _add_step(
     """What is held in a part of the step only, and what the step moves."""
     zero, item, saved = config.zero_optimization, config.compute_dtype.itemsize, 0
     gathers = zero.stage == 3 and (zero.shards_over(question.world_size) > 1 or zero.offloads_params)
+    whole = 0
+    if updates_whole_tensors(config):
+        whole = of_whole_tensors(units, param_groups(model, config), staging)
     step = StepMemory(units, config, question.world_size, gathers, staging)
     computed = 0
     if question.batch and question.length:
@@ -179,12 +183,14 @@ def _add_step(
             saved = max(moment.live for moment in moments)
             found.add(HOST, "activations", saved)
             moments = without_saved(moments)
-        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0)).items():
+        found.activations = max(moment.peak for moment in moments)
+        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0), whole).items():
             found.add(DEVICE, part, nbytes)
     else:
-        step.peak(imagined(model, [unit.plan for unit in units]), 0)
+        step.peak(imagined(model, [unit.plan for unit in units]), 0, 0)
         found.add(DEVICE, "gathered parameters", step.most_gathered * item)
         found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
+        found.add(DEVICE, WHOLE, whole)
     found.traffic = traffic(model, units, step.gathers, config, question.world_size, Work(computed, saved))
 
 

@@ -96,7 +96,7 @@ def _changes(zero: ZeroConfig, host_is_limited: bool) -> Iterator[Change]:
     yield Change("", {})
     if zero.offloads_optimizer or zero.offloads_params:
         off = {"device": "none"}
-        yield Change("nothing offloaded", {"offload_optimizer": off, "offload_param": off})
+        yield Change("no offload", {"offload_optimizer": off, "offload_param": off})
     for stage in range(zero.stage + 1, 4):
         yield Change(f"zero_optimization.stage {stage}", {"stage": stage})
     yield Change(f"{at_three}stage3_max_live_parameters 0", three | few)

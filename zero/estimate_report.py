@@ -91,8 +91,8 @@ def _facts(
 
 
 def _brief(found: Estimate) -> dict[str, Any]:
-    activations = {"activations": found.parts[DEVICE].get("activations", 0)}
-    return {place: found.total(place) for place in found.parts} | activations | {"seconds": found.traffic.seconds}
+    totals = {place: found.total(place) for place in found.parts}
+    return totals | {"activations": found.activations, "seconds": found.traffic.seconds}
 
 
 def _lines(
@@ -108,7 +108,8 @@ def _lines(
     lines, (kind, is_named) = [], class_of(shape)
     if not is_named:
         lines.append(f"architectures names no class of transformers; by its model_type this is a {kind.__name__}")
-    lines.append(f"{source}: {found.elements:,} parameters, {question.world_size} ranks, each of them holds at most:")
+    ranks = "1 rank, which" if question.world_size == 1 else f"{question.world_size} ranks, each of them"
+    lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
     lines += _table(found.parts)
     if host := found.total(HOST):
         locked = pinned(found, config)
@@ -118,11 +119,14 @@ def _lines(
     if other is not None:
         lines.append(
             f"{'Without' if question.checkpointing else 'With'} gradient checkpointing: {_size(other.total(DEVICE))} "
-            f"instead of {_size(found.total(DEVICE))} on the device, {other.traffic.seconds:.2g} s instead of "
+            f"instead of {_size(found.total(DEVICE))} on the device, activations at most {_size(other.activations)} "
+            f"instead of {_size(found.activations)}, {other.traffic.seconds:.2g} s instead of "
             f"{found.traffic.seconds:.2g} s a step."
         )
-    lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
-    lines += _table(found.traffic.links)
+    moved = _table(found.traffic.links)
+    if moved:
+        lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
+    lines += moved
     return lines + _verdict(question, limits, found, other, better)
 
 

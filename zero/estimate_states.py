@@ -55,6 +55,12 @@ class Kept(NamedTuple):
         return place("nvme", nbytes) if self.home.optimizer == DISK else self.home.optimizer
 
 
+def updates_whole_tensors(config: Config) -> bool:
+    """As `zero.construction.updates_elements`: of the types that the section `optimizer` has, only Muon does."""
+    told = config.zero_optimization.elementwise_optimizer
+    return not told if told is not None else config.optimizer is not None and config.optimizer.type == "Muon"
+
+
 def param_groups(model: nn.Module, config: Config) -> dict[nn.Parameter, int]:
     """The param group of each trained parameter: Muon's section has two groups, all others one."""
     is_muon = config.optimizer is not None and config.optimizer.type == "Muon"

@@ -22,6 +22,8 @@ from zero.layout import UnitLayout, UnitPlan
 from zero.schedule import Residency
 from zero.unit import State
 
+# A part of device memory, in the step.
+WHOLE = "whole tensors of the optimizer"
 # As much of a communicator as `Gathering` sees.
 NO_COMMUNICATOR = SimpleNamespace(
     watchdog=SimpleNamespace(set_position=lambda unit: None),
@@ -205,8 +207,11 @@ class StepMemory:
             for module in plan.modules:
                 self._used_by.setdefault(module, []).append(number)
 
-    def peak(self, moments: Sequence[Moment], gradients: int) -> dict[str, int]:
-        """The parts at the fullest moment. `gradients`: bytes that are kept on the device after backward."""
+    def peak(self, moments: Sequence[Moment], gradients: int, whole: int) -> dict[str, int]:
+        """The parts at the fullest moment.
+
+        Args, in bytes: gradients: that are kept on the device after backward; whole: tensors on their owners in a step.
+        """
         self._follow(moments)  # the first pass is only recorded
         self.gathers = [0] * len(self._units)
         zero, micro_batches = self._config.zero_optimization, self._config.gradient_accumulation_steps or 1
@@ -218,7 +223,7 @@ class StepMemory:
             alike = micro_batches - 2 if number == 1 and not last else 1
             for place, unit in enumerate(self._units):
                 self.gathers[place] += (unit.gathers - before[place]) * alike
-        in_step = {"gradients": gradients}
+        in_step = {"gradients": gradients, WHOLE: whole}
         if zero.stage >= 2 and micro_batches > 1:
             most["gradients"] = gradients  # they hold the sums so far
         return max(most, in_step, key=_total)

@@ -24,8 +24,8 @@ from torch import nn
 
 from zero.compression import BLOCK, message_bytes
 from zero.config import Config
-from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups
-from zero.optim.ownership import owners, parts
+from zero.estimate_buffers import whole_tensors
+from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
 
 NETWORK, IN, OUT, READ, WRITTEN = "network", "host to device", "device to host", "disk read", "disk written"
 LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
@@ -92,12 +92,6 @@ def traffic(
     for link in (OUT, IN):
         found.add(link, "activations", work.saved * micro_batches)
     return found
-
-
-def updates_whole_tensors(config: Config) -> bool:
-    """As `zero.construction.updates_elements`: of the types that the section `optimizer` has, only Muon does."""
-    told = config.zero_optimization.elementwise_optimizer
-    return not told if told is not None else config.optimizer is not None and config.optimizer.type == "Muon"
 
 
 # -- weights
@@ -217,18 +211,10 @@ def _update_offloaded(found: Traffic, unit: Kept, whole: bool) -> None:
 
 def _exchanged(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> int:
     """Bytes that the rank sends that sends most: parts of tensors to their owners, and updated parts back."""
-    held, groups, trained = [], [], [unit for unit in units if unit.trainable]
-    for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
-        of_slots = [[0] * unit.layout.world_size for _ in unit.layout.slots]
-        for rank in range(unit.layout.world_size):
-            for piece in unit.layout.pieces(rank):
-                of_slots[piece.slot][rank] = piece.numel
-        held += of_slots
-        groups += [(part, group_of[param]) for param in unit.plan.params]
     sent = Counter[int]()
-    for of_ranks, owner in zip(held, owners(held, groups), strict=True):
-        for rank, numel in enumerate(of_ranks):
-            if numel and rank != owner:
+    for tensor in whole_tensors(units, group_of):
+        for rank, numel in enumerate(tensor.held):
+            if numel and rank != tensor.owner:
                 sent[rank] += _TO_OWNER * numel
-                sent[owner] += _BACK * numel
+                sent[tensor.owner] += _BACK * numel
     return max(sent.values(), default=0)
