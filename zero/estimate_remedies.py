@@ -37,10 +37,16 @@ class Change(NamedTuple):
 
 
 class Remedy(NamedTuple):
-    """A change in words, and what is estimated with it."""
+    """A change in words, what is estimated with it, and how many settings it changes."""
 
     words: str
     found: Estimate
+    settings: int
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """By time; where that differs by less than the assumptions are worth, by the number of settings."""
+        return float(f"{self.found.traffic.seconds:.1e}"), self.settings
 
 
 def fits(found: Estimate, limits: Mapping[str, int]) -> bool:
@@ -70,7 +76,8 @@ def remedies(model: nn.Module, config: Config, question: Question, limits: Mappi
             for change in left.copy():
                 for tried, result in _tried(model, given, asked, limits, change):
                     if fits(result, limits):
-                        found.append(Remedy(" and ".join(filter(None, [tried.words, *words])), result))
+                        all_words = " and ".join(filter(None, [tried.words, *words]))
+                        found.append(Remedy(all_words, result, len(tried.keys) + len(words)))
                         if tried is change:  # with smaller micro-batches it would be slower
                             left.remove(change)
     return _undominated(found, limits)
@@ -143,7 +150,7 @@ def _tried(
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
     best, least = [], math.inf
-    for remedy in sorted(found, key=lambda remedy: remedy.found.traffic.seconds):
+    for remedy in sorted(found, key=lambda remedy: remedy.rank):
         fullest = max(remedy.found.total(place) / most for place, most in limits.items())
         if fullest <= LESS * least:
             best.append(remedy)

@@ -86,7 +86,7 @@ def _facts(
         "without_checkpointing": None if both[False] is None else _brief(both[False]),
         "with_checkpointing": None if both[True] is None else _brief(both[True]),
         "fits": fits(found, limits),
-        "remedies": [{"change": words} | _brief(each) for words, each in better],
+        "remedies": [{"change": each.words} | _brief(each.found) for each in better],
     }
 
 
@@ -142,7 +142,7 @@ def _verdict(
         if found.total(place) > most:
             largest = max(found.parts[place], key=found.parts[place].get)
             lines.append(f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: {largest}.")
-    lines += [f"  fits with {_described(*each)}" for each in better]
+    lines += [f"  fits with {_described(each.words, each.found)}" for each in better]
     if not fits(found, limits) and not better:
         lines.append("  no change of stage, offload, micro-batch or checkpointing is enough: take more ranks")
     elif better or other is not None:
