@@ -1,11 +1,11 @@
-"""`zero estimate` beside what two ranks really take, on 13 cases.
+"""`zero estimate` beside what two ranks really take, on 20 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
 
-Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three steps. Host memory is
-the engine's own count after them, with buffers of copies: the simulated device's memory is host memory too. The run
-fails if a difference is above 10%.
+Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three steps. Host memory and
+files are the engine's own count after them, with all buffers for copies and files: the simulated device's memory is
+host memory too. The run fails if a difference is above 10%.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
 def describe(case: Case) -> str:
     name, section, others, batch, length, checkpointing = case
     words = [name, f"stage {section['stage']}", "bf16" if "bf16" in others else "fp32", f"{batch} x {length} tokens"]
-    words += [f"{key.removeprefix('offload_')} offloaded" for key in section if key.startswith("offload")]
+    words += [f"{each.removeprefix('offload_')} on {section[each]['device']}" for each in section if "offload" in each]
+    optimizer = section.get("offload_optimizer", {})
+    words += [f"ratio {optimizer.get('ratio')}"] * ("ratio" in optimizer) + ["pipelined"] * (
+        "pipeline_read" in optimizer
+    )
+    words += ["Muon"] * ("optimizer" in others)
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
     return ", ".join(words)
 
@@ -98,8 +103,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         for place in PLACES:
             predicted, measured = row[place]["predicted"], row[place]["measured"]
             if max(predicted, measured) > LEAST:
-                difference = round(predicted / measured - 1, 3) + 0.0  # no minus before zero
-                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {difference:+.1%}"
+                difference = round(predicted / measured - 1, 3)
+                shown = f"{difference:+.1%}" if difference else "0.0%"
+                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {shown}"
                 lines.append(f"| {row['case']} | {place} | {sizes} |")
     return "\n".join(lines)
 

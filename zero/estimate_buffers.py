@@ -98,7 +98,14 @@ def of_updates(units: Sequence[Kept], config: Config) -> tuple[int, int]:
                 _free(writing, memory, rounded)
                 writing = [], []
         _free(writing, memory, rounded)
-    return rounded.nbytes, memory.nbytes
+    return rounded.nbytes, memory.nbytes + _wide_bytes(max((numel for _, numel in every), default=0), config)
+
+
+def _wide_bytes(numel: int, config: Config) -> int:
+    """Bytes of the fp32 values of a tile that is kept in bf16."""
+    if not config.bf16.without_masters:
+        return 0
+    return numel * 4 * (1 + moment_count(config) * config.bf16.bf16_optimizer_states)
 
 
 def _free(writing: tuple[list[int], list[int]], memory: Pool, rounded: Pool) -> None:

@@ -120,8 +120,8 @@ def _lines(
         lines.append(
             f"{'Without' if question.checkpointing else 'With'} gradient checkpointing: {_size(other.total(DEVICE))} "
             f"instead of {_size(found.total(DEVICE))} on the device, activations at most {_size(other.activations)} "
-            f"instead of {_size(found.activations)}, {other.traffic.seconds:.2g} s instead of "
-            f"{found.traffic.seconds:.2g} s a step."
+            f"instead of {_size(found.activations)}, {_seconds(other)} s instead of "
+            f"{_seconds(found)} s a step."
         )
     moved = _table(found.traffic.links)
     if moved:
@@ -156,7 +156,7 @@ def _described(change: str, found: Estimate) -> str:
         for place, name in ((HOST, "of host memory"), (DISK, "on disk"))
         if found.total(place)
     ]
-    return f"{change}: {_size(found.total(DEVICE))}{''.join(others)}, {found.traffic.seconds:.2g} s a step"
+    return f"{change}: {_size(found.total(DEVICE))}{''.join(others)}, {_seconds(found)} s a step"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -168,6 +168,10 @@ def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
                 f"    {part:<38}{_size(nbytes):>12}" for part, nbytes in sorted(of_place.items(), key=lambda p: -p[1])
             ]
     return lines
+
+
+def _seconds(found: Estimate) -> str:
+    return f"{float(f'{found.traffic.seconds:.1e}'):g}"
 
 
 def _size(nbytes: int) -> str:
