@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import transformers
@@ -35,9 +35,84 @@ def report(source: str, config_source: str, question: Question, limits: Mapping[
     if can_checkpoint(model, question):
         other = estimate(model, config, replace(question, checkpointing=not question.checkpointing))
     better = [] if fits(found, limits) else remedies(model, config, question, limits)
-    if as_json:
-        return json.dumps(_facts(shape, config, question, limits, found, other, better), indent=2)
-    return "\n".join(_lines(source, shape, config, question, limits, found, other, better))
+    answer = _Answer(shape, config, question, limits, found, other, better)
+    return json.dumps(answer.facts(), indent=2) if as_json else "\n".join(answer.lines(source))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Attributes: found: as it was asked; other: with gradient checkpointing if `found` is without, and vice versa."""
+
+    shape: transformers.PretrainedConfig
+    config: Config
+    question: Question
+    limits: Mapping[str, int]
+    found: Estimate
+    other: Estimate | None
+    better: list[Remedy]
+
+    def facts(self) -> dict[str, Any]:
+        found, with_it = self.found, self.question.checkpointing
+        both = {with_it: found, not with_it: self.other}
+        return {
+            "class": class_of(self.shape)[0].__name__,
+            "elements": found.elements,
+            "bytes": found.parts,
+            "pinned": pinned(found, self.config),
+            "traffic": found.traffic.links,
+            "operations": found.traffic.operations,
+            "seconds": found.traffic.seconds,
+            "without_checkpointing": None if both[False] is None else _brief(both[False]),
+            "with_checkpointing": None if both[True] is None else _brief(both[True]),
+            "fits": fits(found, self.limits),
+            "remedies": [{"change": each.words} | _brief(each.found) for each in self.better],
+        }
+
+    def lines(self, source: str) -> list[str]:
+        lines, (kind, is_named), found = [], class_of(self.shape), self.found
+        if not is_named:
+            lines.append(f"architectures names no class of transformers; by its model_type this is a {kind.__name__}")
+        world = self.question.world_size
+        ranks = "1 rank, which" if world == 1 else f"{world} ranks, each of them"
+        lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
+        lines += _table(found.parts)
+        if host := found.total(HOST):
+            locked = pinned(found, self.config)
+            lines.append(f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are pageable.")
+        if not self.question.batch:
+            lines.append("Activations are not included: give --batch and --seq.")
+        if self.other is not None:
+            lines.append(self._other_way(self.other))
+        if moved := _table(found.traffic.links):
+            steps = self.config.gradient_accumulation_steps or 1
+            lines += [f"Each rank moves in a step (micro-batches: {steps}):", *moved]
+        return lines + self._verdict()
+
+    def _other_way(self, other: Estimate) -> str:
+        found, word = self.found, "Without" if self.question.checkpointing else "With"
+        return (
+            f"{word} gradient checkpointing: {_size(other.total(DEVICE))} instead of {_size(found.total(DEVICE))} "
+            f"on the device, activations at most {_size(other.activations)} instead of {_size(found.activations)}, "
+            f"{_seconds(other)} s instead of {_seconds(found)} s a step."
+        )
+
+    def _verdict(self) -> list[str]:
+        """Whether it fits, and what to change; the assumed speeds, wherever seconds are named."""
+        lines, is_enough = [], fits(self.found, self.limits)
+        if self.limits and is_enough:
+            sizes = " and ".join(f"{_PLACES[place]} of {_size(most)}" for place, most in self.limits.items())
+            lines.append(f"This fits {sizes}{'' if self.question.batch else ', without activations'}.")
+        for place, most in self.limits.items():
+            if (parts := self.found.parts[place]) and self.found.total(place) > most:
+                largest = max(parts, key=parts.get)
+                lines.append(f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: {largest}.")
+        lines += [f"  fits with {_described(each)}" for each in self.better]
+        if not is_enough and not self.better:
+            words = "no change of stage, offload, micro-batch or checkpointing is enough"
+            lines.append(f"  {words}: take shorter sequences, or more ranks")
+        elif self.better or self.other is not None:
+            lines.append(f"  {ASSUMPTION}")
+        return lines
 
 
 def _with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
@@ -65,98 +140,17 @@ def pinned(found: Estimate, config: Config) -> int:
     return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
 
 
-def _facts(
-    shape: transformers.PretrainedConfig,
-    config: Config,
-    question: Question,
-    limits: Mapping[str, int],
-    found: Estimate,
-    other: Estimate | None,
-    better: list[Remedy],
-) -> dict[str, Any]:
-    both = {question.checkpointing: found, not question.checkpointing: other}
-    return {
-        "class": class_of(shape)[0].__name__,
-        "elements": found.elements,
-        "bytes": found.parts,
-        "pinned": pinned(found, config),
-        "traffic": found.traffic.links,
-        "operations": found.traffic.operations,
-        "seconds": found.traffic.seconds,
-        "without_checkpointing": None if both[False] is None else _brief(both[False]),
-        "with_checkpointing": None if both[True] is None else _brief(both[True]),
-        "fits": fits(found, limits),
-        "remedies": [{"change": each.words} | _brief(each.found) for each in better],
-    }
-
-
 def _brief(found: Estimate) -> dict[str, Any]:
     totals = {place: found.total(place) for place in found.parts}
     return totals | {"activations": found.activations, "seconds": found.traffic.seconds}
 
 
-def _lines(
-    source: str,
-    shape: transformers.PretrainedConfig,
-    config: Config,
-    question: Question,
-    limits: Mapping[str, int],
-    found: Estimate,
-    other: Estimate | None,
-    better: list[Remedy],
-) -> list[str]:
-    lines, (kind, is_named) = [], class_of(shape)
-    if not is_named:
-        lines.append(f"architectures names no class of transformers; by its model_type this is a {kind.__name__}")
-    ranks = "1 rank, which" if question.world_size == 1 else f"{question.world_size} ranks, each of them"
-    lines.append(f"{source}: {found.elements:,} parameters, {ranks} holds at most:")
-    lines += _table(found.parts)
-    if host := found.total(HOST):
-        locked = pinned(found, config)
-        lines.append(f"Of the host memory {_size(locked)} are pinned, and {_size(host - locked)} are pageable.")
-    if not question.batch:
-        lines.append("Activations are not included: give --batch and --seq.")
-    if other is not None:
-        lines.append(
-            f"{'Without' if question.checkpointing else 'With'} gradient checkpointing: {_size(other.total(DEVICE))} "
-            f"instead of {_size(found.total(DEVICE))} on the device, activations at most {_size(other.activations)} "
-            f"instead of {_size(found.activations)}, {_seconds(other)} s instead of "
-            f"{_seconds(found)} s a step."
-        )
-    moved = _table(found.traffic.links)
-    if moved:
-        lines.append(f"Each rank moves in a step (micro-batches: {config.gradient_accumulation_steps or 1}):")
-    lines += moved
-    return lines + _verdict(question, limits, found, other, better)
-
-
-def _verdict(
-    question: Question, limits: Mapping[str, int], found: Estimate, other: Estimate | None, better: list[Remedy]
-) -> list[str]:
-    """Whether it fits, and what to change. The assumed speeds, wherever seconds are named."""
-    lines = []
-    if fits(found, limits) and limits:
-        sizes = " and ".join(f"{_PLACES[place]} of {_size(most)}" for place, most in limits.items())
-        lines.append(f"This fits {sizes}{'' if question.batch else ', without activations'}.")
-    for place, most in limits.items():
-        if found.total(place) > most:
-            largest = max(found.parts[place], key=found.parts[place].get)
-            lines.append(f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: {largest}.")
-    lines += [f"  fits with {_described(each.words, each.found)}" for each in better]
-    if not fits(found, limits) and not better:
-        lines.append("  no change of stage, offload, micro-batch or checkpointing is enough: take more ranks")
-    elif better or other is not None:
-        lines.append(f"  {ASSUMPTION}")
-    return lines
-
-
-def _described(change: str, found: Estimate) -> str:
-    others = [
-        f" and {_size(found.total(place))} {name}"
-        for place, name in ((HOST, "of host memory"), (DISK, "on disk"))
-        if found.total(place)
-    ]
-    return f"{change}: {_size(found.total(DEVICE))}{''.join(others)}, {_seconds(found)} s a step"
+def _described(remedy: Remedy) -> str:
+    found, sizes = remedy.found, [_size(remedy.found.total(DEVICE))]
+    for place, words in ((HOST, "of host memory"), (DISK, "on disk")):
+        if nbytes := found.total(place):
+            sizes.append(f"{_size(nbytes)} {words}")
+    return f"{remedy.words}: {' and '.join(sizes)}, {_seconds(found)} s a step"
 
 
 def _table(parts: Mapping[str, Mapping[str, int]]) -> list[str]:
