@@ -159,11 +159,12 @@ class Tensor(NamedTuple):
 
 
 def whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> list[Tensor]:
-    """All that are trained, with the owners that `zero.optim.ownership` finds."""
+    """All that are trained, with the owners that `zero.optim.ownership` finds. At stage 0 each rank owns all."""
     held, of, trained = [], [], [unit for unit in units if unit.trainable]
     for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
-        of_slots = [[0] * unit.layout.world_size for _ in unit.layout.slots]
-        for rank in range(unit.layout.world_size):
+        ranks = 1 if unit.layout.replicated else unit.layout.world_size
+        of_slots = [[0] * ranks for _ in unit.layout.slots]
+        for rank in range(ranks):
             for piece in unit.layout.pieces(rank):
                 of_slots[piece.slot][rank] = piece.numel
         held += of_slots
@@ -179,14 +180,14 @@ def of_whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]
     """
     visits: dict[tuple[bool, int], list[Tensor]] = {}
     number = {id(unit.plan): place for place, unit in enumerate(units)}
-    for tensor in whole_tensors(units, group_of):
+    tensors = whole_tensors(units, group_of)
+    for tensor in tensors:
         away = tensor.unit.offloaded
         visits.setdefault((away, number[id(tensor.unit.plan)] if away else tensor.part), []).append(tensor)
     in_order = [visits[key] for key in sorted(visits)]
     for visit in in_order:
         _stage(visit, staging)
-    ranks = range(max((unit.layout.world_size for unit in units), default=1))
-    return max((_visited(in_order, rank) for rank in ranks), default=0)
+    return max((_visited(in_order, rank) for rank in range(len(tensors[0].held))), default=0) if tensors else 0
 
 
 def _stage(visit: Sequence[Tensor], staging: Staging) -> None:

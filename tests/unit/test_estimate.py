@@ -163,6 +163,17 @@ def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask):
     assert parts(with_ratio(ratio - 0.05), "device") > limit >= best["device"]
 
 
+def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    alone, sharded = (
+        ask(llama(), {"stage": stage}, "--world", "2", "--json", optimizer=muon)["bytes"]["device"] for stage in (0, 2)
+    )
+    elements = sum(param.numel() for param in build(llama(), torch.bfloat16).parameters())
+    # Gradients get 4 bytes. A tensor that moves has 8 on its owner, and as many are sent and received.
+    assert alone["whole tensors of the optimizer"] == 4 * elements
+    assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
+
+
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
     shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
     section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
