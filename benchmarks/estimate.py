@@ -1,11 +1,11 @@
-"""`zero estimate` beside what two ranks really take, on 13 cases.
+"""`zero estimate` beside what two ranks really take, on 20 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
 
-Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three steps. Host memory is
-the engine's own count after them, with buffers of copies: the simulated device's memory is host memory too. The run
-fails if a difference is above 10%.
+Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three steps. Host memory and
+files are the engine's own count after them, with all buffers for copies and files: the simulated device's memory is
+host memory too. The run fails if a difference is above 10%.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from typing import Any
 
 from benchmarks.estimate_worker import measure, shape_of
 from tests.processes import run_on
 from zero.config import load_config
-from zero.estimate import DEVICE, HOST, Question, build, estimate
+from zero.estimate import DEVICE, DISK, HOST, Question, build, estimate
 
+PLACES = (DEVICE, HOST, DISK)
 RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
 SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
 CPU = {"device": "cpu"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
+# In a folder that is made for the run.
+NVME = {"device": "nvme"}
+FILES = NVME | {"max_in_cpu": 0}
+PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
@@ -40,24 +47,38 @@ CASES: list[Case] = [
     ("t5", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 4, 128, False),
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 64, True),
     ("tiny", {"stage": 3, **SMALL}, {}, 4, 128, True),
+    ("gpt2", {"stage": 3, **SMALL, "offload_optimizer": CPU | {"ratio": 0.5}}, BF16, 2, 128, False),
+    ("gpt2", {"stage": 2}, BF16 | MUON, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL}, MUON, 1, 32, False),
+    ("gpt2", {"stage": 2, "offload_optimizer": NVME | PIPELINE}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": CPU}, BF16, 4, 128, False),
+    ("t5", {"stage": 3, **SMALL, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}, BF16, 4, 128, True),
+    ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": FILES}, {}, 1, 64, False),
 ]
 
 
 def run(case: Case) -> dict[str, Any]:
-    name, section, others, batch, length, checkpointing = case
+    _, section, others, batch, *_ = case
     settings = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": section,
+        "aio": {"queue_depth": 4},
         **others,
     }
+    with tempfile.TemporaryDirectory() as folder:
+        files = {key: value | {"nvme_path": folder} for key, value in section.items() if "offload" in key}
+        return _run(case, settings | {"zero_optimization": section | files})
+
+
+def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
+    name, _, _, batch, length, checkpointing = case
     config = load_config(settings)
     model = build(shape_of(name), config.compute_dtype)
     found = estimate(model, config, Question(RANKS, batch, length, checkpointing))
     measured = run_on(RANKS, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
     row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
-    for place in (DEVICE, HOST):
+    for place in PLACES:
         taken = max(each[place] for each in measured)
         row[place] = {"predicted": found.total(place), "measured": taken, "parts": found.parts[place]}
     return row
@@ -65,8 +86,13 @@ def run(case: Case) -> dict[str, Any]:
 
 def describe(case: Case) -> str:
     name, section, others, batch, length, checkpointing = case
-    words = [name, f"stage {section['stage']}", "bf16" if others else "fp32", f"{batch} x {length} tokens"]
-    words += [f"{key.removeprefix('offload_')} offloaded" for key in section if key.startswith("offload")]
+    words = [name, f"stage {section['stage']}", "bf16" if "bf16" in others else "fp32", f"{batch} x {length} tokens"]
+    words += [f"{each.removeprefix('offload_')} on {section[each]['device']}" for each in section if "offload" in each]
+    optimizer = section.get("offload_optimizer", {})
+    words += [f"ratio {optimizer.get('ratio')}"] * ("ratio" in optimizer) + ["pipelined"] * (
+        "pipeline_read" in optimizer
+    )
+    words += ["Muon"] * ("optimizer" in others)
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
     return ", ".join(words)
 
@@ -74,17 +100,18 @@ def describe(case: Case) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| case | place | predicted, MiB | measured, MiB | difference |", "|---|---|---|---|---|"]
     for row in rows:
-        for place in (DEVICE, HOST):
+        for place in PLACES:
             predicted, measured = row[place]["predicted"], row[place]["measured"]
             if max(predicted, measured) > LEAST:
-                difference = round(predicted / measured - 1, 3) + 0.0  # no minus before zero
-                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {difference:+.1%}"
+                difference = round(predicted / measured - 1, 3)
+                shown = f"{difference:+.1%}" if difference else "0.0%"
+                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {shown}"
                 lines.append(f"| {row['case']} | {place} | {sizes} |")
     return "\n".join(lines)
 
 
 def is_off(row: dict[str, Any]) -> bool:
-    pairs = [(row[place]["predicted"], row[place]["measured"]) for place in (DEVICE, HOST)]
+    pairs = [(row[place]["predicted"], row[place]["measured"]) for place in PLACES]
     return any(abs(predicted - measured) > TOLERANCE * measured + LEAST for predicted, measured in pairs)
 
 

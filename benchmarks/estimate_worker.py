@@ -10,7 +10,8 @@ import transformers
 import zero
 from tests.accelerator import device
 from zero.activation_trace import enable_checkpointing
-from zero.monitor.held import DEVICE, HOST, held
+from zero.monitor.held import DEVICE, DISK, HOST, held
+from zero.offload import tiers
 
 STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,7 +50,10 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
 def measure(
     rank: int, world_size: int, name: str, settings: dict[str, Any], batch: int, length: int, checkpointing: bool
 ) -> dict[str, int]:
-    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine holds on the host."""
+    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine holds elsewhere.
+
+    All buffers are free at the end, so the lists of free ones show how many there were.
+    """
     config = shape_of(name)
     model = getattr(transformers, config.architectures[0])(config)
     if checkpointing:
@@ -62,7 +66,10 @@ def measure(
         engine.step()
     engine.optimizer.wait()
     torch.accelerator.synchronize()
-    pools = engine.optimizer._rounded, engine.optimizer._updates._memory
+    pools = [engine.optimizer._rounded, engine.optimizer._updates._memory, tiers._staging._memory]
+    pools += [file._bounces for file in tiers._files.values()]
+    tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)
-    on_host = sum(held(engine).get(HOST, {}).values()) + buffers
-    return {DEVICE: torch.accelerator.max_memory_allocated(), HOST: on_host}
+    kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
+    peak = torch.accelerator.max_memory_allocated()
+    return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}

@@ -15,9 +15,8 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from zero.activation_trace import enable_checkpointing
+from zero.activation_trace import enable_checkpointing, operations
 from zero.config import Config
 from zero.construction import make_schedule
 from zero.estimate_states import Home, homes
@@ -49,8 +48,7 @@ class Operations(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # a question about a mask's values
         out = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        self.total += operations(func, args, kwargs or {}, out)
         return out
 
 

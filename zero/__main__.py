@@ -69,7 +69,7 @@ Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, com
 
 Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
 
-       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GB]
+       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GB] [--host-memory GB]
 
 Says what each process will hold and what it moves in a step, without starting anything. Where it does not fit: what to
 change, the fastest first.
@@ -173,27 +173,26 @@ def _estimate(arguments: list[str]) -> None:
         example,
         json="the estimate",
     )
+    memory = "what does not fit gets remedies, ordered by predicted time"
     parser.add_argument("model", help="the model's folder with config.json; weights are not read")
     parser.add_argument("--ds-config", required=True, help="the file ds_config.json")
     parser.add_argument("--world", type=count, default=1, metavar="N", help="number of processes (1)")
-    parser.add_argument("--batch", type=count, default=0, help="sequences of a micro-batch on one process")
-    parser.add_argument("--seq", type=count, default=0, help="tokens of a sequence")
+    parser.add_argument("--batch", type=count, default=0, help="sequences of a micro-batch; default: the file's")
+    parser.add_argument("--seq", type=count, default=0, help="tokens of a sequence; without it no activations")
     parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument(
-        "--device-memory",
-        type=gibibytes,
-        metavar="GIB",
-        help="of one device: 24 or 24G; what does not fit gets remedies, ordered by predicted time",
-    )
+    parser.add_argument("--device-memory", type=gibibytes, metavar="GIB", help=f"of one device: 24 or 24G; {memory}")
+    parser.add_argument("--host-memory", type=gibibytes, metavar="GIB", help="of the host for one process, likewise")
     options = parser.parse_args(arguments)
-    if bool(options.batch) != bool(options.seq):
-        parser.error("--batch and --seq belong together")
-    memory = None if options.device_memory is None else int(options.device_memory * 2**30)
+    if options.batch and not options.seq:
+        parser.error("--batch needs --seq, the tokens of a sequence")
+    given = {"device": options.device_memory, "host": options.host_memory}
+    limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
     with Working("estimate: following one step on fake tensors; large models take a minute"):
-        from zero.estimate import Question, report  # transformers takes seconds to import
+        from zero.estimate import Question  # transformers takes seconds to import
+        from zero.estimate_report import report
 
         question = Question(options.world, options.batch, options.seq, options.checkpointing)
-        text = report(options.model, options.ds_config, question, memory, options.json)
+        text = report(options.model, options.ds_config, question, limits, options.json)
     print(text)
 
 

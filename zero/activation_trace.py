@@ -1,8 +1,9 @@
-"""What is live in a forward and backward besides parameters, in bytes: found with fake tensors, which take no room."""
+"""One forward and backward of fake tensors, which take no room: bytes besides parameters, and operations."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -14,11 +15,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from zero.errors import UsageError
 
 # Of a model and all that is computed with it.
 FAKE = FakeTensorMode()
+
+_aten = torch.ops.aten
+# Torch's formulas, and those that it lacks: fused attention on CPUs, where a causal mask saves nothing, and experts.
+_FORMULAS = flop_registry | {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 4 * q.numel() * k.shape[-2],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_, **__: 10 * q.numel() * k.shape[-2],
+    _aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+}
+
+
+def operations(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
+    """Floating-point operations of one call: matrix products count, all others are 0."""
+    formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 class Moment(NamedTuple):
@@ -34,16 +50,24 @@ class Moment(NamedTuple):
     peak: int
 
 
+class Trace(NamedTuple):
+    """Of one micro-batch. `operations`: floating-point ones."""
+
+    moments: tuple[Moment, ...]
+    operations: int
+
+
 class _Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make, until they are freed."""
+    """Counts the bytes of all storages that operations make, until they are freed. `operations`: of them all so far."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-        self.live = self.peak = 0
+        self.live = self.peak = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.operations += operations(func, args, kwargs or {}, out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) not in self._known:
                 storage = leaf.untyped_storage()
@@ -66,11 +90,12 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 @functools.cache
-def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> tuple[Moment, ...]:
-    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels, and its backward."""
-    positions = getattr(model.config, "max_position_embeddings", None) or length
-    if length > positions:
-        raise UsageError(f"--seq {length}: the model's configuration has max_position_embeddings {positions}")
+def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> Trace:
+    """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels, and its backward.
+
+    Raises UsageError for a model that needs other inputs, or has no loss.
+    """
+    _require_tokens(model, length)
     if checkpointing:
         enable_checkpointing(model)
     try:
@@ -79,16 +104,28 @@ def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> tup
             labels = ids[:, 0] if type(model).__name__.endswith("ForSequenceClassification") else ids
             model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
     except Exception as error:  # of any kind: the forward is somebody else's
-        raise UsageError(
-            f"{type(model).__name__} does not train on token ids and labels alone "
-            f"({' '.join(str(error).split())[:200]}): leave --batch and --seq out, then activations are not counted"
-        ) from error
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"{type(model).__name__} does not train on token ids and labels ({why}): {_REMEDY}") from error
     finally:
         if checkpointing:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_disable()
-    return tuple(moments)
+    return Trace(tuple(moments), memory.operations)
+
+
+_REMEDY = "leave --batch and --seq out, then activations are not counted"
+
+
+def _require_tokens(model: nn.Module, length: int) -> None:
+    name = type(model).__name__
+    if model.main_input_name != "input_ids":
+        raise UsageError(f"{name} takes {model.main_input_name}, not token ids: {_REMEDY}")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise UsageError(f"{name} has no loss: name a class with a head in architectures of config.json, or {_REMEDY}")
+    positions = getattr(model.config, "max_position_embeddings", None) or length
+    if length > positions:
+        raise UsageError(f"--seq {length}: the model's configuration has max_position_embeddings {positions}")
 
 
 @contextmanager

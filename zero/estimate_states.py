@@ -28,9 +28,8 @@ class Home(NamedTuple):
 class Kept(NamedTuple):
     """One unit on one rank.
 
-    Attributes: gradient: bytes of an element that is kept for the step. master, state: bytes of the shard's masters and
-    of the optimizer's state; 0 for a frozen unit. offloaded: the part of gradient, masters and state that is not on the
-    device. shares_weights: the offloaded master is the weights' shard itself.
+    Attributes: gradient, master, state: bytes of the shard's gradient that is kept for the step, of its masters and of
+    the optimizer's state; 0 for a frozen unit. shares_weights: the offloaded master is the weights' shard itself.
     """
 
     plan: UnitPlan
@@ -39,12 +38,26 @@ class Kept(NamedTuple):
     gradient: int
     master: int
     state: float
-    offloaded: float
     shares_weights: bool
 
     @property
     def trainable(self) -> bool:
         return self.plan.params[0].requires_grad
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether gradient, masters and state are not on the device."""
+        return self.home.optimizer != DEVICE
+
+    def place(self, nbytes: float) -> str:
+        """Where a gradient or a master of this size is."""
+        return place("nvme", nbytes) if self.home.optimizer == DISK else self.home.optimizer
+
+
+def updates_whole_tensors(config: Config) -> bool:
+    """As `zero.construction.updates_elements`: of the types that the section `optimizer` has, only Muon does."""
+    told = config.zero_optimization.elementwise_optimizer
+    return not told if told is not None else config.optimizer is not None and config.optimizer.type == "Muon"
 
 
 def param_groups(model: nn.Module, config: Config) -> dict[nn.Parameter, int]:
@@ -61,36 +74,51 @@ def keep(model: nn.Module, config: Config, world_size: int) -> list[Kept]:
     plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold, param_groups(model, config))
     ranks = zero.shards_over(world_size)
     layouts = [UnitLayout([param.shape for param in plan.params], ranks, zero.stage == 0) for plan in plans]
-    triples = zip(plans, layouts, homes(plans, layouts, config), strict=True)
-    return [_kept(config, plan, layout, home) for plan, layout, home in triples]
+    triples, moments = zip(plans, layouts, homes(plans, layouts, config), strict=True), moment_count(config)
+    return [_kept(config, moments, plan, layout, home) for plan, layout, home in triples]
 
 
-def _kept(config: Config, plan: UnitPlan, layout: UnitLayout, home: Home) -> Kept:
+def _kept(config: Config, moments: int, plan: UnitPlan, layout: UnitLayout, home: Home) -> Kept:
     zero, item, shard = config.zero_optimization, config.compute_dtype.itemsize, layout.shard_numel
-    gradient = config.gradient_bytes(sums_have_16_bits=True)
     if not plan.params[0].requires_grad:
-        return Kept(plan, layout, home, gradient, 0, 0, 0.0, False)
-    master = 2 if config.bf16.without_masters else 4
+        return Kept(plan, layout, home, 0, 0, 0, False)
+    master = master_bytes(config)
     moment = 2 if config.bf16.without_masters and config.bf16.bf16_optimizer_states else 4
-    state = (coded_bytes(shard) if zero.zero_quantized_moments else shard * moment) * _moments(config, plan)
-    ratio = 0.0 if home.optimizer == DEVICE else zero.offload_optimizer.ratio
-    offloaded = 1.0 if ratio == "auto" else ratio
+    state = coded_bytes(shard) if zero.zero_quantized_moments else shard * moment
+    if config.optimizer is not None and config.optimizer.type == "Muon":  # AdamW has a second one
+        named = zip(plan.params, plan.param_names, strict=True)
+        moments -= sum(p.numel() for p, name in named if is_hidden_matrix(p, name)) / layout.numel
+    gradient = shard * config.gradient_bytes(sums_have_16_bits=True)
     shares = item == master and _is_own_master(zero, *home)
-    return Kept(plan, layout, home, gradient, shard * master, state, offloaded, shares)
+    return Kept(plan, layout, home, gradient, shard * master, state * moments, shares)
+
+
+def master_bytes(config: Config) -> int:
+    """Bytes of an element of the masters."""
+    return 2 if config.bf16.without_masters else 4
 
 
 def homes(plans: Sequence[UnitPlan], layouts: Sequence[UnitLayout], config: Config) -> Iterator[Home]:
-    """The home of each unit. Of weights for files, the first `max_in_cpu` elements of a rank stay in host memory."""
-    zero, item = config.zero_optimization, config.compute_dtype.itemsize
+    """The home of each unit. Of weights for files, the first `max_in_cpu` elements of a rank stay in host memory.
+
+    With a `ratio`, the first units that fit stay on the device, as `zero.optim.placement` decides.
+    """
+    zero, item, master = config.zero_optimization, config.compute_dtype.itemsize, master_bytes(config)
     in_memory = zero.offload_param.max_in_cpu if zero.offloads_params and zero.offload_param.device == "nvme" else 0
-    for plan, layout in zip(plans, layouts, strict=True):
+    trained = [plan.params[0].requires_grad for plan in plans]
+    ratio = zero.offload_optimizer.ratio if zero.offloads_optimizer and zero.stage else 0.0
+    stays = sum(layout.shard_numel for layout, trains in zip(layouts, trained, strict=True) if trains)
+    stays = 0 if ratio == "auto" else (1 - ratio) * stays
+    for plan, layout, trains in zip(plans, layouts, trained, strict=True):
         in_memory -= layout.numel // layout.world_size
         weights = optimizer = DEVICE
         if zero.offloads_params and zero.stage == 3 and not plan.persistent:
             weights = place(zero.offload_param.device, layout.shard_numel * item)
             weights = HOST if in_memory >= 0 else weights
-        if zero.offloads_optimizer and zero.stage:
-            optimizer = place(zero.offload_optimizer.device, layout.shard_numel * 4)
+        if trains and layout.shard_numel <= stays:
+            stays -= layout.shard_numel
+        elif trains:
+            optimizer = place(zero.offload_optimizer.device, layout.shard_numel * master)
         yield Home(weights, optimizer)
 
 
@@ -106,15 +134,13 @@ def _is_own_master(zero: ZeroConfig, home: str, place: str) -> bool:
     return home == place or (home, place) == (HOST, DISK)
 
 
-def _moments(config: Config, plan: UnitPlan) -> float:
-    """Values of the optimizer's state for each parameter element. Without a section: AdamW, the Trainer's own."""
-    if config.optimizer is None:
+def moment_count(config: Config) -> int:
+    """Values of the optimizer's state for each parameter element; 2 for Muon, whose matrices have one.
+
+    Without a section: AdamW, the Trainer's own.
+    """
+    if config.optimizer is None or config.optimizer.type == "Muon":
         return 2
-    if config.optimizer.type == "Muon":  # and AdamW for all but the hidden matrices
-        matrices = sum(
-            p.numel() for p, name in zip(plan.params, plan.param_names, strict=True) if is_hidden_matrix(p, name)
-        )
-        return 2 - matrices / sum(param.numel() for param in plan.params)
     param = nn.Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     optimizer = build_optimizer(config, None, [param], nn.Module())

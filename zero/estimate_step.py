@@ -15,11 +15,15 @@ from torch import nn
 from zero.activation_trace import Moment
 from zero.config import Config
 from zero.construction import make_schedule
+from zero.estimate_buffers import Staging
+from zero.estimate_states import DISK, Kept
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan
 from zero.schedule import Residency
 from zero.unit import State
 
+# A part of device memory, in the step.
+WHOLE = "whole tensors of the optimizer"
 # As much of a communicator as `Gathering` sees.
 NO_COMMUNICATOR = SimpleNamespace(
     watchdog=SimpleNamespace(set_position=lambda unit: None),
@@ -29,18 +33,36 @@ NO_COMMUNICATOR = SimpleNamespace(
 
 
 class CountedUnit:
-    """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing."""
+    """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing.
 
-    def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
+    Args: staging: through which its shard of `nbytes` is read, if that is in a file.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        persistent: bool,
+        residency: Residency,
+        staging: Staging | None = None,
+        nbytes: int = 0,
+    ):
         self.layout, self.persistent, self.residency = layout, persistent, residency
+        self._staging, self._nbytes, self._buffer = staging, nbytes, 0
         self.state, self.users, self.is_ready, self.gathers = State.SHARDED, 0, True, 0
 
     def all_gather(self, by: object) -> None:
         self.state, self.gathers = State.GATHERING, self.gathers + 1
         self.residency.add(self.layout.numel)
+        if self._staging is not None:
+            self._buffer = self._staging.take(self._nbytes)
 
     def unshard(self) -> None:
+        self._end_read()
         self.state, self.users = State.UNSHARDED, self.users + 1
+
+    def _end_read(self) -> None:
+        if self._staging is not None and self.state is State.GATHERING:
+            self._staging.copy_in(self._buffer)
 
     def release(self) -> bool:
         self.users -= 1
@@ -49,6 +71,7 @@ class CountedUnit:
         return not self.users
 
     def reshard(self) -> None:
+        self._end_read()
         self.state = State.SHARDED
         self.residency.remove(self.layout.numel)
 
@@ -78,17 +101,19 @@ def without_saved(moments: Sequence[Moment]) -> list[Moment]:
 
 
 class _Gradients:
-    """Bytes of gradients that one backward makes, on the device of one rank, until their reduction has ended."""
+    """Bytes of gradients that one backward makes, on the device of one rank, until their reduction has ended.
 
-    def __init__(self, config: Config, layouts: Sequence[UnitLayout], world_size: int):
+    `adds`: to those of earlier micro-batches.
+    """
+
+    def __init__(self, config: Config, units: Sequence[Kept], world_size: int, staging: Staging, adds: bool):
         zero = config.zero_optimization
-        self._layouts, self._world_size = layouts, world_size
+        self._units, self._world_size, self._staging, self._adds = units, world_size, staging, adds
         self._item, self._kept_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
-        self._offloads = bool(zero.offloads_optimizer and zero.stage)
-        self._in_flight: deque[UnitLayout] = deque()
-        self._leaving: deque[int] = deque(maxlen=2)
+        self._in_flight: deque[Kept] = deque()
+        self._leaving: deque[tuple[Kept, int]] = deque()
         self.apart = self.kept = 0
 
     def collect(self, numel: int) -> None:
@@ -96,53 +121,79 @@ class _Gradients:
 
     def flatten(self, number: int) -> None:
         """Gradients of a unit are copied to a flat buffer, which is about to be reduced."""
-        layout = self._layouts[number]
-        self._in_flight.append(layout)
-        while len(self._in_flight) > 1 and sum(each.padded for each in self._in_flight) > self._bucket:
+        unit = self._units[number]
+        if self._adds and _is_in_file(unit):
+            self._staging.copy_in(self._staging.take(unit.gradient))
+        self._in_flight.append(unit)
+        while len(self._in_flight) > 1 and sum(each.layout.padded for each in self._in_flight) > self._bucket:
             self._finish_oldest()
 
     def reduce(self, number: int) -> None:
         """The copies' originals are free."""
-        self.apart -= self._layouts[number].numel * self._item
-        if not self._offloads:
-            self.kept += self._layouts[number].shard_numel * self._kept_item
+        unit = self._units[number]
+        self.apart -= unit.layout.numel * self._item
+        if not unit.offloaded:
+            self.kept += unit.gradient
         if self._world_size == 1 or not self._bucket:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        layout = self._in_flight.popleft()
-        if self._offloads:
-            self._leaving.append(layout.shard_numel * self._kept_item)
+        unit = self._in_flight.popleft()
+        if unit.offloaded:
+            self._leave(most=1)
+            self._leaving.append((unit, self._staging.take(unit.gradient) if _is_in_file(unit) else 0))
+
+    def _leave(self, most: int) -> None:
+        """Wait until at most so many are on their way from the device."""
+        while len(self._leaving) > most:
+            if buffer := self._leaving.popleft()[1]:
+                self._staging.give([buffer])
+
+    def end(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+        self._leave(most=0)
 
     @property
     def moving(self) -> int:
         """Bytes that are not kept: gradients apart, flat buffers, and results in another dtype or on another tier."""
         differs = self._sent_item if self._sent_item != self._kept_item else 0
-        shard = differs + self._kept_item * self._offloads
-        flying = sum(each.padded * self._sent_item + each.shard_numel * shard for each in self._in_flight)
-        return self.apart + flying + sum(self._leaving)
+        flying = sum(
+            each.layout.padded * self._sent_item + each.layout.shard_numel * differs + each.gradient * each.offloaded
+            for each in self._in_flight
+        )
+        return self.apart + flying + sum(unit.gradient for unit, _ in self._leaving)
+
+
+def _is_in_file(unit: Kept) -> bool:
+    return unit.place(unit.gradient) == DISK
 
 
 class StepMemory:
-    """Follows the moments of a step. `gathers`: whether parameters are gathered for use.
+    """Follows the moments of a step. Args: gathers: whether parameters are gathered for use; staging: buffers of files.
 
     Attributes: gathers: how often each unit is gathered in a step, known after `peak`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        plans: Sequence[UnitPlan],
-        layouts: Sequence[UnitLayout],
+        kept: Sequence[Kept],
         config: Config,
         world_size: int,
         gathers: bool,
+        staging: Staging,
     ):
-        self._plans, self._layouts, self._config, self._world_size = plans, layouts, config, world_size
-        self._residency, self.gathers = Residency(), [0] * len(plans)
+        self._kept, self._config, self._world_size, self._staging = kept, config, world_size, staging
+        self._plans, self._residency, self.gathers = [unit.plan for unit in kept], Residency(), [0] * len(kept)
         self._units = [
-            CountedUnit(layout, plan.persistent or not gathers, self._residency)
-            for plan, layout in zip(plans, layouts, strict=True)
+            CountedUnit(
+                unit.layout,
+                unit.plan.persistent or not gathers,
+                self._residency,
+                staging if unit.home.weights == DISK else None,
+                unit.layout.shard_numel * config.compute_dtype.itemsize,
+            )
+            for unit in kept
         ]
         schedule = make_schedule(self._units, config)
         self._gathering = Gathering(self._units, schedule, NO_COMMUNICATOR, self._residency, before_use=lambda: None)
@@ -150,27 +201,31 @@ class StepMemory:
             "enter": self._enter, "leave": self._leave, "backward": self._backward, "gradient": self._gradient,
             "end": lambda moment: None,
         }  # fmt: skip
-        self._unit_of = {param: number for number, plan in enumerate(plans) for param in plan.params}
+        self._unit_of = {param: number for number, plan in enumerate(self._plans) for param in plan.params}
         self._used_by: dict[nn.Module | None, list[int]] = {}
-        for number, plan in enumerate(plans):
+        for number, plan in enumerate(self._plans):
             for module in plan.modules:
                 self._used_by.setdefault(module, []).append(number)
 
-    def peak(self, moments: Sequence[Moment], gradients: int) -> dict[str, int]:
-        """The parts at the fullest moment. `gradients`: bytes that are kept on the device after backward."""
+    def peak(self, moments: Sequence[Moment], gradients: int, whole: int) -> dict[str, int]:
+        """The parts at the fullest moment.
+
+        Args, in bytes: gradients: that are kept on the device after backward; whole: tensors on their owners in a step.
+        """
         self._follow(moments)  # the first pass is only recorded
         self.gathers = [0] * len(self._units)
         zero, micro_batches = self._config.zero_optimization, self._config.gradient_accumulation_steps or 1
         most: dict[str, int] = {}
         for number in range(min(3, micro_batches)):  # all between the first and the last are alike
             before, last = [unit.gathers for unit in self._units], number == min(3, micro_batches) - 1
-            most = max(most, self._follow(moments, wraps=not last), key=_total)
+            found = self._follow(moments, wraps=not last, adds=number > 0 and zero.stage >= 2)
+            most = max(most, found, key=_total)
             alike = micro_batches - 2 if number == 1 and not last else 1
             for place, unit in enumerate(self._units):
                 self.gathers[place] += (unit.gathers - before[place]) * alike
-        in_step = {"gradients": gradients}
-        if zero.stage >= 2 and (zero.offloads_optimizer or micro_batches > 1):
-            most["gradients"] = gradients  # they hold the sums so far, or are used again
+        in_step = {"gradients": gradients, WHOLE: whole}
+        if zero.stage >= 2 and micro_batches > 1:
+            most["gradients"] = gradients  # they hold the sums so far
         return max(most, in_step, key=_total)
 
     @property
@@ -178,9 +233,9 @@ class StepMemory:
         """Most elements that were gathered at once so far."""
         return self._residency.peak
 
-    def _follow(self, moments: Sequence[Moment], wraps: bool = False) -> dict[str, int]:
+    def _follow(self, moments: Sequence[Moment], wraps: bool = False, adds: bool = False) -> dict[str, int]:
         """Follow one pass. `wraps`: parameters do not change after it, so that gathered ones may be kept."""
-        self._gradients = _Gradients(self._config, self._layouts, self._world_size)
+        self._gradients = _Gradients(self._config, self._kept, self._world_size, self._staging, adds)
         self._left = [len(plan.params) for plan in self._plans]
         self._in_backward: set[int] = set()
         self._most: dict[str, int] = {}
@@ -189,6 +244,7 @@ class StepMemory:
             self._look(moment.peak)
             self._actions[moment.kind](moment)
         self._release(self._in_backward.copy())
+        self._gradients.end()
         self._gathering.end_pass()
         for unit in self._units:
             if unit.state is State.GATHERED and not wraps:

@@ -24,9 +24,9 @@ from torch import nn
 
 from zero.compression import BLOCK, message_bytes
 from zero.config import Config
-from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, place
+from zero.estimate_buffers import whole_tensors
+from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
 from zero.links import IN, LINKS, NETWORK, OUT, READ, WRITTEN
-from zero.optim.ownership import owners, parts
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;
 # elements/s that a rank's share of the CPU updates. `benchmarks/timeline.py` begins with the same.
@@ -78,7 +78,7 @@ def traffic(
         if unit.trainable:
             _reduce(found, unit, config, world_size)
             _refresh(found, unit, config)
-    whole = _updates_whole_tensors(config)
+    whole = updates_whole_tensors(config)
     for unit in units:
         if unit.offloaded:
             _take_gradients_out(found, unit, config)
@@ -90,12 +90,6 @@ def traffic(
     for link in (OUT, IN):
         found.add(link, "activations", work.saved * micro_batches)
     return found
-
-
-def _updates_whole_tensors(config: Config) -> bool:
-    """As `zero.construction.updates_elements`: of the types that the section `optimizer` has, only Muon does."""
-    told = config.zero_optimization.elementwise_optimizer
-    return not told if told is not None else config.optimizer is not None and config.optimizer.type == "Muon"
 
 
 # -- weights
@@ -135,13 +129,13 @@ def _write_weights(found: Traffic, unit: Kept, config: Config, whole: bool) -> N
     if config.zero_optimization.offloads_params and unit.plan.persistent:
         home = HOST
     nbytes = unit.layout.shard_numel * _item(config)
-    on_host = 0.0 if whole else unit.offloaded
+    on_host = unit.offloaded and not whole
     if home == DEVICE:
         found.add(IN, cause, nbytes * on_host)
         return
     if unit.shares_weights:
         return  # written as a master
-    found.add(OUT, cause, nbytes * (1 - on_host))
+    found.add(OUT, cause, nbytes * (not on_host))
     if home == DISK:
         found.add(WRITTEN, cause, nbytes)
 
@@ -170,7 +164,7 @@ def _reduce(found: Traffic, unit: Kept, config: Config, world_size: int) -> None
     found.add(NETWORK, "gradients", times * (ranks - 1) * message)
     found.add(NETWORK, "gradients", times * 2 * (replicas - 1) * shard * sent / replicas)
     if layout.replicated:
-        found.add(NETWORK, "gradients", times * (ranks - 1) * shard * unit.gradient)
+        found.add(NETWORK, "gradients", times * (ranks - 1) * unit.gradient / ranks)
 
 
 def _coded_gradients(shard: int, step: int, config: Config) -> int:
@@ -185,33 +179,29 @@ def _coded_gradients(shard: int, step: int, config: Config) -> int:
 
 def _take_gradients_out(found: Traffic, unit: Kept, config: Config) -> None:
     """Each reduction's result leaves the device, and comes back for the next micro-batch's to be added."""
-    nbytes, times = unit.layout.shard_numel * unit.gradient, _reductions(config)
+    nbytes, times = unit.gradient, _reductions(config)
     for link, moves in ((OUT, times), (IN, times - 1)):
-        found.add(link, "gradients", moves * nbytes * unit.offloaded)
-    if _is_in_file(unit, nbytes):
-        found.add(WRITTEN, "gradients", times * nbytes * unit.offloaded)
-        found.add(READ, "gradients", (times - 1) * nbytes * unit.offloaded)
+        found.add(link, "gradients", moves * nbytes)
+    if unit.place(nbytes) == DISK:
+        found.add(WRITTEN, "gradients", times * nbytes)
+        found.add(READ, "gradients", (times - 1) * nbytes)
 
 
 def _update_offloaded(found: Traffic, unit: Kept, whole: bool) -> None:
     """The update of one unit: by the CPU, or if it takes whole tensors by the device."""
-    cause, gradient = "masters and optimizer state", unit.layout.shard_numel * unit.gradient
-    found.host_updates += 0.0 if whole else unit.layout.shard_numel * unit.offloaded
-    in_file = unit.state if _is_in_file(unit, unit.master) else 0
-    if _is_in_file(unit, unit.master) and not (unit.shares_weights and unit.home.weights == HOST):
-        in_file += unit.master
+    cause, in_file = "masters and optimizer state", unit.place(unit.master) == DISK
+    found.host_updates += 0 if whole else unit.layout.shard_numel
+    nbytes = unit.state * in_file
+    if in_file and not (unit.shares_weights and unit.home.weights == HOST):
+        nbytes += unit.master
     for link in (READ, WRITTEN):
-        found.add(link, cause, in_file * unit.offloaded)
-    if _is_in_file(unit, gradient):
-        found.add(READ, "gradients", gradient * unit.offloaded)
+        found.add(link, cause, nbytes)
+    if unit.place(unit.gradient) == DISK:
+        found.add(READ, "gradients", unit.gradient)
     if whole:
-        found.add(IN, "gradients", gradient * unit.offloaded)
+        found.add(IN, "gradients", unit.gradient)
         for link in (IN, OUT):
-            found.add(link, cause, (unit.master + unit.state) * unit.offloaded)
-
-
-def _is_in_file(unit: Kept, nbytes: float) -> bool:
-    return unit.home.optimizer == DISK and place("nvme", nbytes) == DISK
+            found.add(link, cause, unit.master + unit.state)
 
 
 # -- optimizers of whole tensors
@@ -219,18 +209,10 @@ def _is_in_file(unit: Kept, nbytes: float) -> bool:
 
 def _exchanged(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> int:
     """Bytes that the rank sends that sends most: parts of tensors to their owners, and updated parts back."""
-    held, groups, trained = [], [], [unit for unit in units if unit.trainable]
-    for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
-        of_slots = [[0] * unit.layout.world_size for _ in unit.layout.slots]
-        for rank in range(unit.layout.world_size):
-            for piece in unit.layout.pieces(rank):
-                of_slots[piece.slot][rank] = piece.numel
-        held += of_slots
-        groups += [(part, group_of[param]) for param in unit.plan.params]
     sent = Counter[int]()
-    for of_ranks, owner in zip(held, owners(held, groups), strict=True):
-        for rank, numel in enumerate(of_ranks):
-            if numel and rank != owner:
+    for tensor in whole_tensors(units, group_of):
+        for rank, numel in enumerate(tensor.held):
+            if numel and rank != tensor.owner:
                 sent[rank] += _TO_OWNER * numel
-                sent[owner] += _BACK * numel
+                sent[tensor.owner] += _BACK * numel
     return max(sent.values(), default=0)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate import BF16, CPU, run
-from zero.estimate import DEVICE, HOST
+from benchmarks.estimate import BF16, CPU, FILES, MUON, NVME, PIPELINE, run
+from zero.estimate import DEVICE, DISK, HOST
 
 STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 30000}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
@@ -16,6 +16,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "stage 3, few tokens": (STAGE3, BF16, 1, True),
     "stage 3, checkpointing": (STAGE3, {}, 4, True),
     "both offloaded": (STAGE3 | {"offload_optimizer": CPU, "offload_param": CPU}, BF16, 8, False),
+    "half of the optimizer offloaded": (STAGE3 | {"offload_optimizer": CPU | {"ratio": 0.5}}, BF16, 4, False),
+    "whole tensors": ({"stage": 2}, BF16 | MUON, 1, False),
 }
 
 
@@ -26,3 +28,14 @@ def test_the_peak_is_what_the_device_counts(case):
     assert row[DEVICE]["predicted"] == pytest.approx(row[DEVICE]["measured"], rel=0.03)
     # Buffers for copies are whole pages.
     assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.02, abs=1 << 16)
+
+
+def test_buffers_between_files_and_memory():
+    """What is in files has at least 1 MiB, so this model is larger."""
+    section = {"stage": 3, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}
+    row = run(("llama", section, BF16, 1, 16, False))
+    assert row[DISK]["predicted"] == row[DISK]["measured"] > 0
+    buffers = sum(nbytes for part, nbytes in row[HOST]["parts"].items() if part.startswith("buffers"))
+    assert buffers > 0.9 * row[HOST]["predicted"]
+    # Copies from the device end earlier or later: that may cost another buffer.
+    assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.1)

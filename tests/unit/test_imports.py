@@ -65,10 +65,13 @@ LAYERS = [
     "zero.launch",
     "zero.doctor",
     "zero.activation_trace",
-    "zero.estimate_step",
     "zero.estimate_states",
+    "zero.estimate_buffers",
+    "zero.estimate_step",
     "zero.estimate_traffic",
     "zero.estimate",
+    "zero.estimate_remedies",
+    "zero.estimate_report",
     "zero.__main__",
 ]
 # Within a package.

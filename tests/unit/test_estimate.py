@@ -1,0 +1,186 @@
+"""`zero estimate` as a user calls it: what it computes for which model, and what it proposes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from zero.__main__ import main
+from zero.activation_trace import trace
+from zero.estimate import build, class_of
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+HEADS = {"num_key_value_heads": 4}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+BATCH, LENGTH = 2, 24
+
+
+def llama(**sizes: Any) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**SIZES | HEADS | sizes, architectures=["LlamaForCausalLM"])
+
+
+def counted(shape: transformers.PretrainedConfig, checkpointing: bool = False) -> int:
+    return trace(build(shape, torch.bfloat16), BATCH, LENGTH, checkpointing).operations
+
+
+def products(model: torch.nn.Module) -> int:
+    """Operations of a forward in linear layers."""
+    linear = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return 2 * BATCH * LENGTH * sum(module.weight.numel() for module in linear)
+
+
+def test_operations_are_those_of_the_products():
+    shape = llama()
+    attention = 4 * BATCH * LENGTH * LENGTH * 64 * 2  # both layers
+    linear = products(build(shape, torch.bfloat16))
+    # Backward has two products for each of linear layers, and five for the two of fused attention.
+    assert counted(shape) == 3 * linear + 3.5 * attention
+    # Blocks are computed again, but for their last product. The head is no block.
+    once = 2 * BATCH * LENGTH * (64 * 128 + 2 * 64 * 96)
+    assert counted(shape, True) == 4 * linear - once + 4.5 * attention
+
+
+def test_only_active_experts_compute():
+    def mixture(experts: int, active: int) -> int:
+        sizes = {"num_local_experts": experts, "num_experts_per_tok": active, "architectures": ["MixtralForCausalLM"]}
+        return counted(transformers.MixtralConfig(**SIZES | HEADS | sizes))
+
+    of_an_expert = 3 * 2 * BATCH * LENGTH * 2 * 3 * 64 * 96
+    assert mixture(8, 2) - mixture(8, 1) == of_an_expert
+    router = 3 * 2 * BATCH * LENGTH * 2 * 64 * 8
+    assert mixture(16, 2) - mixture(8, 2) == router
+
+
+@pytest.fixture
+def ask(tmp_path, capsys) -> Callable[..., Any]:
+    """Call the command for a model's configuration and a ds_config.json. Returns the text, or what --json gives."""
+
+    def call(shape: transformers.PretrainedConfig, section: dict[str, Any], *options: str, **others: Any) -> Any:
+        shape.save_pretrained(tmp_path / "model")
+        settings = {"bf16": {"enabled": True}, "zero_optimization": section} | others
+        (tmp_path / "ds.json").write_text(json.dumps(settings))
+        main(["estimate", str(tmp_path / "model"), "--ds-config", str(tmp_path / "ds.json"), *options])
+        text = capsys.readouterr().out
+        return json.loads(text) if "--json" in options else text
+
+    return call
+
+
+def refusal(capsys: pytest.CaptureFixture[str], call: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(SystemExit) as ended:
+        call(*arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (transformers.LlamaConfig(**SIZES), "LlamaForCausalLM"),
+        (transformers.T5Config(**T5, decoder_start_token_id=0), "T5ForConditionalGeneration"),
+        (transformers.ViTConfig(), "ViTModel"),
+        (transformers.LlamaConfig(**SIZES, architectures=["MyModel"]), "LlamaForCausalLM"),
+    ],
+)
+def test_without_a_known_class_the_type_decides(shape, name, ask):
+    kind, is_named = class_of(shape)
+    assert kind.__name__ == name and not is_named
+    assert f"this is a {name}" in ask(shape, {"stage": 3})
+    assert ask(shape, {"stage": 3}, "--json")["class"] == name
+
+
+def test_an_encoder_decoder_has_activations(ask):
+    shape = transformers.T5Config(**T5, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"])
+    found = ask(shape, {"stage": 3}, "--json", "--batch", "2", "--seq", "8")
+    assert found["with_checkpointing"]["activations"] < found["without_checkpointing"]["activations"]
+
+
+def test_both_ways_of_checkpointing(ask):
+    options = ["--batch", "16", "--seq", "32", "--world", "2", "--json"]
+    plain, less = (ask(llama(), {"stage": 3}, *options, *more) for more in ([], ["--checkpointing"]))
+    for key in ("with_checkpointing", "without_checkpointing"):
+        assert plain[key] == less[key]
+    assert plain["with_checkpointing"]["device"] < plain["without_checkpointing"]["device"]
+    assert plain["with_checkpointing"]["seconds"] == less["seconds"] > plain["seconds"]
+    assert sum(less["bytes"]["device"].values()) == less["with_checkpointing"]["device"]
+    text = ask(llama(), {"stage": 3}, *options[:-1])
+    assert "With gradient checkpointing: " in text
+    assert "Without gradient checkpointing: " in ask(llama(), {"stage": 3}, *options[:-1], "--checkpointing")
+
+
+def test_the_batch_may_come_from_the_file(ask, capsys):
+    seq = ["--seq", "16", "--json"]
+    given = ask(llama(), {"stage": 3}, "--batch", "4", *seq)
+    assert ask(llama(), {"stage": 3}, *seq, train_micro_batch_size_per_gpu=4) == given
+    assert ask(llama(), {"stage": 3}, *seq, train_batch_size=8, gradient_accumulation_steps=2)["fits"]
+    assert "train_micro_batch_size_per_gpu" in refusal(capsys, ask, llama(), {"stage": 3}, *seq)
+    assert "--batch needs --seq" in refusal(capsys, ask, llama(), {"stage": 3}, "--batch", "4")
+
+
+def test_other_inputs_than_tokens_are_named(ask, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"])
+    options = ["--batch", "2", "--seq", "8"]
+    assert "takes pixel_values, not token ids" in refusal(capsys, ask, vit, {"stage": 3}, *options)
+    bare = llama()
+    bare.architectures = ["LlamaModel"]
+    assert "LlamaModel has no loss" in refusal(capsys, ask, bare, {"stage": 3}, *options)
+
+
+def parts(found: dict[str, Any], place: str) -> int:
+    return sum(found["bytes"][place].values())
+
+
+def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask):
+    cpu, shape = {"device": "cpu"}, llama(num_hidden_layers=16)
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": cpu}
+    options = ["--batch", "1", "--seq", "8", "--world", "2", "--json"]
+    sections = stage, stage | {"offload_optimizer": cpu}
+    most, least = (parts(ask(shape, section, *options), "device") for section in sections)
+    limit = (most + least) // 2
+    remedies = ask(shape, stage, *options, "--device-memory", str(limit / 2**30))["remedies"]
+    best = remedies[0]
+    assert best["change"].startswith("the optimizer offloaded to cpu (ratio")
+    ratio = float(best["change"].partition("ratio ")[2].partition(")")[0])
+
+    def with_ratio(part: float) -> dict[str, Any]:
+        return ask(shape, stage | {"offload_optimizer": cpu | {"ratio": part}}, *options)
+
+    found = with_ratio(ratio)
+    assert (parts(found, "device"), parts(found, "host")) == (best["device"], best["host"])
+    assert parts(with_ratio(ratio - 0.05), "device") > limit >= best["device"]
+
+
+def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    alone, sharded = (
+        ask(llama(), {"stage": stage}, "--world", "2", "--json", optimizer=muon)["bytes"]["device"] for stage in (0, 2)
+    )
+    elements = sum(param.numel() for param in build(llama(), torch.bfloat16).parameters())
+    # Gradients get 4 bytes. A tensor that moves has 8 on its owner, and as many are sent and received.
+    assert alone["whole tensors of the optimizer"] == 4 * elements
+    assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
+
+
+def test_files_are_a_remedy_for_too_little_host_memory(ask):
+    shape = llama(hidden_size=512, intermediate_size=1536, vocab_size=2048)
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    limits = ["--device-memory", "40M", "--host-memory", "60M"]
+    found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
+    assert not found["fits"]
+    best = found["remedies"][0]
+    assert "nvme" in best["change"] and best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
+    text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
+    assert "does not fit into host memory of 60.00 MiB; the largest part: optimizer state" in text and "on disk" in text
