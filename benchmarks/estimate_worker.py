@@ -9,7 +9,7 @@ import transformers
 
 import zero
 from tests.accelerator import device
-from zero.activation_trace import enable_checkpointing
+from zero.estimate.activation_trace import enable_checkpointing
 from zero.monitor.held import DEVICE, DISK, HOST, held
 from zero.offload import tiers
 

@@ -68,7 +68,7 @@ def claims(args: argparse.Namespace) -> Rows:
     import torch
 
     from zero.config import load_config
-    from zero.estimate import Question, build, estimate, fill_in
+    from zero.estimate.rank import Question, build, estimate, fill_in
 
     shape = t5_config(MODELS["t5-3b"])
     shape.architectures = ["T5ForConditionalGeneration"]

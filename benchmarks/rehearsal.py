@@ -16,11 +16,11 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero.activation_trace import enable_checkpointing, operations
 from zero.config import Config
 from zero.construction import make_schedule
-from zero.estimate_states import Home, homes
-from zero.estimate_step import NO_COMMUNICATOR, CountedUnit
+from zero.estimate.activation_trace import enable_checkpointing, operations
+from zero.estimate.states import Home, homes
+from zero.estimate.step import NO_COMMUNICATOR, CountedUnit
 from zero.gathering import Gathering
 from zero.hooks import ModuleHooks
 from zero.layout import UnitLayout, UnitPlan, plan_units

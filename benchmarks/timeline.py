@@ -26,8 +26,8 @@ from zero.config import Config, load_config
 from zero.config.offload import OffloadOptimizerConfig
 from zero.construction import overlaps_step
 from zero.errors import UsageError
-from zero.estimate import DEVICE, DISK, HOST, fill_in, read_config
-from zero.estimate_traffic import COMPUTE_SPEED, DISK_SPEED, HOST_SPEED, HOST_UPDATE_SPEED, NETWORK_SPEED
+from zero.estimate.rank import DEVICE, DISK, HOST, fill_in, read_config
+from zero.estimate.traffic import COMPUTE_SPEED, DISK_SPEED, HOST_SPEED, HOST_UPDATE_SPEED, NETWORK_SPEED
 
 ASSUMPTIONS = """\
 assumptions

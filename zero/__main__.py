@@ -188,8 +188,8 @@ def _estimate(arguments: list[str]) -> None:
     given = {"device": options.device_memory, "host": options.host_memory}
     limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
     with Working("estimate: following one step on fake tensors; large models take a minute"):
-        from zero.estimate import Question  # transformers takes seconds to import
-        from zero.estimate_report import report
+        from zero.estimate.rank import Question  # transformers takes seconds to import
+        from zero.estimate.report import report
 
         question = Question(options.world, options.batch, options.seq, options.checkpointing)
         text = report(options.model, options.ds_config, question, limits, options.json)

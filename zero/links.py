@@ -1,6 +1,6 @@
 """Bytes that this process has moved over each link so far, and how long its disk was busy.
 
-`zero/estimate_traffic.py` predicts the same numbers; its note says what is counted. This file knows nothing of steps.
+`zero/estimate/traffic.py` predicts the same numbers; its note says what is counted. This file knows nothing of steps.
 """
 
 from __future__ import annotations

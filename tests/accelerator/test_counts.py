@@ -27,8 +27,8 @@ from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
 from zero import activations, links
 from zero.config import load_config
-from zero.estimate import Question, estimate
-from zero.estimate_traffic import IN, NETWORK, OUT
+from zero.estimate.rank import Question, estimate
+from zero.estimate.traffic import IN, NETWORK, OUT
 from zero.offload import memory, tiers
 
 ENGINE = Path(zero.__file__).parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.estimate import BF16, CPU, FILES, MUON, NVME, PIPELINE, run
-from zero.estimate import DEVICE, DISK, HOST
+from zero.estimate.rank import DEVICE, DISK, HOST
 
 STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 30000}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {

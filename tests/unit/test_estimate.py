@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from zero.__main__ import main
-from zero.activation_trace import trace
-from zero.estimate import build, class_of
+from zero.estimate.activation_trace import trace
+from zero.estimate.rank import build, class_of
 
 SIZES = {
     "hidden_size": 64,

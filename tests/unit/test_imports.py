@@ -64,18 +64,12 @@ LAYERS = [
     "zero.hf",
     "zero.launch",
     "zero.doctor",
-    "zero.activation_trace",
-    "zero.estimate_states",
-    "zero.estimate_buffers",
-    "zero.estimate_step",
-    "zero.estimate_traffic",
     "zero.estimate",
-    "zero.estimate_remedies",
-    "zero.estimate_report",
     "zero.__main__",
 ]
 # Within a package.
 INSIDE = {
+    "zero.estimate": ["activation_trace", "states", "buffers", "step", "traffic", "rank", "remedies", "report"],
     "zero.config": [
         "keys",
         "reading",

@@ -24,8 +24,8 @@ from torch import nn
 
 from zero.compression import BLOCK, message_bytes
 from zero.config import Config
-from zero.estimate_buffers import whole_tensors
-from zero.estimate_states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
+from zero.estimate.buffers import whole_tensors
+from zero.estimate.states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
 from zero.links import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;

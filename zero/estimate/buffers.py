@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from zero.config import Config
-from zero.estimate_states import DISK, HOST, Kept, moment_count
+from zero.estimate.states import DISK, HOST, Kept, moment_count
 from zero.offload.files import request_bytes
 from zero.offload.memory import PAGE, round_up
 from zero.optim.ownership import owners, parts

@@ -1,9 +1,9 @@
 """What a training will take on each rank, memory and traffic, before anything is started: for `zero estimate`.
 
 The model is built of fake tensors, which have shapes and take no memory. What a rank holds is computed from the units,
-as the engine makes them, and from the rules of each stage (`zero/estimate_states.py`). What it holds only for a part of
+as the engine makes them, and from the rules of each stage (`zero/estimate/states.py`). What it holds only for a part of
 a step, such as activations and gathered parameters, is followed through one step with fake tensors
-(`zero/estimate_step.py`). What it moves: `zero/estimate_traffic.py`.
+(`zero/estimate/step.py`). What it moves: `zero/estimate/traffic.py`.
 
 Not included: torch itself, buffers of NCCL, fragmentation, temporary tensors of the optimizer. An attention mask is
 counted, also where a kernel would need none.
@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.initialization import no_init_weights
 
-from zero.activation_trace import FAKE, trace
 from zero.config import Config
 from zero.errors import UsageError
-from zero.estimate_buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
-from zero.estimate_states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
-from zero.estimate_step import WHOLE, StepMemory, imagined, without_saved
-from zero.estimate_traffic import Traffic, Work, traffic
+from zero.estimate.activation_trace import FAKE, trace
+from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
+from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
+from zero.estimate.step import WHOLE, StepMemory, imagined, without_saved
+from zero.estimate.traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"

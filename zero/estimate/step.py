@@ -1,7 +1,7 @@
 """What a rank holds at the moments of a step: `zero estimate` asks for the fullest one.
 
 The engine's own policy decides what is gathered (`zero/gathering.py`), on units that move nothing. What is live besides
-was found with fake tensors (`zero/activation_trace.py`). When gradients are reduced: as in `zero/gradients.py`.
+was found with fake tensors (`activation_trace.py`). When gradients are reduced: as in `zero/gradients.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from zero.activation_trace import Moment
 from zero.config import Config
 from zero.construction import make_schedule
-from zero.estimate_buffers import Staging
-from zero.estimate_states import DISK, Kept
+from zero.estimate.activation_trace import Moment
+from zero.estimate.buffers import Staging
+from zero.estimate.states import DISK, Kept
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan
 from zero.schedule import Residency

@@ -11,10 +11,10 @@ import transformers
 
 from zero.config import Config, load_config
 from zero.errors import UsageError
-from zero.estimate import PAGEABLE, PINNED, Estimate, Question, build, class_of, estimate, fill_in, read_config
-from zero.estimate_remedies import Remedy, can_checkpoint, fits, remedies
-from zero.estimate_states import DEVICE, DISK, HOST
-from zero.estimate_traffic import ASSUMPTION
+from zero.estimate.rank import PAGEABLE, PINNED, Estimate, Question, build, class_of, estimate, fill_in, read_config
+from zero.estimate.remedies import Remedy, can_checkpoint, fits, remedies
+from zero.estimate.states import DEVICE, DISK, HOST
+from zero.estimate.traffic import ASSUMPTION
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 

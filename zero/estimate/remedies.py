@@ -11,8 +11,8 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.settings import ZeroConfig
-from zero.estimate import Estimate, Question, estimate
-from zero.estimate_states import DEVICE, HOST
+from zero.estimate.rank import Estimate, Question, estimate
+from zero.estimate.states import DEVICE, HOST
 
 # At most so many remedies are named. Each has at most this part of the memory of the one before.
 MOST, LESS = 5, 0.9
