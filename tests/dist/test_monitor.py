@@ -28,7 +28,7 @@ from tests.processes import run_on
 from zero.comm import Communicator
 from zero.config import load_config
 from zero.errors import UsageError
-from zero.monitor import log_summary, monitor
+from zero.monitor import facts, log_summary, monitor
 from zero.monitor.writers import writers
 from zero.offload import tiers
 from zero.report.runs import read
@@ -137,6 +137,23 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert min(record["ranks"]["host_bytes"] + record["ranks"]["host_bytes_peak"]) > 0 and record["ranks"][
         "device_bytes"
     ] == [0, 0]
+
+
+def asked_for_memory(rank: int, world_size: int) -> list[str]:
+    """What the first record does about memory, in order."""
+    engine, _ = start(toy(), ds_config())
+    seen: list[str] = []
+    with (
+        mock.patch.object(facts, "held", lambda engine: seen.append("held")),
+        mock.patch.object(engine.optimizer, "wait", lambda: seen.append("wait")),
+    ):
+        facts.facts(engine)
+    return seen
+
+
+def test_late_updates_end_before_memory_is_counted():
+    """The first one makes the optimizer's state."""
+    assert run_on(1, asked_for_memory) == [["wait", "held"]]
 
 
 def _multiplied(module: nn.Module) -> int:
