@@ -111,6 +111,8 @@ def _check_module(name: str, module: str = "") -> None:
     if not module:
         raise UsageError(f"{name}: -m: name a module")
     top = module.partition(".")[0]
+    if top == "deepspeed":  # the hook gives what is started a module of this name
+        return
     if not (find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])):  # as Python, which looks there for `-m`
         raise UsageError(f"{name}: -m {module}: there is no module {top}")
 
