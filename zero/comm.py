@@ -251,7 +251,7 @@ class Communicator:
             if replicas.size == 1:
                 _add_up(out, terms, accumulate)
                 return
-            sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
+            sums = list(torch.empty(replicas.size, width, dtype=torch.float32, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, unit)
             works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)  # to other ranks

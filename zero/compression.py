@@ -196,7 +196,7 @@ class CompressedCommunicator:
         arrived = near.start_all_to_all(coded.received, coded.sent, unit)
         if self._machine is None:
             return Pending([arrived], lambda: self._finish(out, coded, accumulate))
-        sums = torch.empty(machines.size, out.numel(), device=out.device)
+        sums = torch.empty(machines.size, out.numel(), dtype=torch.float32, device=out.device)
         of_machines = _CodedSum(sums.unsqueeze(1), machines.rank, bits)
 
         def send_sums() -> Pending:

@@ -83,7 +83,7 @@ class ParameterState:
         waiting = self.optimizer.reducer.carried(unit)
         if waiting is None:
             return self._shard.grad
-        out = torch.empty(unit.layout.shard_numel, device=waiting.device)
+        out = torch.empty(unit.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
         return out
@@ -127,7 +127,8 @@ class ParameterState:
             return self._read_whole()
         if not self.exists:
             return None
-        comm, full = self.unit.comm, torch.zeros(local(self.param).numel(), device=self.unit.comm.device)
+        comm = self.unit.comm
+        full = torch.zeros(local(self.param).numel(), dtype=torch.float32, device=comm.device)
         part = full[self.piece.inside : self.piece.inside + self.piece.numel]
         part.copy_(self.read_local()[: part.numel()])
         if not self.unit.layout.replicated:
@@ -138,7 +139,7 @@ class ParameterState:
     def _read_whole(self) -> torch.Tensor | None:
         """The state of a whole tensor, which its owner has. The last element says whether there is one."""
         comm, numel = self.unit.comm, self.param.numel()
-        full = torch.zeros(numel + 1, device=comm.device)
+        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
         if self.exists:
             full[:numel], full[numel] = self._owned().reshape(-1), 1
         if not self.unit.layout.replicated:

@@ -94,7 +94,7 @@ class Visit:
         """Start to bring gradients and masters to the owners. If tensors move, the loads of offloaded units end now."""
         for shard in self._tensors:
             self.masters[shard] = self._load(shard, shard.master)
-            zeros = partial(torch.zeros, shard.master.numel(), device=self._comm.device)
+            zeros = partial(torch.zeros, shard.master.numel(), dtype=torch.float32, device=self._comm.device)
             self._grads[shard] = zeros() if shard.grad is None else self._load(shard, shard.grad)
         if self._moving:
             self._wait_for_loads()
@@ -179,7 +179,7 @@ class Visit:
         """Send the parts `sent[i]` to rank i, as fp32. `use` gets what comes: for each rank i, `sizes[i]` elements."""
         device = self._comm.device
         parts = [part.to(torch.float32) for to_rank in sent for part in to_rank]
-        packed = torch.cat(parts) if parts else torch.empty(0, device=device)
+        packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=device)
         received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         sent_sizes = [sum(part.numel() for part in to_rank) for to_rank in sent]
         exchange = self._comm.start_all_to_all_of_parts(received, packed, sizes, sent_sizes)
