@@ -97,7 +97,7 @@ def make_units(
             residency,
             dtype=dtype,
             tier=tier,
-            keeps=masters if any(param in group_of for param in plan.params) else None,
+            master_tier=masters if any(param in group_of for param in plan.params) else None,
             param_names=plan.param_names,
             modules=plan.modules,
             persistent=plan.persistent or zero.stage < 3,
@@ -212,7 +212,7 @@ def make_placement(units: Sequence[Unit], settings: Config, device: torch.device
 
 
 def make_reducer(
-    settings: Config, comm: Communicator, placement: Placement, last_micro_step: Callable[[], bool]
+    settings: Config, comm: Communicator, placement: Placement, reduces_now: Callable[[], bool]
 ) -> GradientReducer:
     zero = settings.zero_optimization
     # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits themselves.
@@ -226,7 +226,7 @@ def make_reducer(
         sum_dtype=settings.sum_dtype,
         narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
         deferred=zero.stage < 2,
-        last_micro_step=last_micro_step,
+        reduces_now=reduces_now,
     )
 
 

@@ -152,7 +152,7 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- training
 
     def _reduces_now(self) -> bool:
-        """Whether the gradients of the current micro-batch go to other ranks; at stages 0 and 1 only the last one's."""
+        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it then, not before."""
         return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     def forward(self, *args: object, **kwargs: object) -> object:

@@ -110,6 +110,7 @@ class ReductionOrder:
         self._reducer.end_backward()
 
     def _agree(self) -> None:
+        """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
         self._backwards += 1
         if self._comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
             places = {unit: place for unit, place in self._complete.items() if unit not in self._last}

@@ -5,7 +5,8 @@
     optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.files`.
+The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The others are stored as
+a whole. See `zero.checkpoint.files`.
 """
 
 from __future__ import annotations

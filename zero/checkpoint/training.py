@@ -2,8 +2,9 @@
 
     save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all ranks write their slices
            -> rank 0 writes `checkpoint.json`, renames the folder and updates `latest`
-    load   find the folder -> all ranks verify a share of the files -> compare names and shapes -> read into the masters
-           and the optimizer state -> round the masters into the shards, reshard units or gather them again
+    load   find the folder -> rank 0 checks that all files are there -> compare names and shapes -> all ranks read what
+           they need into masters and optimizer state, and verify it -> round the masters into the shards, reshard units
+           or gather them again
 
 If one rank fails, every rank raises the same error.
 """
