@@ -1,7 +1,7 @@
 """Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block of values.
 
 After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient communication (qgZ).
-This file knows nothing of units, but that they may be frozen. Only `zero/construction.py` imports it.
+This file knows nothing of units, but that they may be frozen. Of the engine, only `zero/construction.py` imports it.
 
 [Note: codes and scales]
 A message is the codes of all blocks, then their scales in fp32. A block is 256 consecutive values of one rank's slice.

@@ -2,8 +2,8 @@
 
 This file does not know when or how tiles are updated.
 
-A torch optimizer keys its state by the parameter object. `TiledState` is the one place that knows this: masters and
-state tensors are moved through it.
+A torch optimizer keys its state by the parameter object, here a tile's master. So who moves masters or state tensors
+must do it by `TiledState`, which keeps keys and param groups right.
 """
 
 from __future__ import annotations
