@@ -16,9 +16,9 @@ finite. All of it becomes NaN or infinite, so an overflow is still noticed.
 
 [Note: machines]
 If each rank sent its gradients to every other one, all ranks of a machine would send everything through the machine's
-link to the network. So the ranks of a machine sum theirs first. Each of them gets a part, of which it sends the sum to
-the rank with the same place on each other machine. This sum is rounded again. All bytes of a rank are as many as
-before, but p times fewer leave a machine of p ranks.
+link to the network. So the ranks of a machine sum theirs first. Each of them sums one part, and sends it to the rank
+with the same place on each other machine. This sum is rounded again. A rank sends as many bytes as before, but only 1/p
+of them leave a machine of p ranks.
 
 [Note: what is exact]
 The codes of one weight are the same on all ranks, its owner included: all compute with the same rounded weights.

@@ -157,8 +157,8 @@ def warn_if_crowded(units: Sequence[Unit], limit: int) -> None:
         )
 
 
-def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
-    """By which weights are gathered for use, and gradients reduced: `comm`, or one over it that compresses them."""
+def make_training_comm(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
+    """The communicator that gathers weights for use and reduces gradients: `comm`, or one over it that compresses."""
     zero = settings.zero_optimization
     weights = zero.stage == 3 and zero.zero_quantized_weights
     frozen_weights = zero.stage == 3 and zero.zero_quantized_nontrainable_weights
@@ -187,7 +187,7 @@ def _machines(comm: Communicator) -> Communicator | None:
 
 
 def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:
-    """Have experts that are larger than what may be gathered run in slices, for which half of that is set aside."""
+    """Have experts of more elements than may be gathered run in slices, for which half of the limit is set aside."""
     limit = schedule.max_live_parameters
     found = [unit for unit in units if unit.layout.numel > limit and can_be_sliced(unit)]
     if cut := next((unit for unit in found if any(map(cut_of, unit.params))), None):

@@ -107,11 +107,11 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             construction.warn_if_crowded(self.units, self.schedule.max_live_parameters)
         placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
-        traffic = construction.make_traffic(settings, self.comm)
-        self.reducer = construction.make_reducer(settings, traffic, placement, self._reduces_now)
+        training_comm = construction.make_training_comm(settings, self.comm)
+        self.reducer = construction.make_reducer(settings, training_comm, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.units, self.reducer, self.comm)
-        gathering = Gathering(self.units, self.schedule, traffic, self.residency, reductions.before_use)
+        gathering = Gathering(self.units, self.schedule, training_comm, self.residency, reductions.before_use)
         self._sliced = construction.slice_experts(self.units, self.schedule, gathering)
         self.hooks = ModuleHooks(
             model,

@@ -187,7 +187,7 @@ class Assembly:
 
 
 def load_values(shard: OptimizerShard, values: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-    """`values` of a unit on the compute device, when the load has ended: a copy if the unit is offloaded."""
+    """(`values` on the compute device, the load to wait for). A copy if the unit is offloaded, else `values` itself."""
     if not shard.is_offloaded:
         return values, Pending()
     target = torch.empty(values.shape, dtype=values.dtype, device=shard.unit.comm.device)

@@ -1,4 +1,4 @@
-"""The optimizer step on shards: masters, a tile at a time by element-wise torch optimizers, as a whole by others.
+"""The optimizer step on shards. Element-wise optimizers update masters tile by tile, others as whole tensors.
 
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
@@ -297,7 +297,7 @@ class ZeroOptimizer:
         self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), self._state, update)
 
     def _can_wait(self, unit: Unit) -> bool:
-        """Persistent units are gathered in the step, by all ranks at the same time. An accelerator never waits."""
+        """Whether the unit may be updated after the step: not if all ranks gather it there, nor on an accelerator."""
         return self._overlap and not unit.persistent and not is_accelerator(self.shards[unit].tier.device)
 
     # -- moves

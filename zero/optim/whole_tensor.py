@@ -12,8 +12,8 @@ and updates all of them.
 `step()` is called once if there is one part of a step (`zero.optim.ownership`). Else each part has a call of its own,
 which begins with the same counts (`zero.optim.numbers`). Unknown classes have one part: they may keep anything. While
 one part is updated, gradients and masters of the next one are on their way to the owners, and new masters of the last
-one on their way back. An owner then holds what moved of two parts instead of all. Units that are offloaded have calls
-of their own, as each has to be on the compute device.
+one on their way back. So an owner holds what has moved of two parts, not of all. Units that are offloaded have calls of
+their own, as each has to be on the compute device.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
