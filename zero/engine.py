@@ -355,7 +355,7 @@ class ZeroEngine(Accumulation, nn.Module):
             before = placeholder(torch.Size([1]), dtype, self.comm.device)
             after = fn(before)
             if after.dtype != before.dtype or after.device != before.device:
-                raise ValueError(
+                raise UsageError(
                     f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, bf16 or fp32 in the "
                     f"configuration instead of converting the engine to {after.dtype} on {after.device}"
                 )

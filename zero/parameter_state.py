@@ -155,7 +155,7 @@ class ParameterState:
         if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
-            raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
+            raise UsageError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         if self.kind == GRADIENT:
             self._shard.forget_norm(self.piece.start)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
@@ -170,7 +170,7 @@ class ParameterState:
         if not self.exists:
             return self._refuse_unknown()
         if value.shape != self.param.shape:
-            raise ValueError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
+            raise UsageError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
         if self._whole is not None:
             self._owned().copy_(value)
             return
