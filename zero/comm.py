@@ -2,10 +2,10 @@
 
 [Note: collectives]
 Operations work on flat 1-D tensors. Those of the training path return a `Pending`, whose `wait()` makes the result
-usable. The others block, and say so. On an accelerator the collectives are torch's own. On gloo the same exchange is
-made of point-to-point messages: torch's gloo reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5
-times (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is deterministic and
-more precise. Broadcasts and all-reduces are torch's on every backend.
+usable. The others block, and say so. On an accelerator the collectives are torch's own. On gloo, all-gathers and
+reductions are made of point-to-point messages: torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2
+to 3.5 times (benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is
+deterministic and more precise. Broadcasts, all-reduces and the exchange of whole tensors are torch's on gloo too.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits. Of a unit, this
 file knows only a number and a text for messages.
@@ -251,7 +251,7 @@ class Communicator:
             if replicas.size == 1:
                 _add_up(out, terms, accumulate)
                 return
-            sums = list(torch.empty(replicas.size, width, device=out.device).unbind())
+            sums = list(torch.empty(replicas.size, width, dtype=torch.float32, device=out.device).unbind())
             own = _add_up(sums[replicas.rank], terms, False)
             self._count("reduce_replicas", width, own, unit)
             works = self._exchange("reduce_replicas", replicas, tag, [own] * replicas.size, sums)  # to other ranks

@@ -1,7 +1,7 @@
 """Weights and gradients travel as 8-bit (gradients also 4-bit) integers with a scale for each block of values.
 
 After ZeRO++ (arXiv 2306.10209): its quantized weight communication (qwZ) and quantized gradient communication (qgZ).
-This file knows nothing of units, but that they may be frozen. Only `zero/construction.py` imports it.
+This file knows nothing of units, but that they may be frozen. Of the engine, only `zero/construction.py` imports it.
 
 [Note: codes and scales]
 A message is the codes of all blocks, then their scales in fp32. A block is 256 consecutive values of one rank's slice.
@@ -16,9 +16,9 @@ finite. All of it becomes NaN or infinite, so an overflow is still noticed.
 
 [Note: machines]
 If each rank sent its gradients to every other one, all ranks of a machine would send everything through the machine's
-link to the network. So the ranks of a machine sum theirs first. Each of them gets a part, of which it sends the sum to
-the rank with the same place on each other machine. This sum is rounded again. All bytes of a rank are as many as
-before, but p times fewer leave a machine of p ranks.
+link to the network. So the ranks of a machine sum theirs first. Each of them sums one part, and sends it to the rank
+with the same place on each other machine. This sum is rounded again. A rank sends as many bytes as before, but only 1/p
+of them leave a machine of p ranks.
 
 [Note: what is exact]
 The codes of one weight are the same on all ranks, its owner included: all compute with the same rounded weights.
@@ -196,7 +196,7 @@ class CompressedCommunicator:
         arrived = near.start_all_to_all(coded.received, coded.sent, unit)
         if self._machine is None:
             return Pending([arrived], lambda: self._finish(out, coded, accumulate))
-        sums = torch.empty(machines.size, out.numel(), device=out.device)
+        sums = torch.empty(machines.size, out.numel(), dtype=torch.float32, device=out.device)
         of_machines = _CodedSum(sums.unsqueeze(1), machines.rank, bits)
 
         def send_sums() -> Pending:

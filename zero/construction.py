@@ -97,7 +97,7 @@ def make_units(
             residency,
             dtype=dtype,
             tier=tier,
-            keeps=masters if any(param in group_of for param in plan.params) else None,
+            master_tier=masters if any(param in group_of for param in plan.params) else None,
             param_names=plan.param_names,
             modules=plan.modules,
             persistent=plan.persistent or zero.stage < 3,
@@ -157,8 +157,8 @@ def warn_if_crowded(units: Sequence[Unit], limit: int) -> None:
         )
 
 
-def make_traffic(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
-    """By which weights are gathered for use, and gradients reduced: `comm`, or one over it that compresses them."""
+def make_training_comm(settings: Config, comm: Communicator) -> Communicator | CompressedCommunicator:
+    """The communicator that gathers weights for use and reduces gradients: `comm`, or one over it that compresses."""
     zero = settings.zero_optimization
     weights = zero.stage == 3 and zero.zero_quantized_weights
     frozen_weights = zero.stage == 3 and zero.zero_quantized_nontrainable_weights
@@ -187,7 +187,7 @@ def _machines(comm: Communicator) -> Communicator | None:
 
 
 def slice_experts(units: Sequence[Unit], schedule: Schedule, gathering: Gathering) -> list[SlicedExperts]:
-    """Have experts that are larger than what may be gathered run in slices, for which half of that is set aside."""
+    """Have experts of more elements than may be gathered run in slices, for which half of the limit is set aside."""
     limit = schedule.max_live_parameters
     found = [unit for unit in units if unit.layout.numel > limit and can_be_sliced(unit)]
     if cut := next((unit for unit in found if any(map(cut_of, unit.params))), None):
@@ -212,7 +212,7 @@ def make_placement(units: Sequence[Unit], settings: Config, device: torch.device
 
 
 def make_reducer(
-    settings: Config, comm: Communicator, placement: Placement, last_micro_step: Callable[[], bool]
+    settings: Config, comm: Communicator, placement: Placement, reduces_now: Callable[[], bool]
 ) -> GradientReducer:
     zero = settings.zero_optimization
     # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits themselves.
@@ -226,7 +226,7 @@ def make_reducer(
         sum_dtype=settings.sum_dtype,
         narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
         deferred=zero.stage < 2,
-        last_micro_step=last_micro_step,
+        reduces_now=reduces_now,
     )
 
 

@@ -63,7 +63,7 @@ def compute_stream(device: torch.device) -> torch.Stream:
 def beside(
     device: torch.device, ready: torch.Event | None, stream: torch.Stream | None = None
 ) -> Iterator[torch.Stream | None]:
-    """For a thread: `stream`, or a new one, on `device`, current within, which waits for `ready`. None on the CPU."""
+    """Context of a thread whose current stream is `stream`, or a new one, which waits for `ready`. None on the CPU."""
     if ready is None:
         yield None
         return
@@ -75,12 +75,12 @@ def beside(
 
 
 def ready_for_thread(device: torch.device) -> torch.Event | None:
-    """The end of what this thread has given to `device` so far, for `beside`."""
+    """An event at the end of what this thread has given to `device` so far, for `beside`. None on the CPU."""
     return compute_stream(device).record_event() if is_accelerator(device) else None
 
 
 def mark(device: torch.device) -> Callable[[], bool]:
-    """Of everything that the default stream has been given so far: a function that says whether it is done."""
+    """A function that says whether all work is done that this thread's current stream has been given so far."""
     use(device)
     return compute_stream(device).record_event().query
 

@@ -107,11 +107,11 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
             construction.warn_if_crowded(self.units, self.schedule.max_live_parameters)
         placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
-        traffic = construction.make_traffic(settings, self.comm)
-        self.reducer = construction.make_reducer(settings, traffic, placement, self._reduces_now)
+        training_comm = construction.make_training_comm(settings, self.comm)
+        self.reducer = construction.make_reducer(settings, training_comm, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.units, self.reducer, self.comm)
-        gathering = Gathering(self.units, self.schedule, traffic, self.residency, reductions.before_use)
+        gathering = Gathering(self.units, self.schedule, training_comm, self.residency, reductions.before_use)
         self._sliced = construction.slice_experts(self.units, self.schedule, gathering)
         self.hooks = ModuleHooks(
             model,
@@ -152,7 +152,7 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- training
 
     def _reduces_now(self) -> bool:
-        """Whether the gradients of the current micro-batch go to other ranks; at stages 0 and 1 only the last one's."""
+        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it then, not before."""
         return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -355,7 +355,7 @@ class ZeroEngine(Accumulation, nn.Module):
             before = placeholder(torch.Size([1]), dtype, self.comm.device)
             after = fn(before)
             if after.dtype != before.dtype or after.device != before.device:
-                raise ValueError(
+                raise UsageError(
                     f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, bf16 or fp32 in the "
                     f"configuration instead of converting the engine to {after.dtype} on {after.device}"
                 )

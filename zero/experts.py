@@ -81,7 +81,7 @@ class SlicedExperts:
         """(first expert, end) of each slice; equal on all ranks, which must all call this. `index`: of the choices."""
         chosen = [1.0] * self.module.num_experts
         if not torch.is_grad_enabled():
-            marks = torch.zeros(len(chosen), device=index.device)
+            marks = torch.zeros(len(chosen), dtype=torch.float32, device=index.device)
             marks[index.flatten()] = 1.0
             chosen = self.unit.comm.all_reduce(marks, of_shards=True).tolist()
         found: list[tuple[int, int]] = []

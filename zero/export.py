@@ -90,7 +90,7 @@ class Weights:
             )
         self.units = [unit for unit in units if unit.trainable or not exclude_frozen]
         if isinstance(dtype, str) and dtype not in DTYPES:
-            raise ValueError(f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None")
+            raise UsageError(f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None")
         self.comm, self.dtype = comm, DTYPES.get(dtype, dtype)
         self.plain = {
             name: value.detach()

@@ -17,9 +17,9 @@ from zero.unit import State, Unit
 class Gathering:
     """Unshards units before their use and reshards them after it, by `schedule`.
 
-    Args: units: all of the model, by position in the schedule; comm: by which their values come, which may round them;
-    residency: counts what is gathered. Persistent units are left alone. `before_use` is called when a unit is about to
-    be used, before any all-gather starts for that.
+    Args: units: all of the model, by position in the schedule; comm: gathers their values, and may quantize them;
+    residency: counts what is gathered; before_use: called when a unit is about to be used, before any all-gather that
+    this starts. Persistent units are left alone.
     """
 
     def __init__(

@@ -50,14 +50,17 @@ class _Collected:
 class GradientReducer:
     """Collects each unit's gradients in one flat buffer, reduces it over ranks and adds it to the optimizer's shard.
 
-    Args: shards: where the reduced gradients go, one for each trainable unit; bucket_size: most elements in one
-    reduction and in all reductions in flight; overlap: reductions run while backward goes on, else each is waited for
-    at once; contiguous: gradients are copied to the flat buffer when `MOST_APART` elements are there, else when the
-    unit is complete; dtype: of the gradients in a reduction (None: that of the parameters); sum_dtype: in which the
-    result is kept and summed over micro-batches; narrow: a result to which nothing is added stays in the dtype of the
-    reduction, which loses nothing; deferred: gradients of all micro-batches are summed in a buffer of
-    full size and reduced with the last one (stages 0 and 1), else each micro-batch's are reduced at once;
-    last_micro_step: whether the current micro-batch is the last one of its step.
+    Args:
+        shards: where the reduced gradients go, one for each trainable unit.
+        bucket_size: most elements in one reduction and in all reductions in flight.
+        overlap: reductions run while backward goes on, else each is waited for at once.
+        contiguous: gradients are copied to the flat buffer when `MOST_APART` elements wait, else when the unit has all.
+        dtype: of the flat buffer, in which gradients travel; None: that of the parameters.
+        sum_dtype: in which the result is kept, and summed over micro-batches.
+        narrow: a result to which nothing is added stays in the dtype of the reduction, which loses nothing.
+        deferred: gradients of several micro-batches are summed in a buffer of full size and of `sum_dtype`, and travel
+            in that (stages 0 and 1). Else those of each micro-batch are reduced at once.
+        reduces_now: whether the current micro-batch is the last one, with which a deferred sum is reduced.
 
     Attributes: backwards: how many have ended since the last step. buffered: elements in flat buffers.
     """
@@ -74,17 +77,19 @@ class GradientReducer:
         sum_dtype: torch.dtype = torch.float32,
         narrow: bool = False,
         deferred: bool = False,
-        last_micro_step: Callable[[], bool] = lambda: True,
+        reduces_now: Callable[[], bool] = lambda: True,
     ):
         self.comm, self.dtype, self.sum_dtype, self.narrow = comm, dtype, sum_dtype, narrow
         self._shards = {shard.unit: shard for shard in shards}
         self.bucket_size, self.overlap, self.contiguous = bucket_size, overlap, contiguous
-        self.deferred, self.last_micro_step = deferred, last_micro_step
+        self.deferred, self.reduces_now = deferred, reduces_now
         self._factor = 1.0
+        # Deferred sums.
         self._carried: dict[Unit, torch.Tensor] = {}
         self._collected: dict[Unit, _Collected] = {}
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
+        # Units whose shard holds a gradient of the current accumulation.
         self._fresh: set[Unit] = set()
         self.buffered = self.backwards = 0
 
@@ -148,7 +153,7 @@ class GradientReducer:
             if unit in self._carried:
                 self.buffered -= flat.numel()
                 flat = self._carried.pop(unit).add_(flat)
-            if not self.last_micro_step():
+            if not self.reduces_now():
                 self._carried[unit] = flat.to(self.sum_dtype)
                 return
         self._start(unit, flat)
@@ -177,7 +182,7 @@ class GradientReducer:
             self._wait_oldest()
 
     def _kept_dtype(self, reduced: torch.dtype, accumulate: bool) -> torch.dtype:
-        if self.narrow and not accumulate and self.last_micro_step():
+        if self.narrow and not accumulate and self.reduces_now():
             return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
         return self.sum_dtype
 

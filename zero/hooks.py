@@ -63,8 +63,8 @@ class ModuleHooks:
     whether the parameters change before the next forward; `gradients_begin` is called at the first gradient of each
     backward. Unless `ignore_unused`, a trainable parameter without a gradient is an error.
 
-    Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: which part of the model the next
-    forward or backward runs, if scripts run several ones; absent: units that the next backward gives no gradients.
+    Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: the part of the model that runs
+    next, if it runs in parts (`zero.pipeline`), else None; absent: units that get no gradients in the next backward.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class ModuleHooks:
         self._in_pass = self._training = False
         # Forwards whose backward has not ended.
         self._awaited = 0
-        # Every parameter of a used unit must get a gradient in the first training pass. Later an expert may get none.
+        # Until the first backward has ended: every parameter of a used unit must get a gradient, or is named in a
+        # warning. Later an expert may get none.
         self._is_first = True
         self._unfrozen: set[Unit] = set()
         self._backward_is_open = self._has_gradients = False

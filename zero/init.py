@@ -80,7 +80,7 @@ class Init:
         **others: object,
     ):
         if unknown := sorted(name for name, value in others.items() if value is not None):
-            raise ValueError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
+            raise UsageError(f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out")
         source = config_dict_or_path if config_dict_or_path is not None else config
         Init.was_off |= enabled and Init.is_off and (dtype is not None or source is not None)  # else it does not round
         self.enabled, self.dtype = enabled and not Init.is_off, dtype

@@ -26,8 +26,8 @@ from torch import nn
 
 from zero.errors import UsageError
 
-# Slots start on multiples of this many elements: 64 bytes or more for every dtype. Matrix kernels and the vectorised
-# part of the optimizer then see the alignment that separately allocated parameters would have.
+# Slots start on multiples of this many elements: 64 bytes of a 16-bit dtype. Matrix kernels and the vectorised part of
+# the optimizer then see the alignment that separately allocated parameters would have.
 ALIGNMENT = 32
 
 
@@ -50,7 +50,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a slot that lies in a shard: `shard[start:start + numel]` is `values[inside:inside + numel]`."""
+    """The part of the slot number `slot` that lies in a shard; all numbers are elements.
+
+    `shard[start : start + numel]` holds `param.flatten()[inside : inside + numel]`.
+    """
 
     slot: int
     start: int
@@ -61,9 +64,9 @@ class Piece:
 class UnitLayout:
     """Where each of a unit's parameters lies in `full` and how `full` is cut into shards.
 
-    `numel` counts real elements, `padded` the elements of `full`, `shard_numel` those of every rank's shard. The
-    shards of a `replicated` unit are all of `full`. A parameter that is a unit by itself is cut evenly, without regard
-    to alignment: scripts expect shards of its elements over the ranks, rounded up.
+    `numel` counts elements of parameters, `padded` those of `full`, `shard_numel` those of each rank's shard. Every
+    shard of a `replicated` unit is all of `full`. A single parameter is cut without regard to alignment, because
+    scripts expect shards of ceil(elements / ranks).
     """
 
     def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
@@ -99,7 +102,7 @@ class UnitLayout:
         return found
 
     def part(self, slot: int, rank: int) -> Piece:
-        """The part of a slot in `rank`'s shard, possibly empty. For a unit's only slot: all of the shard."""
+        """The part of a slot in `rank`'s shard, possibly empty. A unit's only slot: all of the shard, with padding."""
         if len(self.slots) == 1:
             return Piece(0, 0, min(self.shard_range(rank)[0], self.numel), self.shard_numel)
         return next((piece for piece in self.pieces(rank) if piece.slot == slot), Piece(slot, 0, 0, 0))
@@ -201,9 +204,9 @@ def plan_units(
 
     A unit is uniform in dtype and in `requires_grad`. Parameters of at most `persistence_threshold` elements go to
     the persistent units, up to `model_persistence_threshold` elements in all. Others go to the unit of the block that
-    contains all of their owners, else to a stray unit keyed by the modules that own them. Experts that are packed into
-    3-D parameters are such a unit too, although they lie in a block, but not inside a leaf: they may be most of the
-    model. Within a unit, parameters with equal `sort_key` (the optimizer's param group) lie next to each other.
+    contains all of their owners, else to a stray unit of the modules that own them. Experts that are packed into 3-D
+    parameters may be most of the model. So they are a stray unit even inside a block, unless it is a leaf. Within a
+    unit, parameters with equal `sort_key` (the index of the optimizer's param group) lie next to each other.
     """
     blocks = find_blocks(model)
     leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))

@@ -18,7 +18,7 @@ from zero.unit import Unit
 
 
 class LateUpdates(Protocol):
-    """What updates masters after `step` has returned; see `zero.optim.updates`."""
+    """What updates masters, also after `step` has returned; see `zero.optim.updates`."""
 
     def is_late(self, shard: OptimizerShard) -> bool:
         """Whether the shard is still to be updated."""
@@ -48,7 +48,7 @@ class OptimizerShard:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it lives on another tier than the compute device."""
+        """Whether master, gradient and state live on another tier than the compute device."""
         return self.tier != Tier(self.unit.comm.device)
 
     @property
@@ -60,19 +60,20 @@ class OptimizerShard:
 
     @torch.no_grad()
     def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
-        """Make the master. From now on `updates` change it, and the unit's next all-gather waits for them.
+        """Make the master. From now on `updates` change it, and each all-gather of the unit waits for them.
 
         A shard of this dtype in the same place is its own master. So is one in host memory if the tier is a file: the
         weights are in memory anyway. A model in fp32 that is trained in 16 bits keeps its fp32 values in the master.
         """
-        shard, (precise, self.unit.precise) = self.unit.shard, (self.unit.precise, None)
+        shard, initial = self.unit.shard, self.unit.initial_master
+        self.unit.initial_master = None
         in_another_file = self.unit.tier.holds_in_file(shard) and self.unit.tier.file is not self.tier.file
         if shard.dtype == dtype and shard.device == self.tier.device and not in_another_file:
             self.master = shard
-        elif precise is not None and self.unit.keeps == self.tier and precise.dtype == dtype:
-            self.master = precise
+        elif initial is not None and self.unit.master_tier == self.tier and initial.dtype == dtype:
+            self.master = initial
         else:
-            self.master = self.tier.keep(shard if precise is None else precise, dtype)
+            self.master = self.tier.keep(shard if initial is None else initial, dtype)
         self._updates = updates
         self.unit.attach(self)
 
@@ -112,7 +113,10 @@ class OptimizerShard:
     # -- gradient
 
     def reduction_target(self, dtype: torch.dtype, accumulate: bool) -> torch.Tensor:
-        """A buffer on the compute device for a reduced gradient; it has the gradient so far if `accumulate`."""
+        """A 1-D buffer of `dtype` on the compute device, of the shard's length, for a reduction to write to.
+
+        If `accumulate`, it holds the gradient so far. The caller has waited for the write of that gradient.
+        """
         if self.grad is not None and self.grad.dtype == dtype and not self.is_offloaded:
             return self.grad
         out = torch.empty(self.unit.layout.shard_numel, dtype=dtype, device=self.unit.comm.device)
@@ -135,7 +139,7 @@ class OptimizerShard:
         return self.tier.store(self.grad, values)
 
     def widen_gradient(self, dtype: torch.dtype) -> None:
-        """Keep the gradient in `dtype`: something is about to be added to it or written into it."""
+        """Keep the gradient in `dtype`, because something is about to be added to it or written into it."""
         if self.grad.dtype != dtype:
             self.grad = self.tier.keep(self.grad, dtype)
 
@@ -180,7 +184,7 @@ class OptimizerShard:
 
     @torch.no_grad()
     def move(self, tier: Tier) -> None:
-        """Move gradient and master to `tier`. If it is the compute device, the weights follow, else they go `home`."""
+        """Move gradient and master to `tier`. The weights go there too if it is the compute device, else to `home`."""
         shared, master = self.shares_weights, self.master
         self.move_gradient(tier)
         if not self.unit.persistent:

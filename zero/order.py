@@ -19,7 +19,8 @@ KEPT = 20_000
 # Python's hash of a text is another one in each process, that of a number is not.
 _NUMBERS = {"all_gather": 1, "reduce_scatter": 2, "broadcast": 3, "scatter": 4, "all_reduce": 5, "all_to_all": 6}
 _NUMBERS["reduce_replicas"] = 7
-_REDUCTIONS = ("reduce_scatter", "reduce_replicas")
+# Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction is under way.
+_REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
 
 
 class Operation(NamedTuple):

@@ -83,7 +83,7 @@ class ParameterState:
         waiting = self.optimizer.reducer.carried(unit)
         if waiting is None:
             return self._shard.grad
-        out = torch.empty(unit.layout.shard_numel, device=waiting.device)
+        out = torch.empty(unit.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
         return out
@@ -127,7 +127,8 @@ class ParameterState:
             return self._read_whole()
         if not self.exists:
             return None
-        comm, full = self.unit.comm, torch.zeros(local(self.param).numel(), device=self.unit.comm.device)
+        comm = self.unit.comm
+        full = torch.zeros(local(self.param).numel(), dtype=torch.float32, device=comm.device)
         part = full[self.piece.inside : self.piece.inside + self.piece.numel]
         part.copy_(self.read_local()[: part.numel()])
         if not self.unit.layout.replicated:
@@ -138,7 +139,7 @@ class ParameterState:
     def _read_whole(self) -> torch.Tensor | None:
         """The state of a whole tensor, which its owner has. The last element says whether there is one."""
         comm, numel = self.unit.comm, self.param.numel()
-        full = torch.zeros(numel + 1, device=comm.device)
+        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
         if self.exists:
             full[:numel], full[numel] = self._owned().reshape(-1), 1
         if not self.unit.layout.replicated:
@@ -154,7 +155,7 @@ class ParameterState:
         if self.kind == GRADIENT and self.optimizer.reducer.carried(self.unit) is not None:
             raise UsageError("gradients can be set after the last micro-batch of a step only, at stages 0 and 1")
         if value.numel() != self.piece.numel:
-            raise ValueError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
+            raise UsageError(f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}")
         if self.kind == GRADIENT:
             self._shard.forget_norm(self.piece.start)
             self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
@@ -169,7 +170,7 @@ class ParameterState:
         if not self.exists:
             return self._refuse_unknown()
         if value.shape != self.param.shape:
-            raise ValueError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
+            raise UsageError(f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}")
         if self._whole is not None:
             self._owned().copy_(value)
             return

@@ -8,7 +8,11 @@ from zero.watchdog import Watchdog
 
 
 class Pending:
-    """An operation in flight. `wait()` may be called more than once; `finish` runs once, after all works are done."""
+    """An operation in flight. `wait()` may be called more than once.
+
+    Args: works: what to wait for, each with a `wait()`; finish: called once, after these; keep: what must not be freed
+    before the end; watchdog: watches the wait for other ranks; what: its name in the watchdog's messages.
+    """
 
     def __init__(
         self,

@@ -5,20 +5,22 @@ This file knows nothing of modules or of what is gathered. How a reduction is ma
 [Note: order of reductions]
 Every rank starts its reductions in one agreed order, each as soon as it and all before it are complete. So ranks whose
 graphs differ (an expert used on one rank only, a skipped layer) never wait for different units. At first this is the
-reversed order of the units; persistent and shared ones come last. After backward 1, 2, 4, 8, ... rank 0 tells the
-others the order in which its units completed, as DistributedDataParallel rebuilds its buckets.
+reversed order of the units. After backward 1, 2, 4, 8, ... rank 0 tells the others the order in which its units
+completed, as DistributedDataParallel rebuilds its buckets. Persistent and shared units always come last.
 
 [Note: place of a reduction]
 NCCL can block for ever if ranks start operations of two communicators in different orders. On gloo, while a rank waits
 because `reduce_bucket_size` is used up, it joins no all-gather. So it must not wait for a reduction that others start
 only after later all-gathers. On NCCL, and with leaf modules, rank 0 broadcasts after which unit use each reduction
 starts. All-gathers start at uses, the same on all ranks. If a rank's gradients are not complete at the use after that,
-the reduction starts without those that are missing: an expert that was not used has none. Before the first broadcast,
-in the first backward, reductions start as they can, or at the end if the model has leaf modules.
+the reduction starts without those that are missing: an expert that was not used has none. Gradients of persistent and
+shared units may come from anywhere in the model, so these units are reduced at the end. Before the first broadcast, in
+the first backward, reductions start as they can, or at the end if the model has leaf modules.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -38,12 +40,13 @@ class ReductionOrder:
 
     def __init__(self, units: Sequence[Unit], reducer: GradientReducer, comm: Communicator):
         self._units, self._reducer, self._comm = list(units), reducer, comm
-        # These units complete last: their parameters are used all over the model, or at both of its ends.
-        last = [unit for unit in units if unit.persistent or unit.shared]
-        first = [unit for unit in units if unit not in last]
-        self._order = [unit for unit in [*reversed(first), *reversed(last)] if unit.trainable]
+        # Their parameters are used all over the model, or at both of its ends. Below stage 3 all units are persistent,
+        # and nothing is gathered in backward: then no unit has to come last.
+        last = {unit for unit in units if unit.persistent or unit.shared}
+        self._last = last if len(last) < len(units) else set()
+        self._order = sorted((unit for unit in reversed(units) if unit.trainable), key=self._last.__contains__)
         self._collected: dict[Unit, set[int]] = {unit: set() for unit in units}
-        # With the number of uses before.
+        # Complete units in the order in which they became so, each with the number of unit uses before that.
         self._complete: dict[Unit, int] = {}
         self._places: dict[Unit, int] | None = None
         self._has_leaves = any(getattr(module, LEAF_FLAG, False) for unit in units for module in unit.modules)
@@ -107,9 +110,12 @@ class ReductionOrder:
         self._reducer.end_backward()
 
     def _agree(self) -> None:
+        """After backward 1, 2, 4, 8, ...: take over rank 0's order and places. See the notes."""
         self._backwards += 1
         if self._comm.world_size > 1 and self._backwards & (self._backwards - 1) == 0:
-            places = self._complete | {unit: self._uses for unit in self._order if unit not in self._complete}
+            places = {unit: place for unit, place in self._complete.items() if unit not in self._last}
+            rest = [unit for unit in self._order if unit not in places]
+            places |= {unit: sys.maxsize if unit in self._last else self._uses for unit in rest}
             numbers = {unit: i for i, unit in enumerate(self._units)}
             told = torch.tensor([[numbers[unit], place] for unit, place in places.items()], device=self._comm.device)
             self._comm.broadcast(told, src=0)

@@ -42,7 +42,12 @@ class Residency:
 
 
 class Plan:
-    """A recorded order of visits with, for each position, the distance in elements to the unit's next visit."""
+    """A recorded order of visits, and how many elements are used between two visits of one unit.
+
+    Attributes: next_distance: for each position, to the unit's next visit in the pass; wrap_distance: for the position
+    of a unit's last visit, to its first one in the next pass; first_distance: by unit, before its first visit; total:
+    of the pass.
+    """
 
     def __init__(self, order: Sequence[int], sizes: Sequence[int]):
         self.order = tuple(order)
@@ -99,6 +104,7 @@ class Schedule:
 
     @property
     def records(self) -> bool:
+        """Whether a pass is under way."""
         return self._trace is not None
 
     def visit(self, unit: int) -> None:
@@ -134,4 +140,5 @@ class Schedule:
         return live <= self.max_live_parameters and self.distance(unit) <= self.max_reuse_distance
 
     def may_prefetch(self, unit: int, in_flight: int, live: int) -> bool:
+        """Whether an all-gather may start before the unit's use. `in_flight`: elements of such all-gathers."""
         return in_flight < self.prefetch_bucket_size and live + self.sizes[unit] <= self.max_live_parameters

@@ -73,13 +73,12 @@ def unit_of(param: torch.Tensor) -> Unit | None:
 class Unit:
     """Parameters that are unsharded, reduced and resharded as one.
 
-    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), precise (the slice in the dtype in which it was
-    given, on the tier `keeps`, for an optimizer; None if the shard has that dtype), full (1-D, compute dtype, all
-    values with padding; its storage is empty while the unit is sharded), shard_range (the shard's start and end in
-    `full`), pieces (which part of each parameter is in the shard), state, users (how many callers need the parameters
-    now), version (counts changes of the values), serial (order of creation, equal on all ranks), strict (a change of
-    unsharded values that would be lost is an error), source (by which communicator `full` was gathered; another one
-    than the unit's own may quantize).
+    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), home (its first tier), full (1-D, compute
+    dtype, all values with padding; its storage is empty while the unit is sharded), shard_range (the shard's start and
+    end in `full`), pieces (which part of each parameter is in the shard), state, users (how many callers need
+    the parameters now), version (counts changes of the values), serial (order of creation, equal on all ranks), strict
+    (a change of unsharded values that would be lost is an error), source (the communicator that gathered `full`; it may
+    quantize), initial_master (the slice as given, on `master_tier`, for an optimizer; or None).
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Unit:
         *,
         dtype: torch.dtype | None = None,
         tier: Tier | None = None,
-        keeps: Tier | None = None,
+        master_tier: Tier | None = None,
         param_names: Sequence[str] = (),
         modules: Sequence[nn.Module] = (),
         persistent: bool = False,
@@ -118,8 +117,9 @@ class Unit:
         self._read_hook: ReadHook | None = None
         self._gather, self._handed_over = Pending(), 0
         values = self._take_values()
-        self.keeps, loses = keeps, self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
-        self.precise = keeps.keep(self._own_slice(values)) if keeps is not None and loses else None
+        rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
+        self.master_tier = master_tier
+        self.initial_master = master_tier.keep(self._own_slice(values)) if master_tier is not None and rounds else None
         values = values.to(self.dtype)
         if self.persistent:
             self.full = values
@@ -149,7 +149,7 @@ class Unit:
 
     @torch.no_grad()
     def _take_values(self) -> torch.Tensor:
-        """A flat buffer with the parameters' values, in their dtype. Ordinary parameters get rank 0's values.
+        """Take the parameters over. Returns a flat buffer with their values, in their dtype: rank 0's values.
 
         Each parameter's former memory is freed before the next one is read. Unless the unit is persistent, only this
         rank's slice of the result is valid.
@@ -259,7 +259,7 @@ class Unit:
     # -- transitions
 
     def all_gather(self, by: Communicator | None = None) -> None:
-        """SHARDED -> GATHERING: allocate `full` and start the all-gather, `by` the given or the unit's communicator."""
+        """SHARDED -> GATHERING: allocate `full` and start the all-gather `by` a communicator, by default the unit's."""
         assert self.state is State.SHARDED, self.describe()
         self.source = by or self.comm
         self.wait_for_update()
@@ -273,8 +273,8 @@ class Unit:
     def _start_all_gather(self) -> Pending:
         """Start to fill `full`: read the shard from its tier, then all-gather.
 
-        If the shard is in a file, `wait` starts the all-gather: the ranks' reads do not end at the same time, but all
-        ranks must start their all-gathers in the same order.
+        If the shard is in a file, only the read starts now, and `wait` starts the all-gather. Reads end at different
+        times on different ranks, but all ranks must start their all-gathers in the same order.
         """
         if not self.tier.holds_in_file(self.shard):
             return self.source.all_gather(self.full, self.shard, self)

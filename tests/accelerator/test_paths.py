@@ -9,7 +9,8 @@ from torch import nn
 
 import zero
 from tests.accelerator import device
-from tests.dist.test_own_loops import ROWS, WIDTH, Experts, build, engine_of
+from tests.dist.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
+from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
 from zero.deepspeed.leaf import set_z3_leaf_modules
@@ -82,6 +83,40 @@ def test_reductions_lie_between_the_same_gathers_on_all_ranks():
     for found, expected in zip(simulated, plain, strict=True):
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other, 2 * 4 * WIDTH + ROWS, steps=6)
+
+
+class Scaled(nn.Module):
+    """Its one small parameter is used at the end, and at the beginning too if the caller says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)])
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        set_z3_leaf_modules(self, [nn.Linear])
+
+    def forward(self, x: torch.Tensor, at_both_ends: bool) -> torch.Tensor:
+        x = x * self.scale if at_both_ends else x
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return (x * self.scale).square().mean()
+
+
+def at_both_ends(rank: int, world_size: int) -> list[torch.Tensor]:
+    model = on_device(Scaled)
+    config = ds_config(stage3_param_persistence_threshold=WIDTH) | {"watchdog_timeout": 20}
+    engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config)[0]
+    for _ in range(4):
+        engine.backward(engine(rows(), rank > 0))
+        engine.step()
+    return [unit.shard.cpu() for unit in engine.units]
+
+
+def test_a_persistent_parameter_whose_gradient_comes_later_on_one_rank():
+    """Rank 0 has the gradient at the beginning of backward, rank 1 at its end."""
+    simulated, plain = run_on(2, at_both_ends, simulated=True), run_on(2, at_both_ends)
+    for found, expected in zip(simulated, plain, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other, 2 * 4 * WIDTH + ROWS, steps=4)
 
 
 def one_rank_goes_on(rank: int, world_size: int) -> None:

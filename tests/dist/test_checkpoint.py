@@ -26,6 +26,7 @@ from tests.tolerance import rounding
 from zero.checkpoint.files import SliceReader, whole
 from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import read_manifest
+from zero.errors import UsageError
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -270,7 +271,7 @@ def without_optimizer(rank: int, world_size: int, folder: str) -> bool:
     engine = zero.initialize(model=build("gpt2"), config=ds_config())[0]
     engine.load_checkpoint(folder)
     engine.save_checkpoint(folder, tag="weights")
-    with pytest.raises(ValueError, match="holds no optimizer state"):
+    with pytest.raises(UsageError, match="holds no optimizer state"):
         trained.load_checkpoint(folder)
     expected, found = trained._zero3_consolidated_16bit_state_dict(), engine._zero3_consolidated_16bit_state_dict()
     return rank > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
@@ -303,7 +304,7 @@ def test_random_states_of_every_rank(tmp_path):
 
 def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
     def message(act) -> str:
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(UsageError) as caught:
             act()
         return str(caught.value)
 

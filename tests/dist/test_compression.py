@@ -28,7 +28,7 @@ from zero.compression import (
     message_bytes,
 )
 from zero.config import load_config
-from zero.construction import make_traffic
+from zero.construction import make_training_comm
 
 WIDTH = 64
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -264,7 +264,7 @@ def reduced_by_machines(rank: int, world_size: int, bits: int, size: int) -> tup
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     section = {**GRADIENTS, "stage": 2, "zero_quantized_gradient_bits": bits}
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
-    comm = make_traffic(config, communicator())
+    comm = make_training_comm(config, communicator())
     full, out = gradient_of(rank, size * world_size), torch.empty(size)
     comm.reduce_scatter(out, full.clone(), False, world_size * 2 * BLOCK).wait()
     comm.reduce_scatter(out, full.clone(), True, world_size * 2 * BLOCK).wait()

@@ -24,6 +24,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
 from tests.processes import run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.errors import UsageError
 from zero.export import copied_state_dict
 
 
@@ -169,7 +170,7 @@ def save_t5(rank: int, world_size: int, folder: str) -> None:
         for max_file_bytes in (10_000, 10**9 if name == "one file" else 20_000):
             engine.save_16bit_model(Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes)
         engine.save_checkpoint(Path(folder) / name / "checkpoint")
-    with pytest.raises(ValueError, match="save_dtype is 'half'; give one of fp16, bf16, fp32"):
+    with pytest.raises(UsageError, match="save_dtype is 'half'; give one of fp16, bf16, fp32"):
         engine.save_16bit_model(folder, save_dtype="half")
 
 

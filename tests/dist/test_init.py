@@ -97,7 +97,7 @@ def kept(rank: int, world_size: int) -> list[bool]:
     next(model.parameters()).requires_grad_()
     config = ds_config(bf16={"enabled": True})
     engine, *_ = zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    return [unit.precise is not None for unit in engine.units]
+    return [unit.initial_master is not None for unit in engine.units]
 
 
 def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():

@@ -17,6 +17,7 @@ from zero.activations import MIN_BYTES, HostActivations
 from zero.deepspeed import fragments
 from zero.deepspeed.labels import ZeroParamStatus
 from zero.deepspeed.utilities import unwrap_model_for_generation
+from zero.errors import UsageError
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
@@ -237,7 +238,7 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
     fragments.safe_set_full_fp32_param(weight, 2 * value)
     with zero.GatheredParameters(weight):
         assert torch.equal(weight, 2 * value)
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(UsageError, match="shape"):
         fragments.safe_set_full_fp32_param(weight, torch.ones(3))
 
 

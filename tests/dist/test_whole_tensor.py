@@ -29,7 +29,7 @@ from zero.deepspeed.fragments import (
 from zero.errors import UsageError
 from zero.offload import tiers
 from zero.optim import ownership
-from zero.optim.exchange import Visit
+from zero.optim.exchange import Assembly
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -127,8 +127,8 @@ def order_of_a_step(rank: int, world_size: int, least: int) -> str:
         setattr(owner, name, noted)
 
     note(optimizer.optimizer, "step", "U")
-    for name in ("start", "return_", "finish"):
-        note(Visit, name, name[0])
+    for name in ("start", "return_masters", "finish"):
+        note(Assembly, name, name[0])
     train_zero(engine, batches("llama", 1))
     assert engine.comm.clock.waits["step", "whole tensors"] > 0
     return "".join(happened)

@@ -122,7 +122,7 @@ def test_files_that_went_to_another_disk_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/tmp/a", ".hidden", "latest", "a\0b"])
 def test_tags_that_are_no_folder_names(tag):
-    with pytest.raises(ValueError, match="tag"):
+    with pytest.raises(UsageError, match="tag"):
         folders.check_tag(tag)
 
 

@@ -36,9 +36,11 @@ def test_the_first_difference_is_named(others, text):
     assert text in message and message.startswith("ranks 0 and 2 ")
 
 
-def test_what_communicators_do_between_each_other_does_not_matter():
-    assert recorded(*SAME).digests == recorded(SAME[1], SAME[0], SAME[2]).digests
-    assert recorded(*SAME).digests != recorded(SAME[2], SAME[0], SAME[1]).digests
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "reduce_replicas", "all_to_all"])
+def test_what_communicators_do_between_each_other_does_not_matter(reduction):
+    first, reduced, second = ("all_gather", 1), (reduction, 1), ("all_gather", 2)
+    assert recorded(first, reduced, second).digests == recorded(reduced, first, second).digests
+    assert recorded(first, reduced, second).digests != recorded(second, first, reduced).digests
 
 
 def test_a_difference_that_is_too_long_ago_is_found_but_not_named(monkeypatch):

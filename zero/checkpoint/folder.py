@@ -25,6 +25,7 @@ from pathlib import Path
 
 from zero.checkpoint import disk
 from zero.checkpoint.manifest import MANIFEST, to_text
+from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
@@ -43,9 +44,9 @@ _turn = threading.Lock()
 
 
 def check_tag(tag: str) -> str:
-    """The tag, if it can name a folder; else ValueError."""
+    """The tag, if it can name a folder; else UsageError."""
     if not tag or tag.startswith(".") or tag == LATEST or Path(tag).name != tag or "\0" in tag:
-        raise ValueError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
+        raise UsageError(f"tag {tag!r}: must be a plain folder name that does not begin with a dot")
     return tag
 
 
@@ -162,7 +163,7 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
         if folder.is_dir():
             return folder
-    raise ValueError(f"{load_dir}: there is no checkpoint {tag!r}")
+    raise UsageError(f"{load_dir}: there is no checkpoint {tag!r}")
 
 
 def _latest(load_dir: Path) -> str:

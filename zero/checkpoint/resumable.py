@@ -66,7 +66,7 @@ def locate_tag(load_dir: Path, tag: object | None) -> str | None:
     try:
         folder = locate(load_dir, None if tag is None else str(tag))
     except ValueError as error:
-        raise ValueError(f"{error}{offer(load_dir / str(tag or LATEST))}") from None
+        raise UsageError(f"{error}{offer(load_dir / str(tag or LATEST))}") from None
     return None if folder is None else str(folder)
 
 

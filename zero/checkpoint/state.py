@@ -5,7 +5,8 @@
     optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-All keys but the last kind name slices of flattened tensors. See `zero.checkpoint.files`.
+The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The others are stored as
+a whole. See `zero.checkpoint.files`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encod
 from zero.comm import Communicator
 from zero.config import Config
 from zero.device import is_accelerator, random_state, set_random_state
+from zero.errors import UsageError
 from zero.gradients import GradientReducer
 from zero.offload.tiers import HostTrimmer
 from zero.optim.loss_scaler import LossScaler
@@ -118,7 +120,7 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
     """
     if engine.optimizer.whole is not None:
         if strangers := [key for key in engine.optimizer.state if not isinstance(key, torch.Tensor)]:
-            raise ValueError(f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored")
+            raise UsageError(f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored")
         return _whole_slices(engine.optimizer.whole)
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
@@ -141,7 +143,7 @@ def _kind(key: str, value: object, master: torch.Tensor) -> dict:
         return {"dtype": dtype_name(value.dtype)}
     if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return {"numbers": {}}
-    raise ValueError(
+    raise UsageError(
         f"optimizer state {key!r}: neither a tensor of the parameter's size nor a number, so it cannot be stored"
     )
 
@@ -233,7 +235,7 @@ def _number(key: str, numbers: dict[str, object], names: list[str], group: dict,
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:
-        raise ValueError(
+        raise UsageError(
             f"optimizer state {key!r} differs between parameters {names[0]!r} and {different[0]!r}; lower "
             "zero_optimization.sub_group_size or put them into different param groups"
         )

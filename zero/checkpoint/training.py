@@ -2,8 +2,9 @@
 
     save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all ranks write their slices
            -> rank 0 writes `checkpoint.json`, renames the folder and updates `latest`
-    load   find the folder -> all ranks verify a share of the files -> compare names and shapes -> read into the masters
-           and the optimizer state -> round the masters into the shards, reshard units or gather them again
+    load   find the folder -> rank 0 checks that all files are there -> compare names and shapes -> all ranks read what
+           they need into masters and optimizer state, and verify it -> round the masters into the shards, reshard units
+           or gather them again
 
 If one rank fails, every rank raises the same error.
 """
@@ -262,7 +263,7 @@ def load_checkpoint(
         that does not fit this model or optimizer, or `custom_load_fn`. OSError: files cannot be read.
     """
     if custom_load_fn is not None:
-        raise ValueError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
+        raise UsageError("load_checkpoint: custom_load_fn is not supported; load with load_module_strict=False instead")
     wait_for_background_saves()
     ranks, source = Ranks.of(engine.comm.job, f"loading a checkpoint from {load_dir}"), Path(load_dir)
     found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
@@ -305,13 +306,13 @@ def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these parameters."""
     stored, remedy = manifest.optimizer, "load with load_optimizer_states=False to start with a fresh state"
     if stored is None:
-        raise ValueError(f"the checkpoint holds no optimizer state; {remedy}")
+        raise UsageError(f"the checkpoint holds no optimizer state; {remedy}")
     if not set(stored.classes) & set(state.classes_of(engine.optimizer.optimizer)):
         here = type(engine.optimizer.optimizer).__name__
-        raise ValueError(f"the checkpoint's optimizer is {stored.classes[0]}, the present one {here}; {remedy}")
+        raise UsageError(f"the checkpoint's optimizer is {stored.classes[0]}, the present one {here}; {remedy}")
     for name in state.group_of(engine):
         if name not in manifest.parameters or manifest.parameters[name].group is None:
-            raise ValueError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
+            raise UsageError(f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}")
 
 
 def _named(engine: Trained) -> dict[str, list[int]]:
@@ -330,11 +331,11 @@ def _names_to_load(engine: Trained, manifest: Manifest, strict: bool, elsewhere:
     common = here.keys() & stored.keys()
     if different := sorted(name for name in common if here[name] != stored[name]):
         name = different[0]
-        raise ValueError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
+        raise UsageError(f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in the model")
     optional = {name for name, entry in parameters.items() if not entry["trainable"] and manifest.frozen_excluded}
     missing, unexpected = sorted(here.keys() - common - optional), sorted(stored.keys() - common - elsewhere)
     if strict and (missing or unexpected):
-        raise ValueError(
+        raise UsageError(
             f"the checkpoint does not fit the model: it lacks {_some(missing)} and has {_some(unexpected)} which the "
             "model lacks; load what they have in common with load_module_strict=False"
         )

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import numpy
 import torch
 
+from zero.errors import UsageError
+
 KIND = "$type"
 
 
@@ -20,7 +22,7 @@ def encode(value: object, place: str) -> object:
     """`value` as what `json.dumps` takes; `place` says in an error where the value came from.
 
     Raises:
-        ValueError: for a type that cannot be stored, naming its place.
+        UsageError: for a type that cannot be stored, naming its place.
     """
     match value:
         case None | bool():
@@ -55,7 +57,7 @@ def encode(value: object, place: str) -> object:
         case numpy.ndarray() if value.dtype.kind in "biufc":
             data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
             return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
-    raise ValueError(
+    raise UsageError(
         f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, strings, lists, dicts, "
         "tuples, bytes, tensors or arrays"
     )

@@ -58,7 +58,7 @@ class Tier:
         return cls(torch.device("cpu"), pinned, file)
 
     def in_memory(self) -> Tier:
-        """This tier, or the host's memory in place of a file."""
+        """This tier, with host memory in place of its file."""
         return Tier(self.device, self.pinned)
 
     def holds_in_file(self, tensor: torch.Tensor) -> bool:
@@ -68,6 +68,7 @@ class Tier:
         return self.file is not None and nbytes >= LEAST_BYTES_IN_A_FILE
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor (numel,) on this tier. It may hold anything."""
         if self.puts_in_file(numel * dtype.itemsize):
             return self.file.empty(numel, dtype)
         if self.pinned and numel:
@@ -82,7 +83,7 @@ class Tier:
         return self.empty(numel, dtype).zero_()
 
     def keep(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of `values` here."""
+        """A copy of `values` (1-D) on this tier, in `dtype` or their own."""
         kept = self.empty(values.numel(), dtype or values.dtype)
         self.store(kept, values).wait()
         return kept

@@ -13,7 +13,7 @@ from zero.errors import UsageError
 from zero.offload.memory import HostMemory
 from zero.optim import cpu_adam, moments
 from zero.optim.rounding import StochasticRounding
-from zero.optim.tiles import is_elementwise
+from zero.optim.tiles import is_state_tensor
 from zero.optim.updates import TileInMemory
 from zero.pending import Pending
 
@@ -22,9 +22,9 @@ class TileUpdate:
     """The update of one step, tile by tile, with the settings that `optimizer` has now: a scheduler may change them
     while tiles are still to be updated.
 
-    Args: factor: of gradients. by_kernel: `cpu_adam` updates tiles in host memory. torch_sqrt: with torch's roots.
-    rounded: host memory for rounded values. rounding: for masters that are not fp32, else None. state_dtype: fp32; bf16
-    if the optimizer's state is rounded, too; uint8 if it is Adam's, coded (`zero.optim.moments`).
+    Args: factor: by which gradients are multiplied. by_kernel: `cpu_adam` updates tiles in host memory. torch_sqrt: its
+    square roots are torch's. rounded: host memory for new values in the weights' dtype. rounding: rounds bf16 masters;
+    None for fp32 ones. state_dtype: of the optimizer's state; uint8: Adam's moments are codes (`zero.optim.moments`).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TileUpdate:
         if self._rounding is not None:
             values.master = narrow.float()
         if self._state_dtype == torch.bfloat16:
-            values.put_state({k: v.float() if is_elementwise(v) else v for k, v in values.state.items()})
+            values.put_state({k: v.float() if is_state_tensor(v) else v for k, v in values.state.items()})
         group, result, coded = self._groups[tile.group], values.master, self._state_dtype == torch.uint8
         if self._by_kernel and tile.master.device.type == "cpu":
             out = self._target(values)
@@ -84,7 +84,7 @@ class TileUpdate:
         if self._state_dtype == torch.bfloat16:
             state = dict(values.state)
             for key, value in state.items():
-                if is_elementwise(value):
+                if is_state_tensor(value):
                     state[key] = stored[key] if key in stored else torch.empty_like(value, dtype=master.dtype)
                     self._rounding.store(state[key], value, values.tile.shard, values.tile.start, key)
             values.put_state(state)

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 
 from zero.config.optim import ELEMENTWISE, why_refused
+from zero.errors import UsageError
 
 # What their classes keep for all tensors together are counts of steps, flags and learning rates.
 _KNOWN_PACKAGES = {"torch", "transformers", "torchao", "bitsandbytes", "schedulefree", "zero"}
 
 
 def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
-    """Raise ValueError, with the reason, for an optimizer that is known not to work on so many ranks."""
+    """Raise UsageError, with the reason, for an optimizer that is known not to work on so many ranks."""
     for kind in type(optimizer).__mro__:
         if refusal := why_refused(kind.__name__, world_size):
-            raise ValueError(f"optimizer {refusal}")
+            raise UsageError(f"optimizer {refusal}")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

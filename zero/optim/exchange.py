@@ -1,9 +1,9 @@
 """How whole tensors come together on their owners for a step, and how their new values go back to the shards.
 
-    start     gradient and master of each tensor: from the shards to its owner     8 bytes an element, fp32
-    wait      the owner has whole gradients and masters
-    return_   the new masters: from the owners to the shards                       4 bytes an element
-    finish    they are in the shards
+    start            gradient and master of each tensor: from the shards to its owner     8 bytes an element, fp32
+    wait             the owner has whole gradients and masters
+    return_masters   the new masters: from the owners to the shards                       4 bytes an element
+    finish           they are in the shards
 
 Only tensors that do not lie on their owner as a whole move. This file does not know what an optimizer is.
 """
@@ -33,9 +33,9 @@ class WholeTensor:
 
     Ranks are places in the shard group.
 
-    Attributes: name: the model's. group: number of the param group. parts: {rank: the piece in its shard}. owner: the
-    rank that updates it, or None if every rank does. param: what the optimizer has: fp32, in the true shape. It has
-    values in the step only.
+    Attributes: name: the model's. group: index of the param group. parts: {rank: the piece in its shard}. rank: of this
+    process. owner: the rank that updates it, or None if every rank does (stage 0). param: what the optimizer has, fp32
+    and in the true shape. It shows NaN outside of the step.
     """
 
     name: str
@@ -58,7 +58,7 @@ class WholeTensor:
         return self.owner is not None and any(rank != self.owner for rank in self.parts)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part, 1-D and possibly empty, of a tensor in the layout of the shard."""
+        """This rank's part of the tensor, 1-D and possibly empty: a view of `flat`, which is laid out as the shard."""
         piece = self.parts.get(self.rank)
         return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
 
@@ -73,8 +73,8 @@ class WholeTensor:
         self.param.data = placeholder(self.slot.shape, torch.float32, self.shard.unit.comm.device)
 
 
-class Visit:
-    """The tensors of some units on their owners, for one call of the optimizer.
+class Assembly:
+    """The tensors of some units, assembled on their owners for one call of the optimizer.
 
     Args: tensors: of each unit, all that are trained; the same units and tensors on all ranks of the shard group.
     Attributes: own: those that this rank updates. masters: {unit: its master on the compute device, 1-D, fp32}.
@@ -91,10 +91,10 @@ class Visit:
         self._exchange = Pending()
 
     def start(self) -> None:
-        """Start to bring gradients and masters to the owners. If tensors move, the loads of offloaded units end now."""
+        """Start to bring gradients and masters to the owners. If tensors move, it waits for offloaded ones."""
         for shard in self._tensors:
             self.masters[shard] = self._load(shard, shard.master)
-            zeros = partial(torch.zeros, shard.master.numel(), device=self._comm.device)
+            zeros = partial(torch.zeros, shard.master.numel(), dtype=torch.float32, device=self._comm.device)
             self._grads[shard] = zeros() if shard.grad is None else self._load(shard, shard.grad)
         if self._moving:
             self._wait_for_loads()
@@ -147,7 +147,7 @@ class Visit:
                     tensor.param.grad = grad.to(torch.float32).view(tensor.slot.shape)
         self._grads.clear()
 
-    def return_(self) -> None:
+    def return_masters(self) -> None:
         """Start to bring the new masters to the shards. The optimizer's tensors lose their values."""
         rank, ranks = self._comm.shard_group.rank, range(self._comm.shard_group.size)
         if self._moving:
@@ -179,7 +179,7 @@ class Visit:
         """Send the parts `sent[i]` to rank i, as fp32. `use` gets what comes: for each rank i, `sizes[i]` elements."""
         device = self._comm.device
         parts = [part.to(torch.float32) for to_rank in sent for part in to_rank]
-        packed = torch.cat(parts) if parts else torch.empty(0, device=device)
+        packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=device)
         received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         sent_sizes = [sum(part.numel() for part in to_rank) for to_rank in sent]
         exchange = self._comm.start_all_to_all_of_parts(received, packed, sizes, sent_sizes)
@@ -187,7 +187,7 @@ class Visit:
 
 
 def load_values(shard: OptimizerShard, values: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-    """`values` of a unit on the compute device, when the load has ended: a copy if the unit is offloaded."""
+    """(`values` on the compute device, the load to wait for). A copy if the unit is offloaded, else `values` itself."""
     if not shard.is_offloaded:
         return values, Pending()
     target = torch.empty(values.shape, dtype=values.dtype, device=shard.unit.comm.device)

@@ -28,9 +28,10 @@ STEPS_TO_RETURN = 50
 class Placement:
     """Decides for each unit where its optimizer's part lives.
 
-    Args: units: in the model's order, which is taken for that of a forward. Units stay on the device, from the first
-    one on, as long as they fit: the update of the first ones cannot overlap with anything; device_tier: the compute
-    device; offload_tier: where state is offloaded to; ratio: a number from 0 to 1, or "auto".
+    Args: units: in the model's order, which is taken for that of a forward; device_tier: the compute device;
+    offload_tier: where state is offloaded to; ratio: the fraction to offload, from 0 to 1, or "auto".
+
+    Units stay on the device from the first one on, as long as they fit: nothing can hide the update of the first ones.
 
     Attributes: shards: one for each unit, in the same order. offloads: whether anything may be offloaded.
     """

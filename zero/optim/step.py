@@ -1,4 +1,4 @@
-"""The optimizer step on shards: masters, a tile at a time by element-wise torch optimizers, as a whole by others.
+"""The optimizer step on shards. Element-wise optimizers update masters tile by tile, others as whole tensors.
 
 This file does not know how gradients are reduced, nor what an update computes (`zero/optim/arithmetic.py`).
 
@@ -71,15 +71,16 @@ class ZeroOptimizer:
     fp32 views of the masters, of at most `sub_group_size` elements. `zero.optim.cpu_adam` computes Adam on host memory.
     For an optimizer that is not element-wise they become whole tensors, and all updates are made in `step`.
 
-    Args: placement: has made the shards and decided where they live; elementwise: whether the update of an element
-    depends on nothing but its own history; checks_overflow: False takes a step even if
-    gradients are not finite; overlap: the next forward updates units on the host, unless they are persistent;
-    read_ahead, write_behind: as for `Updates`; forward_order: gives the units in the order in which a forward needs
-    them, as far as is known; rounding: masters are bf16 and rounded by this, else fp32; state_dtype: see `TileUpdate`.
+    Args: placement: made the shards and decides where they live; elementwise: the update of an element depends on
+    nothing but its own history; clipping: the largest norm, 0 for none; reduce_op: "mean" or "sum" over ranks;
+    checks_overflow: a step with non-finite gradients is skipped; overlap: units on the host are updated during the next
+    forward, unless they are persistent; read_ahead, write_behind: as for `Updates`; forward_order: gives the units in
+    the order of a forward, as far as known; rounding: rounds bf16 masters, None for fp32 ones; state_dtype: see
+    `TileUpdate`.
 
-    Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters, none for an
-    optimizer of whole tensors. whole: those, or None. grad_norm, overflow: of the last step. before_norm: called in
-    each step, on all ranks, when gradients are reduced.
+    Attributes: shards: the `OptimizerShard` of each trainable unit. tiles: the pieces of their masters. whole: state of
+    an optimizer of whole tensors, which has no tiles, or None. grad_norm, overflow: of the last step. before_norm:
+    functions to be called in each step, on all ranks, when gradients are reduced.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class ZeroOptimizer:
         self._updates.start(sorted(later, key=lambda tile: place[tile.unit]), self._state, update)
 
     def _can_wait(self, unit: Unit) -> bool:
-        """Persistent units are gathered in the step, by all ranks at the same time. An accelerator never waits."""
+        """Whether the unit may be updated after the step: not if all ranks gather it there, nor on an accelerator."""
         return self._overlap and not unit.persistent and not is_accelerator(self.shards[unit].tier.device)
 
     # -- moves

@@ -2,8 +2,8 @@
 
 This file does not know when or how tiles are updated.
 
-A torch optimizer keys its state by the parameter object. `TiledState` is the one place that knows this: masters and
-state tensors are moved through it.
+A torch optimizer keys its state by the parameter object, here a tile's master. So who moves masters or state tensors
+must do it by `TiledState`, which keeps keys and param groups right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from zero.unit import Unit
 class Tile:
     """A piece of one unit's master that belongs to one param group: what the optimizer sees as a parameter.
 
-    Attributes: group: number of the param group. start: position in the shard. master: 1-D fp32.
+    Attributes: group: index of the param group. start: position in the shard, in elements. master: a view of the
+    shard's master, 1-D, fp32 or bf16.
     """
 
     shard: OptimizerShard
@@ -41,7 +42,7 @@ class Tile:
 
 
 def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) -> Iterator[Tile]:
-    """Cut a master at changes of param group and into at most `most` elements.
+    """Cut a master where the param group changes, and into tiles of at most `most` elements.
 
     A run of slots in one group is one tile, gaps included: gradients are zero there and stay so. Parameters that
     are in no group are in no tile, and stay as they are.
@@ -60,8 +61,8 @@ def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) 
             yield Tile(shard, group, a - low, shard.master[a - low : b - low])
 
 
-def is_elementwise(value: object) -> bool:
-    """Whether a value in an optimizer's state is a tensor with an element for each of the tile's."""
+def is_state_tensor(value: object) -> bool:
+    """Whether a value in a tile's state is a tensor of its elements, such as `exp_avg`, and not a number."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
@@ -94,14 +95,14 @@ class TiledState:
     def nbytes(self, shard: OptimizerShard) -> int:
         """Bytes of the state tensors of one unit."""
         states = (self.of(tile) for tile in self.tiles if tile.shard is shard)
-        return sum(value.nbytes for state in states for value in state.values() if is_elementwise(value))
+        return sum(value.nbytes for state in states for value in state.values() if is_state_tensor(value))
 
     def move(self, shard: OptimizerShard, tier: Tier) -> None:
         """Bring the state tensors of one unit to `tier`."""
         for tile in self.tiles:
             if tile.shard is shard and (state := self.of(tile)):
                 for key, value in state.items():
-                    if is_elementwise(value):
+                    if is_state_tensor(value):
                         state[key] = tier.keep(value)
 
     def follow_masters(self) -> None:

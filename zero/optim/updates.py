@@ -27,7 +27,7 @@ import torch
 from zero.clock import Progress, label
 from zero.device import beside, compute_stream, ready_for_thread
 from zero.offload.memory import HostMemory
-from zero.optim.tiles import Tile, TiledState, is_elementwise
+from zero.optim.tiles import Tile, TiledState, is_state_tensor
 from zero.optimizer_shard import OptimizerShard
 from zero.pending import Pending
 
@@ -47,7 +47,7 @@ class TileInMemory:
         self._stored = state.of(tile)
         self.grad = self._read(tile.shard.grad[tile.start : tile.end])
         self.master = self._read(tile.master)
-        self.state = {key: self._read(value) if is_elementwise(value) else value for key, value in self._stored.items()}
+        self.state = {key: self._read(each) if is_state_tensor(each) else each for key, each in self._stored.items()}
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a buffer to which it is being read."""
@@ -77,10 +77,10 @@ class TileInMemory:
         in_file = tier.puts_in_file(shard.master.nbytes)  # of all tiles: each one may be small
         for key, value in self.state.items():
             place = self._stored.get(key)
-            if not is_elementwise(value):
+            if not is_state_tensor(value):
                 stored[key] = value
                 continue
-            if not (is_elementwise(place) and tier.holds_in_file(place) and place.dtype == value.dtype):
+            if not (is_state_tensor(place) and tier.holds_in_file(place) and place.dtype == value.dtype):
                 place = tier.file.empty(value.numel(), value.dtype) if in_file else value
             if place is not value:
                 writes.append(tier.store(place, value))

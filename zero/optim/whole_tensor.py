@@ -12,8 +12,8 @@ and updates all of them.
 `step()` is called once if there is one part of a step (`zero.optim.ownership`). Else each part has a call of its own,
 which begins with the same counts (`zero.optim.numbers`). Unknown classes have one part: they may keep anything. While
 one part is updated, gradients and masters of the next one are on their way to the owners, and new masters of the last
-one on their way back. An owner then holds what moved of two parts instead of all. Units that are offloaded have calls
-of their own, as each has to be on the compute device.
+one on their way back. So an owner holds what has moved of two parts, not of all. Units that are offloaded have calls of
+their own, as each has to be on the compute device.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
@@ -31,7 +31,7 @@ from zero.comm import Communicator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim.elementwise import steps_in_parts
-from zero.optim.exchange import Visit, WholeTensor, load_values
+from zero.optim.exchange import Assembly, WholeTensor, load_values
 from zero.optim.numbers import counts_of, flat, restore
 from zero.optim.ownership import owners, parts
 from zero.optim.rounding import StochasticRounding
@@ -134,18 +134,18 @@ class WholeTensorState:
     def update(self, factor: float) -> None:
         """Update all tensors with their gradients times `factor`. Every rank must call.
 
-        Raises UsageError, on every rank, if `step()` changes a number of its own by the tensors of a rank or of a unit:
-        Prodigy's estimate, for instance. A number that counts steps is the same everywhere.
+        Raises UsageError, on every rank, if `step()` keeps a number that depends on which tensors it was given, such as
+        Prodigy's estimate. A number that counts steps is the same everywhere.
         """
         before = counts_of(self._optimizer)
         former = after = flat(before)
         found = []
-        for visit in self._visits():
+        for assembly in self._assemblies():
             restore(self._optimizer, before)
             if factor != 1.0:
-                for tensor in visit.own:
+                for tensor in assembly.own:
                     tensor.param.grad.mul_(factor)
-            self._change(visit, self._optimizer.step)
+            self._change(assembly, self._optimizer.step)
             after = flat(counts_of(self._optimizer))
             found.append(after)
         unequal = [
@@ -166,29 +166,29 @@ class WholeTensorState:
     def switch(self, change: Callable[[], object]) -> None:
         """Let the optimizer change the weights: `train()` or `eval()` of a schedule-free one. Every rank must call."""
         before, state = counts_of(self._optimizer), self._optimizer.state
-        for visit in self._visits():
+        for assembly in self._assemblies():
             restore(self._optimizer, before)
             # Unlike `step()`, these functions look at tensors without a gradient.
-            present = set(visit.own)
+            present = set(assembly.own)
             absent = {t.param: state.pop(t.param) for t in self.own if t not in present and t.param in state}
-            self._change(visit, change)
+            self._change(assembly, change)
             state.update(absent)
 
-    def _visits(self) -> Iterator[Visit]:
-        """The units in parts, each of them ready to be updated. See the note on overlap."""
-        visits = [Visit({shard: self._of_shard[shard] for shard in part}, self._comm) for part in self._calls()]
+    def _assemblies(self) -> Iterator[Assembly]:
+        """The tensors of all units, some units at a time, each ready to be updated. See the note on overlap."""
+        assemblies = [Assembly({shard: self._of_shard[shard] for shard in part}, self._comm) for part in self._calls()]
         last = None
-        for number, visit in enumerate(visits):
+        for number, assembly in enumerate(assemblies):
             if number == 0:
-                visit.start()
-            visit.wait()
-            if number + 1 < len(visits):
-                visits[number + 1].start()
-            yield visit
-            visit.return_()
+                assembly.start()
+            assembly.wait()
+            if number + 1 < len(assemblies):
+                assemblies[number + 1].start()
+            yield assembly
+            assembly.return_masters()
             if last is not None:
                 self._store(last)
-            last, visits[number] = visit, None
+            last, assemblies[number] = assembly, None
         if last is not None:
             self._store(last)
 
@@ -199,22 +199,22 @@ class WholeTensorState:
                 yield here
         yield from ([shard] for shard in self._of_shard if shard.is_offloaded)
 
-    def _change(self, visit: Visit, change: Callable[[], object]) -> None:
-        """Call the optimizer's method `change` for the tensors of a visit."""
-        places = [self._load_state(tensor) for tensor in visit.own]
-        for tensor in visit.own:
+    def _change(self, assembly: Assembly, change: Callable[[], object]) -> None:
+        """Call the optimizer's method `change` for the tensors of an assembly."""
+        places = [self._load_state(tensor) for tensor in assembly.own]
+        for tensor in assembly.own:
             self._change_state(tensor, closed)
         change()
-        for tensor in visit.own:
+        for tensor in assembly.own:
             self._change_state(tensor, opened)
             self._separate(tensor)
-        for tensor, of_state in zip(visit.own, places, strict=True):
+        for tensor, of_state in zip(assembly.own, places, strict=True):
             self._store_state(tensor, of_state)
 
-    def _store(self, visit: Visit) -> None:
-        """Keep the new masters of a visit, and round them into the weights."""
-        visit.finish()
-        for shard, master in visit.masters.items():
+    def _store(self, assembly: Assembly) -> None:
+        """Keep the new masters of an assembly, and round them into the weights."""
+        assembly.finish()
+        for shard, master in assembly.masters.items():
             if self._rounding is not None:
                 wide, master = master, torch.empty_like(master, dtype=shard.master.dtype)
                 self._rounding.store(master, wide, shard, 0)
@@ -267,7 +267,7 @@ class WholeTensorState:
         """The masters have moved: nothing to do, as each step takes them from where they are."""
 
     def _load_state(self, tensor: WholeTensor) -> list[object]:
-        """Bring the state of an offloaded tensor to the compute device; where its values were."""
+        """Bring the state of an offloaded tensor to the compute device. Returns the tensors that held it before."""
         state = self.of(tensor)
         if not (state and tensor.shard.is_offloaded):
             return []
