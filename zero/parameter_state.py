@@ -86,6 +86,8 @@ class ParameterState:
         out = torch.empty(unit.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = unit.comm.reduce if unit.layout.replicated else unit.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
+        if self.optimizer.reducer.is_fresh(unit):  # micro-batches of `coalesce_grad_reduction` are reduced already
+            out.add_(self._shard.grad.to(out.device))
         return out
 
     def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:

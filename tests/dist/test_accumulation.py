@@ -14,13 +14,17 @@ from zero.errors import UsageError
 WIDTH, ROWS, STEPS = 8, 4, [2, 4, 1]
 
 
-def engine_of(stage: int, **top: object) -> zero.ZeroEngine:
+def model() -> nn.Sequential:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def engine_of(stage: int, **top: object) -> zero.ZeroEngine:
+    trained = model()
     config = ds_config(stage3_param_persistence_threshold=0) | top
     config["zero_optimization"] |= {"stage": stage, "overlap_comm": stage >= 2}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    return zero.initialize(model=trained, optimizer=optimizer, config=config)[0]
 
 
 def inputs(rank: int, step: int, part: int) -> torch.Tensor:
@@ -29,16 +33,15 @@ def inputs(rank: int, step: int, part: int) -> torch.Tensor:
 
 def expected(world_size: int) -> list[torch.Tensor]:
     """Train in plain torch. The loss of a step is the mean over the micro-batches of all ranks."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step, parts in enumerate(STEPS):
         optimizer.zero_grad()
         for rank in range(world_size):
             for part in range(parts):
-                (model(inputs(rank, step, part)).square().mean() / parts / world_size).backward()
+                (plain(inputs(rank, step, part)).square().mean() / parts / world_size).backward()
         optimizer.step()
-    return list(model.parameters())
+    return list(plain.parameters())
 
 
 def values(engine: zero.ZeroEngine) -> list[torch.Tensor]:
@@ -81,6 +84,26 @@ def coalesced(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_of_several_backwards_are_reduced_together(stage):
     run_on(2, coalesced, stage)
+
+
+def read_between(rank: int, world_size: int, stage: int) -> None:
+    """Read a gradient after two backwards that were coalesced, and a third one; one more is to come."""
+    engine = engine_of(stage, gradient_accumulation_steps=4)
+    with engine.coalesce_grad_reduction():
+        for part in (0, 1):
+            engine.backward(engine(inputs(rank, 0, part)).square().mean())
+    engine.backward(engine(inputs(rank, 0, 2)).square().mean())
+    plain = model()
+    for each in range(world_size):
+        for part in range(3):
+            (plain(inputs(each, 0, part)).square().mean() / 4 / world_size).backward()
+    found = zero.fragments.safe_get_full_grad(engine.module[0].weight)
+    torch.testing.assert_close(found, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_can_be_read_between_coalesced_and_other_backwards(stage):
+    run_on(2, read_between, stage)
 
 
 def test_what_coalescing_does_not_go_with():

@@ -21,6 +21,7 @@ from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole
 from zero.checkpoint.manifest import Manifest, read_manifest
 from zero.checkpoint.model import MAX_FILE_BYTES, TensorSpec, write_model
 from zero.checkpoint.values import decode, dtype_of
+from zero.errors import UsageError
 
 # Elements of a tensor that are read and written at a time.
 PART = 1 << 22
@@ -33,7 +34,7 @@ def _open(path: str | os.PathLike, tag: str | None = None) -> PartReader:
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
-        raise ValueError(f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500")
+        raise UsageError(f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500")
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     return PartReader(folder, manifest)
@@ -117,7 +118,7 @@ def consolidate(
     model, OSError where the disk cannot take it; nothing is left half-written under a final name.
     """
     if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
-        raise ValueError(f"{out} already holds a model ({existing[0]}); choose another folder or remove it")
+        raise UsageError(f"{out} already holds a model ({existing[0]}); choose another folder or remove it")
     reader = _open(checkpoint)
     tensors = dict(_model_tensors(reader.manifest, dtype))
     for key, tensor in tensors.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from zero import world
 from zero.deepspeed import finder
 from zero.device import accelerator
-from zero.errors import end_process_on_exception
+from zero.errors import UsageError, end_process_on_exception
 from zero.hf.resume import guard_checkpoints
 
 # A folder for PYTHONPATH: every process that looks for DeepSpeed then calls `set_up`.
@@ -86,7 +86,7 @@ def _choose_device() -> None:
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
     elif use_cpu:
-        raise ValueError(
+        raise UsageError(
             "ACCELERATE_USE_CPU makes accelerate train without DeepSpeed: unset it, and to train on the CPU of a "
             'machine with GPUs set CUDA_VISIBLE_DEVICES="" instead'
         )
