@@ -32,7 +32,6 @@ def _text(script: str, model: str, data: str, more: str = "") -> tuple[str, str]
 # A path in `examples/pytorch`, and the script's own arguments.
 SCRIPTS = {
     "run_clm": _text("language-modeling/run_clm", "llama", "text", "--block_size 32"),
-    "run_fim": _text("language-modeling/run_fim", "llama", "text", "--block_size 32 --fim_rate 0.5"),
     "run_mlm": _text("language-modeling/run_mlm", "bert", "text", "--max_seq_length 32 --line_by_line"),
     "run_plm": _text("language-modeling/run_plm", "xlnet", "text", "--max_seq_length 32"),
     "run_glue": _text("text-classification/run_glue", "bert", "pairs", "--max_seq_length 32"),
@@ -58,7 +57,7 @@ SCRIPTS = {
         "summarization/run_summarization",
         "t5",
         "summaries",
-        "--max_source_length 32 --max_target_length 8 --predict_with_generate --num_beams 2",
+        "--max_source_length 32 --max_target_length 8",
     ),
     "run_translation": _text(
         "translation/run_translation",
@@ -113,6 +112,7 @@ _ANSWERS = f'datasets.Sequence({{"text": {_TEXT}, "answer_start": {_INTEGER}}})'
 METRICS = {
     "accuracy": (_INTEGER, _INTEGER, ["accuracy"]),
     "glue": (_INTEGER, _INTEGER, ["accuracy", "f1"]),
+    "rouge": (_TEXT, _TEXT, ["rouge1"]),
     "sacrebleu": (_TEXT, _TEXTS, ["score"]),
     "seqeval": (_TEXTS, _TEXTS, [f"overall_{name}" for name in ("precision", "recall", "f1", "accuracy")]),
     "squad": (
