@@ -1,6 +1,6 @@
 """Unmodified published training scripts on this engine and under DDP: do they run, and are the numbers the same?
 
-    python -m benchmarks.compatibility --examples CHECKOUT_OF_TRL [--only trl/grpo] [--stages 3] [--launcher accelerate]
+    python -m benchmarks.compatibility --examples FOLDER ... [--only trl/grpo] [--stages 3] [--launcher accelerate]
 
 Each installed script runs full and with adapters: train 4 steps on two CPU processes in fp32, evaluate, save, resume
 from the checkpoint of step 2, load the result. The reference is the same script under DDP. The command is `torchrun
@@ -101,10 +101,20 @@ SCRIPTS = {
         adapters=None,
     ),
 }
+# Under DDP, transformers 5.23 resumes ViT from wrong weights: it does not know the names in its own file.
 SCRIPTS |= {
-    f"transformers/{name}": Script("transformers", f"examples/pytorch/{file}", f"{COMMON} {arguments}", adapters=None)
+    f"transformers/{name}": Script(
+        "transformers", f"examples/pytorch/{file}", f"{COMMON} {arguments}", None, not file.startswith("image-")
+    )
     for name, (file, arguments) in compatibility_transformers.SCRIPTS.items()
 }
+SCRIPTS["peft/sft"] = Script(
+    "peft",
+    "examples/sft/train.py",
+    COMMON + " --model_name_or_path {data}/model --dataset_name {data}/messages --chat_template_format none"
+    " --max_length 64",
+    "--use_peft_lora --lora_r 4 --lora_alpha 8",
+)
 LIGHTNING = "lightning/fit"
 
 
