@@ -261,7 +261,8 @@ def _show_copies(module: nn.Module, state: dict[str, object], prefix: str, metad
 def _warn_of_placeholders() -> None:
     logger.warning(
         "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it use the trainer's "
-        "save_model() or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+        "save_model(), accelerate's save_pretrained(..., state_dict=accelerator.get_state_dict(model)) on every rank, "
+        "or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
     )
 
 

@@ -62,7 +62,7 @@ def test_trl_packs_sequences(tmp_path):
     """Switched on as accelerate's launcher does, by the environment."""
     pytest.importorskip("trl")
     script, data = SCRIPTS["trl/sft"], write_inputs(tmp_path / "data")
-    logs, file = [], find(script, None)
+    logs, file = [], find(script, [])
     for stage in (None, 3):
         out = tmp_path / f"out{stage}"
         line = command(script, file, data, "full", stage, out)

@@ -21,7 +21,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, method: str) -> None:
     """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1)."""
     script = dataclasses.replace(SCRIPTS[name], resumes=False)
-    file = find(script, None)
+    file = find(script, [])
     reference = data / f"{file.stem}_{method}"
     train(command(script, file, data, method, None, reference), reference)
     out = reference.with_name(f"{reference.name}_3")

@@ -402,6 +402,12 @@ def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
         DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
 
 
+def test_adam_does_not_take_the_place_of_a_schedule_free_optimizer():
+    user = pytest.importorskip("schedulefree").AdamWScheduleFree([nn.Parameter(torch.ones(2))])
+    with pytest.raises(UsageError, match="weight_lr_power.*set zero_force_ds_cpu_optimizer to false"):
+        DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
+
+
 @pytest.mark.parametrize(
     ("make", "setting"),
     [

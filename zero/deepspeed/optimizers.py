@@ -38,7 +38,9 @@ def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
 
 
 # Settings in the param groups of optimizers that are not Adam.
-_NOT_ADAMS = set().union(*map(optimizer_defaults, TYPES), ("clip_threshold", "beta2_decay", "ns_steps", "d0"))
+_NOT_ADAMS = set().union(
+    *map(optimizer_defaults, TYPES), ("clip_threshold", "beta2_decay", "ns_steps", "d0", "weight_lr_power")
+)
 _NOT_ADAMS -= {*optimizer_defaults("Adam"), *optimizer_defaults("AdamW"), "decoupled_weight_decay"}
 
 
