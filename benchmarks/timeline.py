@@ -37,7 +37,7 @@ assumptions
 - A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full buffer over the
   slowest link, and pays the latency of each hop. All-gathers and reductions share the network, one after another.
 - Groups are of consecutive ranks. The same collective of all groups of a node runs at the same time, and shares the
-  links between nodes. Coded gradients are exchanged within nodes first, then between them.
+  links between nodes. Coded gradients are exchanged within nodes first, then between them, if all nodes are full.
 - A collective, and a copy from the host, starts when compute has come to where the engine starts it.
 - Copies to and from the device have a link each, the disk has one. Contention for host memory is in --host-adam only.
 - Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the device takes the time of
@@ -139,12 +139,12 @@ class Timeline:
         """The end of an all-gather that may start at `after`. With hpZ only the first one since an update is wide."""
         zero, layout = self.config.zero_optimization, unit.layout
         ranks, second = layout.world_size, zero.second_shards_over(self.ranks)
-        if second and unit in self._second:
-            ranks = second
+        is_coded = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable)
+        if second and unit in self._second:  # these are sent as they are
+            ranks, is_coded = second, False
         self._second.add(unit)
-        message = layout.padded // ranks * self._item
-        if zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable):
-            message = message_bytes(layout.padded // ranks, 8)
+        shard = layout.padded // ranks
+        message = message_bytes(shard, 8) if is_coded else shard * self._item
         return self.run("network", self.machine.collective(ranks * message, ranks), after)
 
     def _reduction(self, unit: RehearsedUnit) -> float:
@@ -153,7 +153,8 @@ class Timeline:
         ranks, shard = layout.world_size, layout.padded // layout.world_size
         seconds = machine.collective(layout.padded * self._sent_item, ranks)
         if zero.zero_quantized_gradients:
-            nbytes, near = ranks * message_bytes(shard, zero.zero_quantized_gradient_bits), min(ranks, machine.per_node)
+            nbytes = ranks * message_bytes(shard, zero.zero_quantized_gradient_bits)
+            near = machine.per_node if ranks % machine.per_node == 0 else ranks  # else one exchange among all
             seconds = machine.exchange(nbytes, near) + machine.exchange(nbytes / near, ranks // near, stride=near)
         seconds += 2 * machine.collective(shard * self._sent_item, self.ranks // ranks, stride=ranks)
         return self.run("network", seconds, self.now)

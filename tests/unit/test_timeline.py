@@ -83,16 +83,30 @@ def test_shards_of_groups_stay_within_a_node_and_gradients_are_summed_over_both(
     assert network(mics_shard_size=2) == pytest.approx(2 * (2 + 2) + 2 * between)
 
 
-def test_second_shards_are_gathered_within_a_node():
-    config = load_config(
-        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
-    )
+@pytest.mark.parametrize(("coded", "part"), [(False, 1.0), (True, 260 / 1024)])
+def test_second_shards_are_gathered_within_a_node_and_uncoded(coded, part):
+    section = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": coded}
+    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
     with torch.device("meta"):
         units = make_units(nn.Linear(1024, 1024, bias=False), config, 4)
     program = [Op("gather", 0), Op("use", 0), Op("gather", 0), Op("use", 0), Op("step")]
     machine = Machine(within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0)
     found = predict(units, program, config, machine, 4)
-    assert found["busy"]["network"] == pytest.approx(3 / 4 * 4 * NUMEL / (LINK / 100) + 2)
+    assert found["busy"]["network"] == pytest.approx(part * 3 / 4 * 4 * NUMEL / (LINK / 100) + 2)
+
+
+def test_coded_gradients_of_nodes_that_are_not_full_are_exchanged_among_all():
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+    )
+    machine = Machine(within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0)
+    spent = {}
+    for ranks in (3, 4):
+        with torch.device("meta"):
+            units = make_units(nn.Linear(1024, 1024, bias=False), config, ranks)
+        found = predict(units, [Op("reduce", 0), Op("backward ends"), Op("step")], config, machine, ranks)
+        spent[ranks] = found["busy"]["network"]
+    assert spent[3] > spent[4] > 0
 
 
 def test_coded_messages_are_smaller():

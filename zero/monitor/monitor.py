@@ -152,7 +152,9 @@ class Monitor:
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
         now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
-        own += [_peak_host_memory(), _host_memory(), device, now, self._tokens, self._done]
+        host = _host_memory()
+        # The kernel's two counters are not exact: the present size may be a little above its peak.
+        own += [max(host, _peak_host_memory()), host, device, now, self._tokens, self._done]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
