@@ -31,6 +31,7 @@ NVME = {"device": "nvme"}
 FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
+TWO = {"gradient_accumulation_steps": 2}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
 CASES: list[Case] = [
@@ -54,6 +55,8 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": CPU}, BF16, 4, 128, False),
     ("t5", {"stage": 3, **SMALL, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}, BF16, 4, 128, True),
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": FILES}, {}, 1, 64, False),
+    ("llama", {"stage": 0}, BF16 | TWO, 1, 32, False),
+    ("llama", {"stage": 1}, TWO, 1, 32, False),
 ]
 
 
@@ -92,7 +95,7 @@ def describe(case: Case) -> str:
     words += [f"ratio {optimizer.get('ratio')}"] * ("ratio" in optimizer) + ["pipelined"] * (
         "pipeline_read" in optimizer
     )
-    words += ["Muon"] * ("optimizer" in others)
+    words += ["Muon"] * ("optimizer" in others) + ["accumulation 2"] * ("gradient_accumulation_steps" in others)
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
     return ", ".join(words)
 

@@ -28,7 +28,7 @@ from zero.errors import UsageError
 from zero.estimate.activation_trace import FAKE, trace
 from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
-from zero.estimate.step import WHOLE, StepMemory, imagined, without_saved
+from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined, without_saved
 from zero.estimate.traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
@@ -191,6 +191,9 @@ def _add_step(
         found.add(DEVICE, "gathered parameters", step.most_gathered * item)
         found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
         found.add(DEVICE, WHOLE, whole)
+        if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
+            sums = sum(unit.layout.padded for unit in units if unit.trainable) * config.sum_dtype.itemsize
+            found.add(DEVICE, SUMS, sums)
     found.traffic = traffic(model, units, step.gathers, config, question.world_size, Work(computed, saved))
 
 
@@ -212,7 +215,5 @@ def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
         return
 
     found.add(unit.place(unit.gradient), "gradients", unit.gradient)
-    if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
-        found.add(DEVICE, "sums of micro-batches", unit.layout.padded * config.gradient_bytes(sums_have_16_bits=True))
     found.add(unit.home.optimizer, "masters", 0 if unit.shares_weights else unit.master)
     found.add(unit.home.optimizer, "optimizer state", unit.state)

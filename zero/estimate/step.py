@@ -100,28 +100,51 @@ def without_saved(moments: Sequence[Moment]) -> list[Moment]:
     ]
 
 
+SUMS = "sums of micro-batches"  # at stages 0 and 1, in whole units
+
+
 class _Gradients:
     """Bytes of gradients that one backward makes, on the device of one rank, until their reduction has ended.
 
-    `adds`: to those of earlier micro-batches.
+    Args: adds: to those of earlier micro-batches; sums: of those there are sums in whole units, not reduced yet; keeps:
+    this backward's gradients are added to these sums, and not reduced.
     """
 
-    def __init__(self, config: Config, units: Sequence[Kept], world_size: int, staging: Staging, adds: bool):
-        zero = config.zero_optimization
+    def __init__(
+        self,
+        config: Config,
+        units: Sequence[Kept],
+        world_size: int,
+        staging: Staging,
+        adds: bool,
+        sums: bool = False,
+        keeps: bool = False,
+    ):
+        zero, self._keeps, self._sum_item = config.zero_optimization, keeps, config.sum_dtype.itemsize
+        self._has_sums, self._flat = sums, 0
+        self.sums = sum(self._sum_of(unit) for unit in units if unit.trainable) if sums else 0
         self._units, self._world_size, self._staging, self._adds = units, world_size, staging, adds
         self._item, self._kept_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
-        self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
+        self._sent_item = self._sum_item if sums else (config.communication_data_type or config.compute_dtype).itemsize
         self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
         self._in_flight: deque[Kept] = deque()
         self._leaving: deque[tuple[Kept, int]] = deque()
         self.apart = self.kept = 0
 
+    def _sum_of(self, unit: Kept) -> int:
+        return unit.layout.padded * self._sum_item
+
     def collect(self, numel: int) -> None:
         self.apart += numel * self._item
 
     def flatten(self, number: int) -> None:
-        """Gradients of a unit are copied to a flat buffer, which is about to be reduced."""
+        """Gradients of a unit are copied to a flat buffer, which is about to be reduced, or added to the sums."""
         unit = self._units[number]
+        if self._keeps:
+            self._flat = unit.layout.padded * self._item
+            return
+        if self._has_sums:  # the sum is what is reduced
+            self.sums -= self._sum_of(unit)
         if self._adds and _is_in_file(unit):
             self._staging.copy_in(self._staging.take(unit.gradient))
         self._in_flight.append(unit)
@@ -132,6 +155,10 @@ class _Gradients:
         """The copies' originals are free."""
         unit = self._units[number]
         self.apart -= unit.layout.numel * self._item
+        if self._keeps:
+            self._flat = 0
+            self.sums += 0 if self._has_sums else self._sum_of(unit)
+            return
         if not unit.offloaded:
             self.kept += unit.gradient
         if self._world_size == 1 or not self._bucket:
@@ -162,7 +189,7 @@ class _Gradients:
             each.layout.padded * self._sent_item + each.layout.shard_numel * differs + each.gradient * each.offloaded
             for each in self._in_flight
         )
-        return self.apart + flying + sum(unit.gradient for unit, _ in self._leaving)
+        return self.apart + self._flat + flying + sum(unit.gradient for unit, _ in self._leaving)
 
 
 def _is_in_file(unit: Kept) -> bool:
@@ -218,7 +245,10 @@ class StepMemory:
         most: dict[str, int] = {}
         for number in range(min(3, micro_batches)):  # all between the first and the last are alike
             before, last = [unit.gathers for unit in self._units], number == min(3, micro_batches) - 1
-            found = self._follow(moments, wraps=not last, adds=number > 0 and zero.stage >= 2)
+            later, whole_sums = number > 0, zero.stage < 2
+            found = self._follow(
+                moments, not last, later and not whole_sums, later and whole_sums, whole_sums and not last
+            )
             most = max(most, found, key=_total)
             alike = micro_batches - 2 if number == 1 and not last else 1
             for place, unit in enumerate(self._units):
@@ -233,9 +263,14 @@ class StepMemory:
         """Most elements that were gathered at once so far."""
         return self._residency.peak
 
-    def _follow(self, moments: Sequence[Moment], wraps: bool = False, adds: bool = False) -> dict[str, int]:
-        """Follow one pass. `wraps`: parameters do not change after it, so that gathered ones may be kept."""
-        self._gradients = _Gradients(self._config, self._kept, self._world_size, self._staging, adds)
+    def _follow(self, moments: Sequence[Moment], wraps: bool = False, *gradients: bool) -> dict[str, int]:
+        """Follow one pass. `wraps`: parameters do not change after it, so that gathered ones may be kept.
+
+        gradients: adds, sums and keeps, as for `_Gradients`.
+        """
+        self._gradients = _Gradients(
+            self._config, self._kept, self._world_size, self._staging, *(gradients or (False,))
+        )
         self._left = [len(plan.params) for plan in self._plans]
         self._in_backward: set[int] = set()
         self._most: dict[str, int] = {}
@@ -257,6 +292,7 @@ class StepMemory:
             "gathered parameters": self._residency.live * self._config.compute_dtype.itemsize,
             "gradients on their way": self._gradients.moving,
             "gradients": self._gradients.kept,
+            SUMS: self._gradients.sums,
         }
         self._most = max(self._most, now, key=_total)
 
