@@ -35,8 +35,9 @@ def test_collectives_are_logged_and_links_counted(tmp_path: Path):
     records = [json.loads(line) for line in (tmp_path / "DeepSpeedJobName" / "steps.jsonl").read_text().splitlines()]
     shard = 4 * records[0]["run"]["parameters"] / 2
     for record in records:
-        # Each gradient goes out. Updated weights come in, maybe behind the next forward.
+        # Each gradient goes out in its own step.
         assert record["links"]["device to host"] >= shard and record["links"]["network"] > 0
         assert record["mfu"] is None  # the peak of this device is not known
-    assert records[-1]["links"]["host to device"] >= shard
+    # Updated weights may come in behind the next forward, so at any point of the next record. The last ones may not.
+    assert sum(record["links"]["host to device"] for record in records) >= (len(records) - 1) * shard
     assert min(records[-1]["ranks"]["device_bytes"]) > 0
