@@ -55,11 +55,11 @@ class GradientReducer:
         bucket_size: most elements in one reduction and in all reductions in flight.
         overlap: reductions run while backward goes on, else each is waited for at once.
         contiguous: gradients are copied to the flat buffer when `MOST_APART` elements wait, else when the unit has all.
-        dtype: of the flat buffer, in which gradients travel; None: that of the parameters.
+        dtype: in which gradients travel; None: that of the parameters, and for sums of micro-batches `sum_dtype`.
         sum_dtype: in which the result is kept, and summed over micro-batches.
         narrow: a result to which nothing is added stays in the dtype of the reduction, which loses nothing.
-        deferred: gradients of several micro-batches are summed in a buffer of full size and of `sum_dtype`, and travel
-            in that (stages 0 and 1). Else those of each micro-batch are reduced at once.
+        deferred: gradients of several micro-batches are summed in a buffer of full size and of `sum_dtype` before they
+            travel (stages 0 and 1). Else those of each micro-batch are reduced at once.
         reduces_now: whether the current micro-batch is the last one, with which a deferred sum is reduced.
 
     Attributes: backwards: how many have ended since the last step. buffered: elements in flat buffers.
@@ -149,6 +149,7 @@ class GradientReducer:
             torch._foreach_zero_(zeros)
         if self._factor != 1.0:
             flat.mul_(self._factor)
+        del entry  # a sum takes the place of its buffer
         if self.deferred:
             if unit in self._carried:
                 self.buffered -= flat.numel()
@@ -160,6 +161,8 @@ class GradientReducer:
 
     def _start(self, unit: Unit, flat: torch.Tensor) -> None:
         unit.wait_for_update()  # the update of the step before reads the buffer that is about to be written
+        if self.dtype is not None and self.comm.world_size > 1:
+            flat = flat.to(self.dtype)  # a sum of micro-batches is rounded once
         shard, accumulate = self._shards[unit], unit in self._fresh
         self._fresh.add(unit)
         dtype = self._kept_dtype(flat.dtype, accumulate)
@@ -277,7 +280,10 @@ class GradientReducer:
 
     def _flat(self, unit: Unit) -> torch.Tensor:
         self.buffered += unit.layout.padded
-        return torch.empty(unit.layout.padded, dtype=self.dtype or unit.dtype, device=self.comm.device)
+        dtype = self.dtype or unit.dtype
+        if self.deferred and (unit in self._carried or not self.reduces_now()):
+            dtype = max(unit.dtype, dtype, key=lambda dtype: dtype.itemsize)  # of a sum, that is rounded later
+        return torch.empty(unit.layout.padded, dtype=dtype, device=self.comm.device)
 
     @staticmethod
     def _place(unit: Unit, flat: torch.Tensor, index: int) -> torch.Tensor:

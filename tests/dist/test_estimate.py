@@ -129,6 +129,7 @@ FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_s
 TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": ("gpt2", config({"stage": 0}, **FP32)),
     "stage 1": ("llama", config({"stage": 1}, **FP32)),
+    "stage 1, bf16 messages": ("llama", config({"stage": 1}, **FP32, communication_data_type="bf16")),
     "stage 2": ("t5", config({"stage": 2})),
     **{f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3)) for name in MODELS},
     "stage 3, few live": ("gpt2", config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000})),

@@ -120,7 +120,7 @@ def exchanged(rank: int, world_size: int, settings: dict) -> set[torch.dtype]:
         return reduce_scatter(self, out, full, *args)
 
     with mock.patch.object(Communicator, "reduce_scatter", reduced):
-        step(engine, toy_batches(1))
+        step(engine, toy_batches(engine.settings.gradient_accumulation_steps))
     return found
 
 
@@ -130,6 +130,28 @@ def test_gradients_travel_in_the_dtype_of_the_parameters_or_the_configured_one()
     assert run_on(2, exchanged, bf16)[0] == {torch.bfloat16}
     assert run_on(2, exchanged, bf16 | {"communication_data_type": "fp32"})[0] == {torch.float32}
     assert run_on(2, exchanged, {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
+
+
+def test_sums_of_micro_batches_travel_in_fp32_or_the_configured_dtype():
+    sums = {"stage": 1, "accumulation": 2, "bf16": {"enabled": True}}
+    assert run_on(2, exchanged, sums)[0] == {torch.float32}
+    assert run_on(2, exchanged, sums | {"communication_data_type": "bf16"})[0] == {torch.bfloat16}
+
+
+def sent_as_bf16(rank: int, world_size: int) -> float:
+    """Return the reduced gradient of two micro-batches, 2^-8 and 1 + 2^-8 before division by 2. Messages are bf16."""
+    model = torch.nn.Linear(world_size, 1, bias=False)
+    engine, _ = start(model, ds_config(stage=1, accumulation=2, communication_data_type="bf16"))
+    for gradient in (2.0**-8, 1 + 2.0**-8):
+        engine.backward(engine(torch.full((1, world_size), gradient)).sum())
+        if gradient < 1:
+            engine.step()
+    return safe_get_full_grad(model.weight)[0, 0].item()
+
+
+def test_a_sum_of_micro_batches_is_rounded_once():
+    """bf16 has 1 + 2^-7, but not 1 + 2^-8, which becomes 1."""
+    assert run_on(2, sent_as_bf16) == [(1 + 2.0**-7) / 2] * 2
 
 
 def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], list[int], dict]:

@@ -138,7 +138,7 @@ class Config(SectionsWithoutEffect):
     Default: 0.8 of the process group's timeout."""
     communication_data_type: DType = None
     """Dtype in which gradients travel between ranks. gloo's messages are then added in fp32; NCCL adds in this dtype.
-    Default: that of the parameters. Sums of several micro-batches, at stages 0 and 1, travel in `grad_accum_dtype`."""
+    Default: that of the parameters, and `grad_accum_dtype` for sums of several micro-batches, at stages 0 and 1."""
     gradient_allreduce_op: choice("mean", "sum") = acts(
         "mean",
         "Mean or sum of the gradients over the processes.",

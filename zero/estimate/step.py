@@ -125,7 +125,8 @@ class _Gradients:
         self.sums = sum(self._sum_of(unit) for unit in units if unit.trainable) if sums else 0
         self._units, self._world_size, self._staging, self._adds = units, world_size, staging, adds
         self._item, self._kept_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
-        self._sent_item = self._sum_item if sums else (config.communication_data_type or config.compute_dtype).itemsize
+        unasked = config.sum_dtype if sums else config.compute_dtype
+        self._sent_item = ((world_size > 1 and config.communication_data_type) or unasked).itemsize
         self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
         self._in_flight: deque[Kept] = deque()
         self._leaving: deque[tuple[Kept, int]] = deque()
@@ -143,8 +144,9 @@ class _Gradients:
         if self._keeps:
             self._flat = unit.layout.padded * self._item
             return
-        if self._has_sums:  # the sum is what is reduced
+        if self._has_sums:  # the sum is what is reduced; in another dtype, there are both for a moment
             self.sums -= self._sum_of(unit)
+            self._flat = self._sum_of(unit) if self._sent_item != self._sum_item else 0
         if self._adds and _is_in_file(unit):
             self._staging.copy_in(self._staging.take(unit.gradient))
         self._in_flight.append(unit)
@@ -155,8 +157,8 @@ class _Gradients:
         """The copies' originals are free."""
         unit = self._units[number]
         self.apart -= unit.layout.numel * self._item
+        self._flat = 0
         if self._keeps:
-            self._flat = 0
             self.sums += 0 if self._has_sums else self._sum_of(unit)
             return
         if not unit.offloaded:

@@ -155,9 +155,8 @@ def _reductions(config: Config) -> int:
 def _reduce(found: Traffic, unit: Kept, config: Config, world_size: int) -> None:
     layout, ranks, times = unit.layout, unit.layout.world_size, _reductions(config)
     zero, replicas, shard = config.zero_optimization, world_size // ranks, layout.padded // ranks
-    sent = (config.communication_data_type or config.compute_dtype).itemsize
-    if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
-        sent = config.sum_dtype.itemsize
+    sums = zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1
+    sent = (config.communication_data_type or (config.sum_dtype if sums else config.compute_dtype)).itemsize
     message = shard * sent
     if zero.zero_quantized_gradients and ranks > 1:
         message = _coded_gradients(shard, max(BLOCK, zero.reduce_bucket_size // ranks // BLOCK * BLOCK), config)
