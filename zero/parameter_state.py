@@ -102,8 +102,8 @@ class ParameterState:
         yield 0, self.unit.shard.new_empty(0, dtype=torch.float32)
         for tile in self.optimizer.tiles:
             first, last = max(start, tile.start), min(end, tile.end)
-            if tile.unit is self.unit and first < last:
-                state, numel = self.optimizer.state[tile.master], tile.master.numel()
+            state, numel = self.optimizer.state.get(tile.master, {}), tile.master.numel()
+            if tile.unit is self.unit and first < last and self.kind in state:
                 part = CodedSlice.of(self.kind, state[self.kind], numel)[first - tile.start : last - tile.start]
                 if not isinstance(part, CodedSlice):
                     yield first - start, part
@@ -119,23 +119,28 @@ class ParameterState:
         if not self.exists:
             return None
         device = self.unit.comm.device
-        parts = [part for _, part in self._places(self.piece)]
-        return torch.cat(parts).to(device, torch.float32).mul_(self._factor)
+        values = torch.cat([part for _, part in self._places(self.piece)])
+        return values.to(device, torch.float32).mul_(self._factor) if values.numel() == self.piece.numel else None
 
     @torch.no_grad()
     def read_full(self) -> torch.Tensor | None:
         """All of it, in the parameter's shape, as an fp32 copy; None where nothing exists. Every rank must call."""
         if self._whole is not None:
             return self._read_whole()
-        if not self.exists:
+        if self.optimizer is None or self.kind in (FP32, GRADIENT) and not self.exists:
             return None
-        comm = self.unit.comm
-        full = torch.zeros(local(self.param).numel(), dtype=torch.float32, device=comm.device)
-        part = full[self.piece.inside : self.piece.inside + self.piece.numel]
-        part.copy_(self.read_local()[: part.numel()])
+        comm, numel = self.unit.comm, local(self.param).numel()
+        # The last element says whether a rank has a part. A rank of padding alone does not know which states there are.
+        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
+        if (values := self.read_local()) is not None and values.numel():
+            part = full[self.piece.inside : min(numel, self.piece.inside + self.piece.numel)]  # without padding
+            part.copy_(values[: part.numel()])
+            full[numel] = 1
         if not self.unit.layout.replicated:
             comm.all_reduce(full, of_shards=True)
-        full, cut = full.view(local(self.param).shape), cut_of(self.param)
+        if not full[numel]:
+            return None
+        full, cut = full[:numel].view(local(self.param).shape), cut_of(self.param)
         return full if cut is None else cut.gather(full)
 
     def _read_whole(self) -> torch.Tensor | None:

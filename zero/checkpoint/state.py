@@ -185,9 +185,11 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
         if not parts:
             continue  # a tile of padding gets its state from the optimizer, as it did when training began
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
+        names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
         for key, kind in reader.manifest.optimizer.state.items():
+            if not any(name in (kind.numbers or ()) or f"optimizer/{key}/{name}" in reader.tensors for name in names):
+                continue  # the param group needs none, as one of SGD without momentum
             if kind.numbers is not None:
-                names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
                 state[key] = _number(key, kind.numbers, names, group, tile.master.device)
                 continue
             dtype, tier, size = dtype_of(kind.dtype), tile.shard.tier, tile.master.numel()

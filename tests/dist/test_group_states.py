@@ -1,0 +1,66 @@
+"""Param groups whose optimizer state has different names, such as SGD with momentum for matrices only."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, start, train_zero, trainable
+from tests.processes import run_on
+from zero.deepspeed.fragments import safe_get_full_optimizer_state, safe_get_local_optimizer_state
+
+# The option that the group of matrices has, and the state that only this group has.
+KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "SGD": (partial(torch.optim.SGD, lr=0.01), {"momentum": 0.9}, "momentum_buffer"),
+    "AdamW": (partial(torch.optim.AdamW, lr=0.01), {"amsgrad": True}, "max_exp_avg_sq"),
+}
+
+
+def engine_of(name: str) -> zero.ZeroEngine:
+    make, option, _ = KINDS[name]
+
+    def grouping(named):
+        groups = [[param for _, param in named if (param.dim() > 1) == matrices] for matrices in (True, False)]
+        return [{"params": groups[0]} | option, {"params": groups[1]}]
+
+    return start(toy(), ds_config(stage3_param_persistence_threshold=0, sub_group_size=50), grouping, make)[0]
+
+
+def read(rank: int, world_size: int, name: str) -> None:
+    engine, key = engine_of(name), KINDS[name][2]
+    weights = dict(trainable(engine.module))
+    assert all(safe_get_full_optimizer_state(param, key) is None for param in weights.values())
+    train_zero(engine, toy_batches(1))
+    for param in weights.values():
+        full, part = safe_get_full_optimizer_state(param, key), safe_get_local_optimizer_state(param, key)
+        if len(param.ds_shape) > 1:
+            assert full.shape == param.ds_shape and full.any() and part.shape == param.ds_tensor.shape
+        else:
+            assert full is None
+            assert part is None or not part.numel()  # empty: this rank has no part of the parameter
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_states_of_one_group_are_read_on_all_ranks(name):
+    run_on(3, read, name)
+
+
+def resumed(rank: int, world_size: int, name: str, folder: str, saves: bool) -> list[list[float]]:
+    engine, batches = engine_of(name), toy_batches(4)
+    if saves:
+        train_zero(engine, batches[:2])
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return train_zero(engine, batches[2:]).losses
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_checkpoint_holds_the_states_that_each_group_has(name, tmp_path):
+    expected = run_on(2, resumed, name, str(tmp_path), True)
+    assert run_on(2, resumed, name, str(tmp_path), False) == expected
