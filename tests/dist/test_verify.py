@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from zero.config import load_config
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.gradients import GradientReducer
 from zero.optim.arithmetic import TileUpdate
+from zero.optim.step import ZeroOptimizer
 from zero.optim.updates import TileInMemory
 from zero.pending import Pending
 from zero.unit import Unit
@@ -33,7 +35,8 @@ DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"f
 LOST, FROZEN = "blocks.1.up.weight", "blocks.2"
 
 
-collect, update_tile = GradientReducer.collect, TileUpdate.__call__
+collect, update_tile, begin_update = GradientReducer.collect, TileUpdate.__call__, TileUpdate.__init__
+norm_of, backward = ZeroOptimizer._global_norm, DeepSpeedEngine.backward
 
 
 def drop_gradient(reducer: GradientReducer, unit: Unit, index: int) -> None:
@@ -50,12 +53,38 @@ def freeze(update: TileUpdate, values: TileInMemory) -> Pending:
     return pending
 
 
+def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
+    """The update goes by these numbers in the place of the param group's, with gradients multiplied by `factor`."""
+
+    def init(update: TileUpdate, *args: Any, **kwargs: Any) -> None:
+        begin_update(update, *args, **kwargs)
+        update._factor *= factor
+        for group in update._groups:
+            group |= {key: group[key] * value if key == "lr" else value for key, value in numbers.items()}
+
+    return init
+
+
+def change_group(engine: DeepSpeedEngine, *args: Any, **kwargs: Any) -> torch.Tensor:
+    engine.optimizer.param_groups[0]["lr"] *= 1.001
+    return backward(engine, *args, **kwargs)
+
+
 FAULTS: dict[str, tuple[type, str, Any]] = {
     "none": (DeepSpeedEngine, "scale", DeepSpeedEngine.scale),
     "loss scale": (DeepSpeedEngine, "scale", lambda self, loss, **_: loss * 8),
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
     "frozen": (TileUpdate, "__call__", freeze),
+    "norm": (ZeroOptimizer, "_global_norm", lambda self: 1.1 * norm_of(self)),
+    "skipped": (ZeroOptimizer, "_global_norm", lambda self: norm_of(self) * math.nan),
+    "setting": (DeepSpeedEngine, "backward", change_group),
+    "clipping": (ZeroOptimizer, "_clip_coefficient", lambda self: 1.0),
+    "twice": (TileUpdate, "__init__", with_other_numbers(factor=2.0)),
+    "rate": (TileUpdate, "__init__", with_other_numbers(lr=1.01)),
+    "betas": (TileUpdate, "__init__", with_other_numbers(betas=(0.9, 0.95))),
+    "eps": (TileUpdate, "__init__", with_other_numbers(eps=1e-3)),
+    "decay": (TileUpdate, "__init__", with_other_numbers(weight_decay=0.0)),
 }
 
 
@@ -88,9 +117,9 @@ def found(folder: Path, faults: list[str], dtype: str) -> dict[str, Result]:
 def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
     result = found(tmp_path, ["none"], dtype)["none"]
     assert result.difference is None, as_text(result)
-    steps = range(1, STEPS + 1)
+    steps, kinds = range(1, STEPS + 1), ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "update")
     assert [row[:2] for row in result.rows] == [
-        (0, "value"), *((step, kind) for step in steps for kind in ("loss", "gradient", "update"))
+        (0, "value"), *((step, kind) for step in steps for kind in kinds)
     ]  # fmt: skip
     losses = [row for row in result.rows if row[1] == "loss"]
     assert [row[2] for row in losses] == [RANKS * ACCUMULATION] * STEPS
@@ -118,6 +147,29 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
         assert difference.cause.startswith(cause), difference.cause
         assert difference.name == tensor, name
         assert f'"name": "{difference.name}"' in as_json(results[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
+    """Its updates hardly change with the size of gradients."""
+    expected = {
+        "norm": (1, "norm", "all gradients", "The gradients are equal, so they are added up wrongly"),
+        "skipped": (1, "setting", "whether the step was skipped", "It is True on the engine and False on plain torch"),
+        "setting": (1, "setting", "lr of param group 0", "It is 0.001"),
+        "clipping": (1, "exp_avg", "stem.weight", "All are"),
+        "twice": (1, "exp_avg", "stem.weight", "All are 2 times the plain ones: likely clipping"),
+        "rate": (1, "update", "stem.weight", "All updates are 1.01 times the plain ones"),
+        "betas": (1, "exp_avg_sq", "stem.weight", "All are 50 times the plain ones"),
+        "eps": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
+        "decay": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
+    }
+    results = found(tmp_path, list(expected), dtype)
+    for name, (step, kind, tensor, cause) in expected.items():
+        difference = results[name].difference
+        assert difference is not None, name
+        assert (difference.step, difference.kind, difference.name) == (step, kind, tensor), f"{name}: {difference}"
+        assert difference.cause.startswith(cause), f"{name}: {difference}"
+        json.loads(as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
 
 
 def pair(name: str, a: list[float], b: list[float]) -> _Pair:

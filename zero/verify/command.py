@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -19,13 +20,15 @@ def verify(arguments: list[str]) -> int:
     """Run `zero verify ARGUMENTS`. Returns the exit code: 0 if everything is equal, 1 if something differs."""
     parser = Parser(
         "verify",
-        "Run the first steps of a script twice, on the engine and on plain torch, and compare losses, gradients and "
-        "updated parameters. The plain run holds the whole model on each process.",
+        "Run the first steps of a script twice, on the engine and on plain torch, and compare losses, gradients, "
+        "settings, optimizer states and updated parameters. The plain run holds the whole model on each process.",
         "--steps 3 torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
         json="the result",
     )
     parser.add_argument("--steps", type=count, default=3, help="optimizer steps to compare (3)")
-    parser.add_argument("--folder", type=Path, help="keep the recordings here; they take 8 bytes a parameter and step")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the recordings here; with Adam they take 16 bytes a parameter and step"
+    )
     parser.add_command()
     options = parser.parse(arguments)
     check_command("verify", options.command)
@@ -72,7 +75,11 @@ def as_text(result: Result) -> str:
 
 
 def as_json(result: Result) -> str:
+    """JSON has no infinity: null stands for it, and for a difference that has no size."""
     names = ("step", "kind", "tensors", "noise", "largest", "tensor")
     found = None if result.difference is None else vars(result.difference)
     rows = [dict(zip(names, row, strict=True)) for row in result.rows]
+    for each, key in ((found or {}, "relative"), *((row, "largest") for row in rows)):
+        if key in each and not math.isfinite(each[key]):
+            each[key] = None
     return json.dumps({"equal": found is None, "difference": found, "rows": rows}, indent=2)

@@ -6,8 +6,13 @@ This file reads the files that `zero.verify.record` has written. It knows no eng
 Sums in another order differ by rounding. With eps of the dtype of the computation, a gradient is equal if the 2-norm of
 the difference is at most sqrt(eps) of its own norm. A tensor whose gradient is tiny beside the largest one (by root
 mean square: 2 eps, in 16 bits eps / 64) is rounding noise, such as the gradient of a key's bias in attention. It is not
-compared, unless the engine has none at all. Adam turns the sign of a tiny gradient into a whole step, so updates may
-differ by 5%, in 16 bits by 3 sqrt(eps). Where both runs overflow, there is nothing to compare.
+compared, unless the engine has none at all. Where both runs overflow, there is nothing to compare.
+
+What follows from gradients can be as equal as they are. Let d be the largest difference of a gradient so far. Optimizer
+states may differ by 10 d. Adam turns the sign of a tiny gradient into a whole step, in a share of d of the elements, so
+updates may differ by 10 sqrt(d). Signs do not change norms: those of all updates, or of all tensors of one state, may
+differ by 10 d, and at most 2%. Each limit is at least 0.1%. Muon computes in bf16: updates of whole tensors may always
+differ by 5%, in 16 bits by 3 sqrt(eps).
 """
 
 from __future__ import annotations
@@ -21,10 +26,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+# Settings of a param group that say how to compute. The engine decides them.
+_HOW = {"foreach", "fused", "capturable", "differentiable"}
+
 
 @dataclass
 class Difference:
-    """What differs beyond rounding: a tensor's name, or "loss"; relative: norm of the difference over the norm."""
+    """What differs beyond rounding: a tensor, a loss or a setting; relative: norm of the difference over the norm."""
 
     step: int
     kind: str
@@ -36,15 +44,21 @@ class Difference:
     def __str__(self) -> str:
         more = f", and {self.others} more" if self.others else ""
         where = "before the first step" if self.step == 0 else f"step {self.step}"
-        return f"{where}: {self.kind} of {self.name} differs by {self.relative:.2g} of its size{more}.\n  {self.cause}"
+        what = self.name if self.kind == "setting" else f"{self.kind} of {self.name}"
+        by = f" by {self.relative:.2g} of its size" if math.isfinite(self.relative) else ""
+        return f"{where}: {what} differs{by}{more}.\n  {self.cause}"
 
 
 @dataclass
 class Result:
-    """Rows: (step, kind, tensors compared, tensors left out as noise, largest relative difference, its tensor)."""
+    """Rows: (step, kind, tensors compared, tensors left out as noise, largest relative difference, its tensor).
+
+    largest_of_gradients: the largest relative difference of a gradient that was taken for rounding.
+    """
 
     rows: list[tuple[int, str, int, int, float, str]] = field(default_factory=list)
     difference: Difference | None = None
+    largest_of_gradients: float = 0.0
 
 
 @dataclass
@@ -91,35 +105,87 @@ def steps_in(engine: Path, plain: Path) -> int:
 
 
 def _compare_step(result: Result, step: int, engine: Path, plain: Path, eps: float, facts: dict) -> None:
+    here, there = (json.loads((folder / f"{step}.json").read_text()) for folder in (engine, plain))
+    both = enumerate(zip(here["losses"], there["losses"], strict=True))
     losses = [
-        _Pair(f"micro-batch {i} on rank {rank}", abs(a), abs(b), abs(a - b), a * b, 1)
-        for rank, both in enumerate(zip(_losses(engine, step), _losses(plain, step), strict=True))
-        for i, (a, b) in enumerate(zip(*both, strict=False))
+        _pair(f"micro-batch {i} on rank {rank}", torch.tensor(a), torch.tensor(b))
+        for rank, of_rank in both
+        for i, (a, b) in enumerate(zip(*of_rank, strict=False))
     ]
     cause = (
         "The weights are the same, so the batches or the dropout are not: set a seed, and a fixed order of the data."
         if step == 1
         else "Gradients and updates were equal so far: a buffer, or what the script does between steps, differs."
     )
-    if _judge(result, step, "loss", losses, losses, math.sqrt(eps) * step, cause):
+    limit = math.sqrt(eps) * step
+    if _judge(result, step, "loss", losses, losses, limit, cause):
         return
     gradients = [_pair(name, a, b) for name, a, b in _tensors(engine, plain, f"{step}.gradients")]
     loud = _without_noise(gradients, eps)
-    if _judge(result, step, "gradient", gradients, loud, math.sqrt(eps) * step, _cause_of_gradient(loud, facts)):
+    if _judge(result, step, "gradient", gradients, loud, limit, _cause_of_gradient(loud, facts)):
         return
-    before = "start" if step == 1 else f"{step - 1}.values"
+    apart = result.largest_of_gradients = max(result.largest_of_gradients, *(pair.relative for pair in loud), 0.0)
+    if _compare_settings(result, step, here, there):
+        return
+    norms = [_pair("all gradients", *(torch.tensor(done["norm"]) for done in (here, there)))]
+    if _judge(result, step, "norm", norms, norms, limit, "The gradients are equal, so they are added up wrongly."):
+        return
     names = {pair.name for pair in loud}
-    former = {name: (a, b) for name, a, b in _tensors(engine, plain, before) if name in names}
-    now = [entry for entry in _tensors(engine, plain, f"{step}.values") if entry[0] in former]
-    updates = [_pair(name, a - former[name][0], b - former[name][1]) for name, a, b in now]
-    limit = max(0.05, 3 * math.sqrt(eps))
-    _judge(result, step, "update", gradients, updates, limit, _cause_of_update(updates))
+    for file in sorted(file.stem for file in engine.glob(f"{step}.state.*") if (plain / file.name).exists()):
+        found = [_pair(*each) for each in _tensors(engine, plain, file) if each[0] in names]
+        states = [pair for pair in found if pair.plain > 0]
+        most, key = min(max(0.01, 2 * limit), max(1e-3, 10 * apart)), file.split(".", 2)[2]
+        if _judge(result, step, key, gradients, states, most, _cause_of_state(states), apart):
+            return
+    updates = list(_updates(engine, plain, step, names, _noise(gradients, eps)))
+    spread = apart if facts["elementwise"] else math.inf
+    limit = min(max(0.05, 3 * math.sqrt(eps)), max(1e-3, 10 * math.sqrt(spread)))
+    _judge(result, step, "update", gradients, updates, limit, _cause_of_update(updates), spread)
+
+
+def _updates(engine: Path, plain: Path, step: int, names: set[str], noise: float) -> Iterator[_Pair]:
+    """What the step has changed, where the gradient is not noise: a third of GPT-2's `c_attn.bias` is."""
+    files = "start" if step == 1 else f"{step - 1}.values", f"{step}.values", f"{step}.gradients"
+    for before, after, gradient in zip(*(_tensors(engine, plain, file) for file in files), strict=True):
+        if (name := after[0]) in names:
+            is_loud = torch.maximum(gradient[1].abs(), gradient[2].abs()) > noise
+            yield _pair(name, *(is_loud * (after[side] - before[side]) for side in (1, 2)))
+
+
+def _compare_settings(result: Result, step: int, engine: dict, plain: dict) -> bool:
+    """What a step goes by: whether it was skipped, the loss scale, the numbers of the param groups."""
+    here, there = _settings(engine), _settings(plain)
+    both = {name: (here[name], there[name]) for name in there if name in here}
+    different = {name: values for name, values in both.items() if values[0] != values[1]}
+    result.rows.append((step, "setting", len(both), 0, float(bool(different)), next(iter(different or both))))
+    if different:
+        name, (a, b) = next(iter(different.items()))
+        cause = f"It is {a} on the engine and {b} on plain torch."
+        result.difference = Difference(step, "setting", name, math.inf, len(different) - 1, cause)
+    return bool(different)
+
+
+def _settings(done: dict) -> dict[str, object]:
+    found = {"whether the step was skipped": not done["applied"], "the loss scale": done["scale"]}
+    for number, group in enumerate(done["groups"]):
+        found |= {f"{key} of param group {number}": value for key, value in group.items() if key not in _HOW}
+    return found
 
 
 def _judge(
-    result: Result, step: int, kind: str, everything: list[_Pair], compared: list[_Pair], limit: float, cause: str
+    result: Result,
+    step: int,
+    kind: str,
+    everything: list[_Pair],
+    compared: list[_Pair],
+    limit: float,
+    cause: str,
+    apart: float | None = None,
 ) -> bool:
-    """Add a row. If a tensor differs by more than `limit`, say so; True then."""
+    """Add a row. If a tensor differs by more than `limit`, say so; True then.
+
+    `apart`: the largest difference of a gradient. The norm of all tensors may differ by ten times that.
+    """
     if not compared:
         return False
     worst = max(compared, key=lambda pair: pair.relative)
@@ -129,18 +195,31 @@ def _judge(
     if beyond:
         first = beyond[0]
         result.difference = Difference(step, kind, first.name, first.relative, len(beyond) - 1, cause)
-    return bool(beyond)
+    elif apart is not None and (factor := _factor(compared)) > max(1e-3, min(0.02, 10 * apart)):
+        result.difference = Difference(step, kind, "all tensors together", factor, 0, cause)
+    return result.difference is not None
+
+
+def _factor(pairs: list[_Pair]) -> float:
+    """How far the ratio of the norms of all tensors is from 1; 0 if they are not finite."""
+    engine, plain = (math.hypot(*norms) for norms in zip(*((pair.engine, pair.plain) for pair in pairs), strict=True))
+    return abs(engine / plain - 1) if plain and math.isfinite(engine) and math.isfinite(plain) else 0.0
+
+
+def _size(pair: _Pair) -> float:
+    return max(pair.engine, pair.plain) / math.sqrt(pair.numel)
+
+
+def _noise(pairs: list[_Pair], eps: float) -> float:
+    """Root mean square of a gradient, or size of an element, up to which it is rounding noise."""
+    in_16_bits = eps > torch.finfo(torch.float32).eps
+    return (eps / 64 if in_16_bits else 2 * eps) * max(map(_size, pairs), default=0.0)
 
 
 def _without_noise(pairs: list[_Pair], eps: float) -> list[_Pair]:
-    def size(pair: _Pair) -> float:
-        return max(pair.engine, pair.plain) / math.sqrt(pair.numel)
-
-    largest = max(map(size, pairs), default=0.0)
-    in_16_bits = eps > torch.finfo(torch.float32).eps
-    limit = (eps / 64 if in_16_bits else 2 * eps) * largest
-    lost = 2 * torch.finfo(torch.float32).eps * largest
-    return [pair for pair in pairs if not size(pair) <= (lost if pair.engine == 0 else limit)]
+    noise = _noise(pairs, eps)
+    lost = 2 * torch.finfo(torch.float32).eps * max(map(_size, pairs), default=0.0)
+    return [pair for pair in pairs if not _size(pair) <= (lost if pair.engine == 0 else noise)]
 
 
 def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
@@ -150,11 +229,8 @@ def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
             f"The engine has no gradient for {_some(lost)}: the parameter is read where the engine does not see it. "
             "Please report the module's forward."
         )
-    ratios = [pair.ratio for pair in pairs if pair.plain > 0]
-    alike = ratios and max(ratios) - min(ratios) <= 0.01 * abs(max(ratios, key=abs)) and abs(ratios[0] - 1) > 0.01
-    if not alike:
+    if (ratio := _common_ratio(pairs)) is None:
         return "Single tensors differ: their module's backward has run on other values, or not on every rank."
-    ratio = ratios[0]
     known = [
         (facts["ranks"], "they are summed over ranks, not averaged"),
         (1 / facts["ranks"], "they are divided by the number of ranks twice"),
@@ -166,22 +242,31 @@ def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
     return f"All gradients are {ratio:.4g} times the plain ones: {cause}."
 
 
+def _cause_of_state(pairs: list[_Pair]) -> str:
+    if (ratio := _common_ratio(pairs)) is not None:
+        return f"All are {ratio:.4g} times the plain ones: likely clipping, or another decay rate than the setting."
+    return "Gradients and settings are equal: the optimizer's state is updated in another way for these tensors."
+
+
 def _cause_of_update(pairs: list[_Pair]) -> str:
     frozen = [pair.name for pair in pairs if pair.engine == 0 and pair.plain > 0]
     if frozen:
         return f"The step has not changed {_some(frozen)}: frozen for the engine, or not in its optimizer."
-    ratios = [pair.ratio for pair in pairs if pair.plain > 0]
-    if ratios and max(ratios) - min(ratios) <= 0.05 * abs(max(ratios, key=abs)):
-        return f"All updates are {ratios[0]:.3g} times the plain ones: another learning rate, or clipping."
-    return "Equal gradients, other updates: the optimizer's settings or state differ for these tensors."
+    if (ratio := _common_ratio(pairs)) is not None:
+        return f"All updates are {ratio:.4g} times the plain ones: likely clipping, or another learning rate."
+    return "Gradients, settings and states are equal: the optimizer's formula differs for these tensors."
+
+
+def _common_ratio(pairs: list[_Pair]) -> float | None:
+    """The engine's tensors are the plain ones times this number, which explains their differences; None if not."""
+    pairs = [pair for pair in pairs if pair.plain > 0]
+    ratios = [pair.ratio for pair in pairs]
+    explained = all(abs(pair.ratio - 1) >= 0.98 * pair.relative for pair in pairs)
+    return ratios[0] if ratios and explained and max(ratios) - min(ratios) <= 0.01 * abs(max(ratios, key=abs)) else None
 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _losses(folder: Path, step: int) -> list[list[float]]:
-    return json.loads((folder / f"{step}.json").read_text())
 
 
 def _pair(name: str, a: torch.Tensor, b: torch.Tensor) -> _Pair:

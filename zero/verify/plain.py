@@ -143,6 +143,19 @@ class PlainEngine(DeepSpeedEngine):
         """The fp32 value that the optimizer trains."""
         return self._masters[param].detach()
 
+    def state_keys(self) -> list[str]:
+        """Names of the optimizer's states that are ordinary tensors of their parameter's shape."""
+        return sorted({key for param in self._trained for key in self._states(param)})
+
+    def state(self, param: nn.Parameter, key: str) -> torch.Tensor | None:
+        """The optimizer's state of that name, as fp32; None if there is none for this parameter."""
+        value = self._states(param).get(key)
+        return None if value is None else value.float()
+
+    def _states(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state.get(self._masters[param], {})
+        return {key: v for key, v in state.items() if type(v) is torch.Tensor and v.dim() and v.shape == param.shape}
+
     @torch.no_grad()
     def step(self) -> None:
         """As the engine's. A parameter without a gradient is updated with one of zeros, as the engine does."""

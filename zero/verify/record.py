@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from zero.config import Config
 from zero.deepspeed.engine import DeepSpeedEngine
 from zero.errors import UsageError
 from zero.init import Init
+from zero.optim.tiles import is_state_tensor
 from zero.parameter_state import FP32, GRADIENT, ParameterState
 from zero.verify.plain import PlainEngine
 from zero.watch.brief import BriefRun, follow
@@ -40,14 +42,17 @@ def _refuse_rounding(settings: Config) -> None:
     for key in (*of_weights, "zero_quantized_gradients", "zero_quantized_moments"):
         if getattr(zero, key):
             raise UsageError(f"zero verify: zero_optimization.{key} rounds on purpose: set it to false to compare")
+    if settings.bf16.bf16_master_weights_and_grads:
+        raise UsageError("zero verify: bf16.bf16_master_weights_and_grads rounds at random: set it to false to compare")
 
 
 class Recorder(BriefRun):
     """Records the steps of one engine in `folder`, by rank 0, and ends all ranks' processes after `steps` of them.
 
     Files: `start.safetensors` with the first values; for step n `n.gradients.safetensors` (the mean over ranks, before
-    clipping), `n.values.safetensors` (after the step), both fp32 by parameter name, and `n.json` with each rank's
-    losses. `facts.json` has what the comparison must know.
+    clipping), `n.values.safetensors` and for each optimizer state `n.state.KEY.safetensors` (after the step), all fp32
+    by parameter name. `n.json` has each rank's losses, and what the step has done. `facts.json` has what the comparison
+    must know.
     """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, steps: int):
@@ -57,8 +62,12 @@ class Recorder(BriefRun):
         self._backward = engine.backward
         engine.backward = self.backward
         engine.load_checkpoint = self._refuse_load
-        facts = {"dtype": str(engine.settings.compute_dtype).removeprefix("torch."), "ranks": engine.comm.world_size}
-        facts["accumulation"] = engine.settings.gradient_accumulation_steps
+        settings = engine.settings
+        dtypes = settings.compute_dtype, settings.communication_data_type or settings.compute_dtype
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        facts = {"dtype": str(coarsest).removeprefix("torch."), "ranks": engine.comm.world_size}
+        facts["accumulation"] = settings.gradient_accumulation_steps
+        facts["elementwise"] = isinstance(engine, PlainEngine) or engine.optimizer.whole is None
         facts["names"] = [name for name, _ in self._trained()]
         if engine.comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,13 +80,21 @@ class Recorder(BriefRun):
 
     def before_update(self) -> None:
         self._save(f"{self.step_number}.gradients", self._gradient)
+        self._groups = [
+            {key: number for key, value in group.items() if (number := _number(value)) is not None}
+            for group in self.engine.optimizer.param_groups
+        ]
 
     def after_update(self) -> None:
+        engine = self.engine
         self._save(f"{self.step_number}.values", self._values)
-        losses = self.engine.comm.exchange(self.losses)
+        for key in self._state_keys():
+            self._save(f"{self.step_number}.state.{key}", partial(self._state, key))
+        done = {"losses": engine.comm.exchange(self.losses), "groups": self._groups}
+        done |= {"norm": engine.get_global_grad_norm(), "applied": engine.was_step_applied(), "scale": engine.cur_scale}
         self.losses = []
-        if self.engine.comm.rank == 0:
-            (self.folder / f"{self.step_number}.json").write_text(json.dumps(losses))
+        if engine.comm.rank == 0:
+            (self.folder / f"{self.step_number}.json").write_text(json.dumps(done))
 
     def _refuse_load(self, *_: object, **__: object) -> None:
         raise UsageError("zero verify compares from the first step on: start the script without resuming")
@@ -92,6 +109,19 @@ class Recorder(BriefRun):
             return self.engine.value(param)
         return ParameterState(param, FP32).read_full()
 
+    def _state_keys(self) -> list[str]:
+        """Names of the optimizer's states that are tensors of their parameter's size, on any rank."""
+        engine = self.engine
+        if isinstance(engine, PlainEngine):
+            return engine.state_keys()
+        own = {key for state in engine.optimizer.state.values() for key, v in state.items() if is_state_tensor(v)}
+        return sorted(set().union(*engine.comm.exchange(own)))
+
+    def _state(self, key: str, param: nn.Parameter) -> torch.Tensor | None:
+        if isinstance(self.engine, PlainEngine):
+            return self.engine.state(param, key)
+        return ParameterState(param, key).read_full()
+
     def _save(self, name: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
         found = {}
         for key, param in self._trained():
@@ -103,3 +133,12 @@ class Recorder(BriefRun):
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, param) for name, param in self.engine.module.named_parameters() if param.requires_grad)
+
+
+def _number(value: object) -> object:
+    """A setting of a param group, if JSON can hold it; None for others and for tensors of several elements."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    simple = (bool, int, float, str)
+    is_sequence = isinstance(value, (tuple, list)) and all(isinstance(each, simple) for each in value)
+    return list(value) if is_sequence else value if isinstance(value, simple) else None
