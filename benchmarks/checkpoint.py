@@ -31,18 +31,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from zero.arguments import count
 
 OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser = Parser(__doc__)
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
     parser.add_argument("--variants", nargs="+", choices=[*OURS, "deepspeed"], help="default: all that can run")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--saves", type=int, default=3, help="saves of each variant in each round")
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--saves", type=count, default=3, help="saves of each variant in each round")
     parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
     parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")

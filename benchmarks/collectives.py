@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from zero.arguments import above_zero, count
 
 # Bus bandwidth / algorithm bandwidth, by the number of ranks.
 BUS = {
@@ -46,12 +47,12 @@ BUS = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
-        "--ranks", type=int, default=torch.cuda.device_count() or 2, help="default: one for each GPU, or 2"
+        "--ranks", type=count, default=torch.cuda.device_count() or 2, help="default: one for each GPU, or 2"
     )
-    parser.add_argument("--sizes-mb", type=float, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
-    parser.add_argument("--repeats", type=int, default=50, help="at most; there are fewer of large sizes")
+    parser.add_argument("--sizes-mb", type=above_zero, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
+    parser.add_argument("--repeats", type=count, default=50, help="at most; there are fewer of large sizes")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
     args = parser.parse_args()
     if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 
 from benchmarks import compatibility_lightning, compatibility_transformers
 from benchmarks.compatibility_data import write_datasets, write_models
-from benchmarks.launch import REPOSITORY
+from benchmarks.launch import REPOSITORY, Parser
 from tests.processes import fork_ranks
 
 TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2
@@ -322,7 +322,7 @@ def _identity(row: dict[str, Any]) -> tuple:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*SCRIPTS, LIGHTNING], metavar="SCRIPT", help="default: all")
     parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
     parser.add_argument("--launcher", choices=("torchrun", "accelerate"), default="torchrun")

@@ -27,7 +27,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import REPOSITORY, report, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, report, run_ranks
+from zero.arguments import count
 
 CLIP = 1.0
 VOCABULARY = 16000
@@ -41,12 +42,12 @@ TrainStep = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--batch", type=int, default=4, help="sequences per process and step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of each")
+    parser = Parser(__doc__)
+    parser.add_argument("--processes", type=count, nargs="+", default=[1, 2])
+    parser.add_argument("--batch", type=count, default=4, help="sequences per process and step")
+    parser.add_argument("--length", type=count, default=64, help="tokens of each")
     parser.add_argument("--warmup", type=int, default=2, help="turns that do not count; the first one compiles")
-    parser.add_argument("--steps", type=int, default=8, help="turns counted")
+    parser.add_argument("--steps", type=count, default=8, help="turns counted")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compile.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_job, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_job, run_ranks
+from zero.arguments import above_zero, count
 from zero.compression import decode, encode, message_bytes
 
 PARTS = ("sums", "collectives", "translation", "distillation")
@@ -228,13 +229,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--ranks", type=int, default=2, help="of the collectives")
-    parser.add_argument("--sizes-mb", type=float, nargs="+", default=[1, 10, 100], help="of the fp32 buffer")
+    parser.add_argument("--ranks", type=count, default=2, help="of the collectives")
+    parser.add_argument("--sizes-mb", type=above_zero, nargs="+", default=[1, 10, 100], help="of the fp32 buffer")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of the trainings")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the trainings")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for one training")
+    parser.add_argument("--timeout", type=above_zero, default=3600, help="seconds for one training")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compression.json")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {}

@@ -11,7 +11,6 @@ consolidate` consolidates a checkpoint of the weights (fp32, no optimizer state)
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -21,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
 
 GIB = 2**30
 MODELS = ("t5-1b", "t5-250m", "t5-42m")
@@ -45,7 +44,7 @@ def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="t5-1b")
     parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")

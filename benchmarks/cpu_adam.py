@@ -25,7 +25,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.launch import REPOSITORY
+from benchmarks.launch import REPOSITORY, Parser, interpreter
+from zero.arguments import count
 
 OURS = [
     "ours",
@@ -45,11 +46,11 @@ Samples = dict[str, list[dict[str, float]]]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--numel", type=int, default=100_000_000, help="parameters")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = Parser(__doc__)
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--numel", type=count, default=100_000_000, help="parameters")
+    parser.add_argument("--threads", type=count, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "cpu_adam.json")
     return parser.parse_args()
 

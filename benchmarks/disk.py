@@ -34,7 +34,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.launch import REPOSITORY
+from benchmarks.launch import REPOSITORY, Parser
+from zero.arguments import above_zero, count
 from zero.config import AioConfig
 from zero.offload.files import ScratchFile, Transfer
 from zero.offload.memory import HostMemory
@@ -49,10 +50,10 @@ Move = Callable[[str], float]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the folder of temporary files")
-    parser.add_argument("--size-gb", type=float, default=2, help="size of the file")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--size-gb", type=above_zero, default=2, help="size of the file")
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--variants", nargs="+", help="first words of names in the table; default: all")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "disk.json")
     return parser.parse_args()

@@ -24,6 +24,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
+from benchmarks.launch import Parser
+from zero.arguments import count
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOSSES = {"forward_kl": ("plain", "ours"), "jsd": ("plain", "ours", "trl", "liger")}
 
@@ -128,12 +131,12 @@ def _peak(device: torch.device) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--width", type=int, default=64, help="hidden size of the student; the teacher's is twice this")
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser = Parser(__doc__)
+    parser.add_argument("--tokens", type=count, default=512)
+    parser.add_argument("--width", type=count, default=64, help="hidden size of the student, half of the teacher's")
+    parser.add_argument("--vocabulary", type=count, default=151_936)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--peers", type=Path, help="folder with trl and liger_kernel")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "distill.json")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)

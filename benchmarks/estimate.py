@@ -10,13 +10,13 @@ host memory too. The run fails if a difference is above 10%.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from typing import Any
 
 from benchmarks.estimate_worker import measure, shape_of
+from benchmarks.launch import Parser
 from tests.processes import run_on
 from zero.config import load_config
 from zero.estimate.rank import DEVICE, DISK, HOST, Question, build, estimate
@@ -119,8 +119,9 @@ def is_off(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="numbers of cases, from 1")
+    parser = Parser(__doc__)
+    numbers = range(1, len(CASES) + 1)
+    parser.add_argument("--only", type=int, nargs="+", choices=numbers, metavar="NUMBER", help="numbers of cases")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, with the estimate's parts")
     args = parser.parse_args()
     rows = [run(case) for number, case in enumerate(CASES, 1) if not args.only or number in args.only]

@@ -15,7 +15,6 @@ exit code is 1 if anything failed. Each failure says how to reproduce it.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import os
@@ -27,6 +26,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.launch import Parser
+from zero.arguments import count
 
 PARTS = ("kills", "damage", "config")
 
@@ -40,9 +42,9 @@ class Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument(
-        "--trials", type=int, default=500, help="number of kills; other parts have a number in proportion"
+        "--trials", type=count, default=500, help="number of kills; other parts have a number in proportion"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)

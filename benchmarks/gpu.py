@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_worker import MODELS, VARIANTS, flops
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
 from benchmarks.offload import cause, table_of_waits
+from zero.arguments import count
 
 # bf16: the variants round at different places, by up to 2**-8 each.
 LOSS_TOLERANCE = 2e-2
@@ -41,17 +42,17 @@ Row = dict[str, Any]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="llama-1b")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all without offload")
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--batch", type=int, default=4, help="sequences per GPU and step")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--batch", type=count, default=4, help="sequences per GPU and step")
+    parser.add_argument("--length", type=count, default=2048, help="tokens of a sequence")
     parser.add_argument("--checkpointing", action="store_true", help="recompute the activations of each block")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=int, default=10, help="steps counted, per round")
+    parser.add_argument("--steps", type=count, default=10, help="steps counted, per round")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "gpu.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():

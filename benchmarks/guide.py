@@ -22,10 +22,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
 from benchmarks.offload_worker import MODELS
 from benchmarks.stages import paper_bytes, relative
 from benchmarks.t5 import t5_config
+from zero.arguments import count
 
 PARTS = ("training", "activations", "meshes", "claims")
 LOSS_TOLERANCE = 1e-4  # of the mean loss of an epoch
@@ -114,12 +115,12 @@ def show(part: str, rows: Rows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--width", type=int, default=4000, help="of the MLP's hidden layers")
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of the meshes")
+    parser.add_argument("--width", type=count, default=4000, help="of the MLP's hidden layers")
+    parser.add_argument("--rows", type=count, default=10_000)
+    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--worlds", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of the meshes")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "guide.json")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)

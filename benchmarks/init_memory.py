@@ -8,19 +8,19 @@ passes the limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from zero.arguments import count
 
 GIB = 2**30
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
+    parser = Parser(__doc__)
+    parser.add_argument("--processes", type=count, default=2)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "init_memory.json")
     args = parser.parse_args()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,10 +13,29 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REPORT_FOLDER = "BENCHMARK_REPORT_FOLDER"
+
+
+class Parser(argparse.ArgumentParser):
+    """Of `python -m benchmarks.NAME`: the help is the module's docstring with its examples; a mistake is one line."""
+
+    def __init__(self, doc: str | None):
+        spec = sys.modules["__main__"].__spec__
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=spec and f"python -m {spec.name}", description=doc, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def interpreter(text: str) -> str:
+    """The type of an option: a Python interpreter."""
+    if shutil.which(text) is None:
+        raise argparse.ArgumentTypeError(f"{text}: no such program")
+    return text
 
 
 def report(result: dict[str, Any]) -> None:

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
 from benchmarks.stages import relative
+from zero.arguments import count
 
 # (pipeline, shard, tensor) and the stage. FSDP2's counterpart of stage 1 keeps weights until backward.
 CASES = [((1, 1, 2), 3), ((1, 2, 2), 3), ((2, 1, 1), 3), ((2, 1, 1), 1), ((2, 2, 1), 3), ((2, 2, 1), 1)]
@@ -72,12 +73,12 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="rows per data rank and step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = Parser(__doc__)
+    parser.add_argument("--batch", type=count, default=8, help="rows per data rank and step")
+    parser.add_argument("--length", type=count, default=64, help="tokens of a row")
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=int, default=6, help="counted steps, per round")
+    parser.add_argument("--steps", type=count, default=6, help="counted steps, per round")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "meshes.json")
     args = parser.parse_args()
     print("seconds of a step and process, FSDP2 and zero; ratios are zero / FSDP2\n")

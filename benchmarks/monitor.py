@@ -17,15 +17,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
 from benchmarks.monitor_worker import MODELS, SECTIONS
+from zero.arguments import count
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=40, help="steps after 4 that do not count")
+    parser.add_argument("--steps", type=count, default=40, help="steps after 4 that do not count")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "monitor.json")
     return parser.parse_args()
 

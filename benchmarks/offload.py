@@ -39,8 +39,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
 from benchmarks.offload_worker import MODELS, VARIANTS
+from zero.arguments import count
 
 REFERENCE, IN_MEMORY = "no offload", "cpu"
 # Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master, moments, parameter.
@@ -54,17 +55,17 @@ Row = dict[str, Any]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="t5-small")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run")
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--ranks", type=int, default=1, help="one for each GPU, if there are GPUs")
-    parser.add_argument("--threads", type=int, help="compute threads of a process; default: its part of the cores")
-    parser.add_argument("--batch", type=int, default=1, help="sentences per process and step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of each source and of each target")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--ranks", type=count, default=1, help="one for each GPU, if there are GPUs")
+    parser.add_argument("--threads", type=count, help="compute threads of a process; default: its part of the cores")
+    parser.add_argument("--batch", type=count, default=1, help="sentences per process and step")
+    parser.add_argument("--length", type=count, default=128, help="tokens of each source and of each target")
+    parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=int, default=5, help="steps counted, per round")
+    parser.add_argument("--steps", type=count, default=5, help="steps counted, per round")
     parser.add_argument("--folder", type=Path, help="folder for the offload files; default: the folder of the output")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
     args = parser.parse_args()

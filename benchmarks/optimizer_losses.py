@@ -25,7 +25,8 @@ from torch import nn
 from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 
 import zero
-from benchmarks.launch import REPOSITORY, report, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, report, run_ranks
+from zero.arguments import count
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 RANKS, ROWS, LENGTH = 2, 16, 64
@@ -99,8 +100,8 @@ REFERENCE = dict.fromkeys(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

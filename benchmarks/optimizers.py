@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
 from benchmarks.optimizers_worker import OPTIMIZERS
+from zero.arguments import above_zero, count
 
 SYSTEMS = ["ours", "fsdp2", "deepspeed"]
 PACKAGES = {"AdamW 8-bit (torchao)": "torchao", "AdamW 8-bit (bitsandbytes)": "bitsandbytes"}
@@ -35,16 +36,16 @@ Row = dict[str, Any]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser = Parser(__doc__)
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--stages", nargs="+", type=int, choices=[2, 3], default=[2, 3])
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processes", nargs="+", type=count, default=[2, 4])
+    parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps, per round")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds of one job")
+    parser.add_argument("--steps", type=count, default=4, help="counted steps, per round")
+    parser.add_argument("--timeout", type=above_zero, default=1200, help="seconds of one job")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizers.json")
     args = parser.parse_args()
     if args.deepspeed_python is None and "deepspeed" in args.systems:

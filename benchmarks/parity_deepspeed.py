@@ -10,7 +10,6 @@ differs by more than 1e-4 relative.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, run_job, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_job, run_ranks
 
 TOLERANCE = 1e-4
 STEPS = 20
@@ -115,8 +114,10 @@ def compare(label: str, curve_of: Callable[[str, str], Curve], deepspeed_python:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed-python", required=True, help="interpreter of an environment that has deepspeed")
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--deepspeed-python", type=interpreter, required=True, help="interpreter of an environment that has deepspeed"
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "parity_deepspeed.json")
     args = parser.parse_args()
 

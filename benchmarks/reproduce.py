@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.launch import REPOSITORY
+from benchmarks.launch import REPOSITORY, Parser
 from benchmarks.reproduce_experiments import EXPERIMENTS
 from benchmarks.reproduce_parts import Experiment, Sizes
 
@@ -41,7 +41,7 @@ Section = dict[str, Any]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes")
     names = [experiment.name for experiment in EXPERIMENTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling_worker
-from benchmarks.launch import REPORT_FOLDER, REPOSITORY
+from benchmarks.launch import REPORT_FOLDER, REPOSITORY, Parser
 from benchmarks.rehearsal import make_units, rehearse_meta
 from benchmarks.timeline import ASSUMPTIONS, SHAPES, Machine, add_machine, machine_of, predict, shape_of
 from zero.arguments import count
@@ -242,7 +242,7 @@ def table_of_check(rows: Rows) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(__doc__)
     parser.add_argument("models", nargs="*", default=list(SHAPES), help="folders or config.json; default: %(default)s")
     parser.add_argument("--ds-config", type=Path, default=CONFIG, help="a ds_config.json")
     parser.add_argument("--ranks", type=count, nargs="+", default=[8, 32, 128, 512, 1024, 2048, 4096])

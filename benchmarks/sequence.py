@@ -19,20 +19,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from zero.arguments import count
 
 FEATURES = ["sharing", "tiled loss", "tiled MLP", "checkpointing"]
 LOSS_TOLERANCE = 1e-5  # of the first loss, which all settings have
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--limit-mib", type=int, default=256)
-    parser.add_argument("--most-tokens", type=int, default=32768, help="no longer sequence is tried")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser = Parser(__doc__)
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument("--limit-mib", type=count, default=256)
+    parser.add_argument("--most-tokens", type=count, default=32768, help="no longer sequence is tried")
+    parser.add_argument("--hidden", type=count, default=128)
+    parser.add_argument("--layers", type=count, default=4)
+    parser.add_argument("--vocabulary", type=count, default=8192)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "sequence.json")
     return parser.parse_args()
 

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, run_ranks
 from benchmarks.stages_worker import ACCUMULATION, STAGES
+from zero.arguments import above_zero, count
 
 OPTIMIZER_BYTES = 12
 # Largest relative difference between a measured size and the formula: units are padded.
@@ -38,14 +39,14 @@ PARTS = ["parameters", "gradients", "optimizer", "accumulated"]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--batch", type=int, default=4, help="sentences per process and step")
-    parser.add_argument("--length", type=int, default=16, help="tokens of each source and of each target")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps, per round")
-    parser.add_argument("--train-steps", type=int, default=300, help="steps of the short training")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="learning rate of the short training")
+    parser = Parser(__doc__)
+    parser.add_argument("--world-sizes", nargs="+", type=count, default=[1, 2, 4])
+    parser.add_argument("--batch", type=count, default=4, help="sentences per process and step")
+    parser.add_argument("--length", type=count, default=16, help="tokens of each source and of each target")
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--steps", type=count, default=3, help="counted steps, per round")
+    parser.add_argument("--train-steps", type=count, default=300, help="steps of the short training")
+    parser.add_argument("--learning-rate", type=above_zero, default=3e-3, help="learning rate of the short training")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "stages.json")
     return parser.parse_args()
 
@@ -184,13 +185,13 @@ def main() -> None:
     plot(curves, picture)
 
     rows, parameters = [], 0
-    for count in args.world_sizes:
+    for size in args.world_sizes:
         names = ("batch", "length", "rounds", "steps")
         options = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
-        ranks = run_ranks(sys.executable, ["-m", "benchmarks.stages_worker", "--task", "cost", *options], count, 1800)
+        ranks = run_ranks(sys.executable, ["-m", "benchmarks.stages_worker", "--task", "cost", *options], size, 1800)
         parameters = ranks[0]["parameters"]
         rows += rows_of(ranks)
-        print(f"measured on {count} processes, load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"measured on {size} processes, load {os.getloadavg()[0]:.1f}", flush=True)
     print(
         f"\nT5 of {parameters / 1e6:.1f}M parameters. Model states of a rank, bytes a parameter, bf16, accumulation "
         f"{ACCUMULATION};\nseconds of a step of {args.batch} x ({args.length} + {args.length}) tokens a process, fp32\n"

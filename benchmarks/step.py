@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from zero.arguments import count
 
 OURS = ["ddp", "fsdp2", "zero3", "zero3-strict"]
 PEERS = ["deepspeed", "deepspeed-strict"]
@@ -32,16 +33,16 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--variants", nargs="+", choices=OURS + PEERS, help="default: all that can run; DDP always")
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
     parser.add_argument("--dtype", choices=list(LOSS_TOLERANCE), default="fp32")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8, help="sentences per process and step")
-    parser.add_argument("--length", type=int, default=32, help="tokens of each source and of each target")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument("--batch", type=count, default=8, help="sentences per process and step")
+    parser.add_argument("--length", type=count, default=32, help="tokens of each source and of each target")
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps, per round")
+    parser.add_argument("--steps", type=count, default=4, help="counted steps, per round")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "step.json")
     args = parser.parse_args()
     available = OURS + (PEERS if args.deepspeed_python else [])

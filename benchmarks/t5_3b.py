@@ -22,7 +22,9 @@ import psutil
 import torch
 from transformers import T5Config
 
+from benchmarks.launch import Parser
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
+from zero.arguments import count
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -116,9 +118,9 @@ class Sampler:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the offload files")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--steps", type=count, default=1)
     parser.add_argument("--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme")
     parser.add_argument("--small", action="store_true", help="a model of 16 million parameters, to try the command")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "t5_3b.json")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.launch import Parser
 from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
 from zero.arguments import above_zero, count
 from zero.compression import message_bytes
@@ -343,7 +344,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = Parser(__doc__)
     parser.add_argument("model", help=f"a model's folder or config.json, or one of {', '.join(SHAPES)}")
     parser.add_argument("--ds-config", required=True, help="a ds_config.json")
     parser.add_argument("--ranks", type=count, nargs="+", default=[8], help="numbers of devices")

@@ -10,19 +10,19 @@ anonymous memory of a rank beyond its shards. `gathers` counts this engine's col
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from zero.arguments import count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deepspeed-python", help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = Parser(__doc__)
+    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "weight_sync.json")
     args = parser.parse_args()
     engines = {"zero": (sys.executable, {})}

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from benchmarks import launch as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.test_hook import assert_refused
@@ -216,3 +217,22 @@ def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, cap
     assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
     lines = capsys.readouterr().err.splitlines()
     assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")
+
+
+BENCHMARKS = [path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "Parser(__doc__)" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmarks_help_has_an_example(name: str):
+    text = (REPOSITORY / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
+    assert f"    python -m benchmarks.{name}" in text
+
+
+def test_a_benchmarks_mistake_is_one_line(capsys):
+    parser = benchmark.Parser("Measures.")
+    parser.add_argument("--python", type=benchmark.interpreter)
+    for words in (["--pithon", "x"], ["--python", "/no/python"]):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args(words)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.count("\n") == 1 and words[1] in error
