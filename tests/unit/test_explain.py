@@ -148,6 +148,14 @@ def test_every_rule_is_tested_and_none_applies_to_a_good_configuration(tmp_path)
     assert explained(GOOD, tmp_path)[0]["advice"] == {}
 
 
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    file = tmp_path / "ds.json"
+    file.write_text('{"wandb": {"enabled": true}}')
+    for found in (None, object()):
+        monkeypatch.setattr("zero.config.explain.find_spec", lambda package, found=found: found)
+        assert ("The package wandb is not installed here" in explain(str(file))) == (found is None)
+
+
 def test_the_command(tmp_path, capsys):
     main(["explain", str(SHIPPED)])
     assert capsys.readouterr().out.startswith(f"{SHIPPED}: optimizer state, gradients and parameters are sharded")

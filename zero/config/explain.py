@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from functools import reduce
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from zero.config.keys import BATCH_KEYS, Section
@@ -106,6 +107,10 @@ def _filled_in(auto: str) -> str:
     return f"{text} of the Trainer (default{'s' * (len(arguments) > 1)} {defaults})"
 
 
+# The packages that keys need.
+PACKAGES = {"tensorboard.enabled": "tensorboard", "wandb.enabled": "wandb"}
+
+
 def _effect(config: Config, key: str) -> str:
     """What a key does with the value that it has here."""
     section, name = _declaration(key)
@@ -116,7 +121,10 @@ def _effect(config: Config, key: str) -> str:
         text = text.format(f"{value:,.12g}" if isinstance(value, int | float) else value)
     else:
         text = f"Off. If true: {_description(key)}" if value is False else _description(key)
-    more = _processes(config) if key == "train_batch_size" else _size(value, about.get("unit"))
+    if value and key in PACKAGES and find_spec(package := PACKAGES[key]) is None:
+        more = f"The package {package} is not installed here: pip install {package}."
+    else:
+        more = _processes(config) if key == "train_batch_size" else _size(value, about.get("unit"))
     return f"{text} {more}".strip()
 
 
