@@ -19,7 +19,8 @@ from benchmarks.estimate_worker import measure, shape_of
 from benchmarks.launch import Parser
 from tests.processes import run_on
 from zero.config import load_config
-from zero.estimate.rank import DEVICE, DISK, HOST, Question, build, estimate
+from zero.estimate.question import Question
+from zero.estimate.rank import DEVICE, DISK, HOST, build, estimate
 
 PLACES = (DEVICE, HOST, DISK)
 RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count

@@ -69,7 +69,8 @@ def claims(args: argparse.Namespace) -> Rows:
     import torch
 
     from zero.config import load_config
-    from zero.estimate.rank import Question, build, estimate, fill_in
+    from zero.estimate.question import Question
+    from zero.estimate.rank import build, estimate, fill_in
 
     shape = t5_config(MODELS["t5-3b"])
     shape.architectures = ["T5ForConditionalGeneration"]

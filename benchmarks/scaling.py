@@ -31,7 +31,8 @@ from benchmarks.timeline import ASSUMPTIONS, SHAPES, Machine, add_machine, machi
 from zero.arguments import count
 from zero.config import Config, load_config
 from zero.errors import UsageError
-from zero.estimate.rank import DEVICE, HOST, Question, build, estimate, fill_in
+from zero.estimate.question import Question
+from zero.estimate.rank import DEVICE, HOST, build, estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
 TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}

@@ -16,8 +16,10 @@ from zero.arguments import Parser, Working, above_zero, check_command, count, gi
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe, facts
 from zero.config.explain import explain, explain_as_json
+from zero.config.loading import load_config
 from zero.doctor.command import doctor
 from zero.errors import UsageError, refuse
+from zero.estimate.question import Question, model_folder, with_batch
 from zero.hf import STARTUP, enable
 from zero.launch import launch, run_aside
 from zero.report.command import report
@@ -187,12 +189,13 @@ def _estimate(arguments: list[str]) -> None:
         parser.error("--batch needs --seq, the tokens of a sequence")
     given = {"device": options.device_memory, "host": options.host_memory}
     limits = {place: int(memory * 2**30) for place, memory in given.items() if memory is not None}
+    model_folder(options.model)
+    question = Question(options.world, options.batch, options.seq, options.checkpointing)
+    config, question = with_batch(load_config(options.ds_config, allow_auto=True), options.ds_config, question)
     with Working("estimate: following one step on fake tensors; large models take a minute"):
-        from zero.estimate.rank import Question  # transformers takes seconds to import
-        from zero.estimate.report import report
+        from zero.estimate.report import report  # transformers takes seconds to import
 
-        question = Question(options.world, options.batch, options.seq, options.checkpointing)
-        text = report(options.model, options.ds_config, question, limits, options.json)
+        text = report(options.model, config, question, limits, options.json)
     print(text)
 
 

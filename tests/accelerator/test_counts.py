@@ -27,7 +27,8 @@ from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
 from zero import activations, links
 from zero.config import load_config
-from zero.estimate.rank import Question, estimate
+from zero.estimate.question import Question
+from zero.estimate.rank import estimate
 from zero.estimate.traffic import IN, NETWORK, OUT
 from zero.offload import memory, tiers
 

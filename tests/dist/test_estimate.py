@@ -20,7 +20,8 @@ from zero.__main__ import main
 from zero.comm import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
-from zero.estimate.rank import DEVICE, DISK, HOST, Question, estimate, fill_in, read_config
+from zero.estimate.question import Question
+from zero.estimate.rank import DEVICE, DISK, HOST, estimate, fill_in, read_config
 from zero.estimate.rank import build as build_fake
 from zero.estimate.traffic import NETWORK, READ, WRITTEN
 from zero.offload.files import ScratchFile

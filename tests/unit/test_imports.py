@@ -69,7 +69,9 @@ LAYERS = [
 ]
 # Within a package.
 INSIDE = {
-    "zero.estimate": ["activation_trace", "states", "buffers", "step", "traffic", "rank", "remedies", "report"],
+    "zero.estimate": [
+        *("question", "activation_trace", "states", "buffers", "step", "traffic", "rank", "remedies", "report"),
+    ],
     "zero.config": [
         "keys",
         "reading",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import transformers
@@ -27,22 +26,13 @@ from zero.config import Config
 from zero.errors import UsageError
 from zero.estimate.activation_trace import FAKE, trace
 from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
+from zero.estimate.question import Question, model_folder
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
 from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined, without_saved
 from zero.estimate.traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is estimated. `batch` and `length` are of one micro-batch on one rank; 0: activations are left out."""
-
-    world_size: int
-    batch: int = 0
-    length: int = 0
-    checkpointing: bool = False
 
 
 @dataclass
@@ -67,14 +57,8 @@ class Estimate:
 
 def read_config(source: str) -> transformers.PretrainedConfig:
     """The configuration of a model's folder, or of a file `config.json`. ValueError where there is none."""
-    folder = Path(source)
-    folder = folder.parent if folder.name == "config.json" else folder
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise UsageError(f"{source}: an adapter (adapter_config.json) is not estimated: give its base model's folder")
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(model_folder(source), trust_remote_code=False)
     except Exception as error:  # of any kind: the file is somebody else's
         raise UsageError(f"{source}: {' '.join(str(error).split())}") from error
     class_of(config)

@@ -11,7 +11,8 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.settings import ZeroConfig
-from zero.estimate.rank import Estimate, Question, estimate
+from zero.estimate.question import Question
+from zero.estimate.rank import Estimate, estimate
 from zero.estimate.states import DEVICE, HOST
 
 # At most so many remedies are named. Each has at most this part of the memory of the one before.

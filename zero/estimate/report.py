@@ -9,9 +9,9 @@ from typing import Any
 
 import transformers
 
-from zero.config import Config, load_config
-from zero.errors import UsageError
-from zero.estimate.rank import PAGEABLE, PINNED, Estimate, Question, build, class_of, estimate, fill_in, read_config
+from zero.config import Config
+from zero.estimate.question import Question
+from zero.estimate.rank import PAGEABLE, PINNED, Estimate, build, class_of, estimate, fill_in, read_config
 from zero.estimate.remedies import Remedy, can_checkpoint, fits, remedies
 from zero.estimate.states import DEVICE, DISK, HOST
 from zero.estimate.traffic import ASSUMPTION
@@ -19,14 +19,13 @@ from zero.estimate.traffic import ASSUMPTION
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
 
 
-def report(source: str, config_source: str, question: Question, limits: Mapping[str, int], as_json: bool) -> str:
+def report(source: str, config: Config, question: Question, limits: Mapping[str, int], as_json: bool) -> str:
     """The estimate. `limits`: bytes that a process has, by place ("device", "host").
 
-    Raises ValueError for a model or a configuration that cannot be read.
+    Raises ValueError for a model that cannot be read.
     """
     shape = read_config(source)
-    config = fill_in(load_config(config_source, allow_auto=True), shape)
-    config, question = _with_batch(config, config_source, question)
+    config = fill_in(config, shape)
     model = build(shape, config.compute_dtype)
     found, other = estimate(model, config, question), None
     if can_checkpoint(model, question):
@@ -110,22 +109,6 @@ class _Answer:
         elif self.better or self.other is not None:
             lines.append(f"  {ASSUMPTION}")
         return lines
-
-
-def _with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
-    """With the batch sizes that follow from the known ones. UsageError if they differ, or one is missing for --seq."""
-    given = config.train_micro_batch_size_per_gpu
-    if question.batch and given not in (None, question.batch):
-        raise UsageError(f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}")
-    micro = question.batch or given
-    if micro is not None or config.train_batch_size is not None:
-        config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
-        config = config.resolve_batch(question.world_size)
-    if question.length and not question.batch:
-        if config.train_micro_batch_size_per_gpu is None:
-            raise UsageError(f"--seq: give --batch too, or train_micro_batch_size_per_gpu in {source}")
-        question = replace(question, batch=config.train_micro_batch_size_per_gpu)
-    return config, question
 
 
 def pinned(found: Estimate, config: Config) -> int:

@@ -88,8 +88,8 @@ class Run:
             "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
             "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
             "last loss": f"{losses[-1]:.5g}" if losses else "not known",
-            "samples a second": f"{median(each['samples_per_second'] for each in self._usual):.4g}",
-            "seconds a step": f"{median(map(_duration, self._usual)):.4g}",
+            "samples a second (slowest rank)": f"{median(each['samples_per_second'] for each in self._usual):.4g}",
+            "seconds a step (rank 0)": f"{median(map(_duration, self._usual)):.4g}",
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),
         }
