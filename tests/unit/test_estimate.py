@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from zero.__main__ import main
 from zero.estimate.activation_trace import trace
 from zero.estimate.rank import build, class_of
+from zero.estimate.remedies import Remedy, _undominated
 
 SIZES = {
     "hidden_size": 64,
@@ -172,6 +174,16 @@ def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
     # Gradients get 4 bytes. A tensor that moves has 8 on its owner, and as many are sent and received.
     assert alone["whole tensors of the optimizer"] == 4 * elements
     assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
+
+
+def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
+    def remedy(seconds: float, memory: int, settings: int) -> Remedy:
+        traffic = SimpleNamespace(seconds=seconds)
+        return Remedy("", SimpleNamespace(total=lambda place: memory, traffic=traffic), settings)
+
+    fast, smaller, simpler = remedy(1, 50, 3), remedy(2, 40, 3), remedy(3, 90, 1)
+    useless = [remedy(2.5, 45, 3), remedy(4, 39, 2)]
+    assert _undominated([*useless, simpler, smaller, fast], {"device": 100}) == [fast, smaller, simpler]
 
 
 def test_files_are_a_remedy_for_too_little_host_memory(ask):

@@ -1,4 +1,7 @@
-"""What to change where a training does not fit, for `zero estimate`: the change with the fastest step comes first."""
+"""What to change where a training does not fit, for `zero estimate`: the change with the fastest step comes first.
+
+A slower change is named, too, if it needs less memory or fewer settings than all that are faster.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from zero.estimate.question import Question
 from zero.estimate.rank import Estimate, estimate
 from zero.estimate.states import DEVICE, HOST
 
-# At most so many remedies are named. Each has at most this part of the memory of the one before.
+# At most so many remedies are named. What is named for its memory has at most this part of that of the others.
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20
@@ -31,6 +34,11 @@ class Change(NamedTuple):
         zero = config.zero_optimization
         keys = zero.model_dump(exclude_unset=True) | self.keys
         return config.model_copy(update={"zero_optimization": ZeroConfig.model_validate(keys)})
+
+    def settings(self, config: Config) -> int:
+        """How many of the keys have another value now."""
+        before, after = config.zero_optimization, self.applied(config).zero_optimization
+        return sum(getattr(before, key) != getattr(after, key) for key in self.keys)
 
     def with_ratio(self, ratio: float) -> Change:
         optimizer = self.keys["offload_optimizer"] | {"ratio": ratio}
@@ -56,7 +64,7 @@ def fits(found: Estimate, limits: Mapping[str, int]) -> bool:
 
 
 def remedies(model: nn.Module, config: Config, question: Question, limits: Mapping[str, int]) -> list[Remedy]:
-    """Changes after which there is room, ordered by the predicted time of a step. A slower one takes less memory.
+    """Changes after which there is room, ordered by the predicted time of a step.
 
     Stage, offload and its ratio are changed, with and without gradient checkpointing, and with micro-batches of half
     the size, a quarter and so on. The step keeps its number of sequences.
@@ -78,7 +86,7 @@ def remedies(model: nn.Module, config: Config, question: Question, limits: Mappi
                 for tried, result in _tried(model, given, asked, limits, change):
                     if fits(result, limits):
                         all_words = " and ".join(filter(None, [tried.words, *words]))
-                        found.append(Remedy(all_words, result, len(tried.keys) + len(words)))
+                        found.append(Remedy(all_words, result, tried.settings(config) + len(words)))
                         if tried is change:  # with smaller micro-batches it would be slower
                             left.remove(change)
     return _undominated(found, limits)
@@ -150,10 +158,10 @@ def _tried(
 
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
-    best, least = [], math.inf
+    best, least, fewest = [], math.inf, math.inf
     for remedy in sorted(found, key=lambda remedy: remedy.rank):
         fullest = max(remedy.found.total(place) / most for place, most in limits.items())
-        if fullest <= LESS * least:
+        if fullest <= LESS * least or remedy.settings < fewest:
             best.append(remedy)
-            least = fullest
+            least, fewest = min(least, fullest), min(fewest, remedy.settings)
     return best[:MOST]
