@@ -1,4 +1,4 @@
-"""`zero estimate` beside what two ranks really take, on 20 cases.
+"""`zero estimate` beside what two ranks really take, on 27 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -32,6 +32,7 @@ NVME = {"device": "nvme"}
 FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 TWO = {"gradient_accumulation_steps": 2}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
@@ -58,6 +59,11 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": FILES}, {}, 1, 64, False),
     ("llama", {"stage": 0}, BF16 | TWO, 1, 32, False),
     ("llama", {"stage": 1}, TWO, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, "zero_quantized_weights": True}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 3, **SMALL, "zero_quantized_gradients": True}, {}, 2, 128, False),
+    ("t5", {"stage": 3, **SMALL, **CODED}, BF16, 1, 32, False),
+    ("t5", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, {}, 1, 32, True),
+    ("llama", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 32, True),
 ]
 
 
@@ -97,6 +103,7 @@ def describe(case: Case) -> str:
         "pipeline_read" in optimizer
     )
     words += ["Muon"] * ("optimizer" in others) + ["accumulation 2"] * ("gradient_accumulation_steps" in others)
+    words += ["coded " + each.removeprefix("zero_quantized_") for each in section if "quantized" in each]
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
     return ", ".join(words)
 

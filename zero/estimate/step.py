@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
+from zero.compression import encoding_bytes, message_bytes
 from zero.config import Config
 from zero.construction import make_schedule
 from zero.estimate.activation_trace import Moment
@@ -22,8 +23,9 @@ from zero.layout import UnitLayout, UnitPlan
 from zero.schedule import Residency
 from zero.unit import State
 
-# A part of device memory, in the step.
+# Parts of device memory, in the step.
 WHOLE = "whole tensors of the optimizer"
+CODES = "codes of weights and gradients"
 # As much of a communicator as `Gathering` sees.
 NO_COMMUNICATOR = SimpleNamespace(
     watchdog=SimpleNamespace(set_position=lambda unit: None),
@@ -35,7 +37,8 @@ NO_COMMUNICATOR = SimpleNamespace(
 class CountedUnit:
     """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing.
 
-    Args: staging: through which its shard of `nbytes` is read, if that is in a file.
+    Args: staging: through which its shard of `nbytes` is read, if that is in a file; coded: bytes of the messages if it
+    is gathered as codes.
     """
 
     def __init__(
@@ -45,7 +48,9 @@ class CountedUnit:
         residency: Residency,
         staging: Staging | None = None,
         nbytes: int = 0,
+        coded: int = 0,
     ):
+        self.coded = coded
         self.layout, self.persistent, self.residency = layout, persistent, residency
         self._staging, self._nbytes, self._buffer = staging, nbytes, 0
         self.state, self.users, self.is_ready, self.gathers = State.SHARDED, 0, True, 0
@@ -128,7 +133,9 @@ class _Gradients:
         unasked = config.sum_dtype if sums else config.compute_dtype
         self._sent_item = ((world_size > 1 and config.communication_data_type) or unasked).itemsize
         self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
+        self._config, self._is_coded = config, zero.zero_quantized_gradients and world_size > 1
         self._in_flight: deque[Kept] = deque()
+        self._copied: Kept | None = None  # the last one in flight, before its originals are free
         self._leaving: deque[tuple[Kept, int]] = deque()
         self.apart = self.kept = 0
 
@@ -150,12 +157,13 @@ class _Gradients:
         if self._adds and _is_in_file(unit):
             self._staging.copy_in(self._staging.take(unit.gradient))
         self._in_flight.append(unit)
+        self._copied = unit
         while len(self._in_flight) > 1 and sum(each.layout.padded for each in self._in_flight) > self._bucket:
             self._finish_oldest()
 
     def reduce(self, number: int) -> None:
         """The copies' originals are free."""
-        unit = self._units[number]
+        unit, self._copied = self._units[number], None
         self.apart -= unit.layout.numel * self._item
         self._flat = 0
         if self._keeps:
@@ -184,14 +192,32 @@ class _Gradients:
         self._leave(most=0)
 
     @property
+    def codes(self) -> int:
+        """Bytes of messages to and from other ranks if gradients travel as codes, and of what makes the last codes."""
+        layouts = [each.layout for each in self._in_flight if self._is_coded and each is not self._copied]
+        if not layouts:
+            return 0
+        part = min(layouts[-1].shard_numel, self._config.zero_optimization.reduce_bucket_size // self._world_size)
+        bits = self._config.zero_optimization.zero_quantized_gradient_bits
+        messages = sum(layout.world_size * message_bytes(layout.shard_numel, bits) for layout in layouts)
+        return 2 * messages + encoding_bytes(part, self._sent_item)
+
+    @property
     def moving(self) -> int:
         """Bytes that are not kept: gradients apart, flat buffers, and results in another dtype or on another tier."""
-        differs = self._sent_item if self._sent_item != self._kept_item else 0
+        differs = self._sent_item if self._sent_item != self._kept_item and not self._is_coded else 0
         flying = sum(
             each.layout.padded * self._sent_item + each.layout.shard_numel * differs + each.gradient * each.offloaded
             for each in self._in_flight
         )
         return self.apart + self._flat + flying + sum(unit.gradient for unit, _ in self._leaving)
+
+
+def _coded_weights(unit: Kept, config: Config) -> int:
+    zero, layout = config.zero_optimization, unit.layout
+    if not (zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable)):
+        return 0
+    return layout.world_size * message_bytes(layout.shard_numel, 8)
 
 
 def _is_in_file(unit: Kept) -> bool:
@@ -221,6 +247,7 @@ class StepMemory:
                 self._residency,
                 staging if unit.home.weights == DISK else None,
                 unit.layout.shard_numel * config.compute_dtype.itemsize,
+                _coded_weights(unit, config) if gathers else 0,
             )
             for unit in kept
         ]
@@ -288,10 +315,15 @@ class StepMemory:
                 unit.reshard()
         return self._most
 
-    def _look(self, activations: int) -> None:
+    def _look(self, activations: int, arrived: CountedUnit | None = None) -> None:
+        """`arrived`: a unit whose weights become codes now, or the other way."""
+        item = self._config.compute_dtype.itemsize
         now = {
             "activations": activations,
-            "gathered parameters": self._residency.live * self._config.compute_dtype.itemsize,
+            "gathered parameters": self._residency.live * item,
+            CODES: sum(unit.coded for unit in self._units if unit.state is State.GATHERING)
+            + (0 if arrived is None else arrived.coded + encoding_bytes(arrived.layout.shard_numel, item))
+            + self._gradients.codes,
             "gradients on their way": self._gradients.moving,
             "gradients": self._gradients.kept,
             SUMS: self._gradients.sums,
@@ -300,7 +332,13 @@ class StepMemory:
 
     def _enter(self, moment: Moment) -> None:
         for number in self._used_by.get(moment.what, ()):
-            self._gathering.unshard(self._units[number])
+            self._unshard(number, moment)
+
+    def _unshard(self, number: int, moment: Moment) -> None:
+        unit, arrives = self._units[number], self._units[number].state in (State.SHARDED, State.GATHERING)
+        self._gathering.unshard(unit)
+        if unit.coded and arrives:
+            self._look(moment.live, unit)
 
     def _leave(self, moment: Moment) -> None:
         for number in self._used_by.get(moment.what, ()):
@@ -313,7 +351,7 @@ class StepMemory:
         for number in self._used_by.get(moment.what, ()):
             if self._left[number] and number not in self._in_backward:
                 self._in_backward.add(number)
-                self._gathering.unshard(self._units[number])
+                self._unshard(number, moment)
 
     def _gradient(self, moment: Moment) -> None:
         number = self._unit_of[moment.what]
