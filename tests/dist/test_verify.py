@@ -26,13 +26,13 @@ from zero.optim.updates import TileInMemory
 from zero.pending import Pending
 from zero.unit import Unit
 from zero.verify.command import as_json, as_text
-from zero.verify.compare import Result, _Pair, _pair, _without_noise, compare
+from zero.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
 from zero.verify.plain import PlainEngine
 from zero.verify.record import Recorder
 
 RANKS, STEPS, ACCUMULATION = 2, 2, 2
 DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
-LOST, FROZEN = "blocks.1.up.weight", "blocks.2"
+LOST, FROZEN, LEFT_OUT = "blocks.1.up.weight", "blocks.2", 3
 
 
 collect, update_tile, begin_update = GradientReducer.collect, TileUpdate.__call__, TileUpdate.__init__
@@ -50,6 +50,13 @@ def freeze(update: TileUpdate, values: TileInMemory) -> Pending:
     pending = update_tile(update, values)
     if values.tile.unit.name == FROZEN:
         values.master.copy_(kept)
+    return pending
+
+
+def touch(update: TileUpdate, values: TileInMemory) -> Pending:
+    """Change what has no gradient."""
+    pending = update_tile(update, values)
+    values.master[values.grad == 0] += 0.01
     return pending
 
 
@@ -76,6 +83,7 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
     "frozen": (TileUpdate, "__call__", freeze),
+    "touched": (TileUpdate, "__call__", touch),
     "norm": (ZeroOptimizer, "_global_norm", lambda self: 1.1 * norm_of(self)),
     "skipped": (ZeroOptimizer, "_global_norm", lambda self: norm_of(self) * math.nan),
     "setting": (DeepSpeedEngine, "backward", change_group),
@@ -98,6 +106,7 @@ def record(
         with mock.patch.object(zero.Init, "is_off", name == "plain"):
             with zero.Init(**init or {}, enabled=init is not None):
                 model = toy()
+        model.dropped.add(LEFT_OUT)
         optimizer = adamw(one_group(trainable(model)))
         with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
             engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(model, settings, optimizer)
@@ -117,9 +126,9 @@ def found(folder: Path, faults: list[str], dtype: str) -> dict[str, Result]:
 def test_a_right_engine_is_equal(tmp_path: Path, dtype: str):
     result = found(tmp_path, ["none"], dtype)["none"]
     assert result.difference is None, as_text(result)
-    steps, kinds = range(1, STEPS + 1), ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "update")
+    kinds = ("loss", "gradient", "setting", "norm", "exp_avg", "exp_avg_sq", "decay", "update")
     assert [row[:2] for row in result.rows] == [
-        (0, "value"), *((step, kind) for step in steps for kind in kinds)
+        (0, "value"), *((step, kind) for step in range(1, STEPS + 1) for kind in kinds)
     ]  # fmt: skip
     losses = [row for row in result.rows if row[1] == "loss"]
     assert [row[2] for row in losses] == [RANKS * ACCUMULATION] * STEPS
@@ -161,7 +170,8 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
         "rate": (1, "update", "stem.weight", "All updates are 1.01 times the plain ones"),
         "betas": (1, "exp_avg_sq", "stem.weight", "All are 50 times the plain ones"),
         "eps": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
-        "decay": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
+        "decay": (1, "decay", f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"),
+        "touched": (1, "decay", f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"),
     }
     results = found(tmp_path, list(expected), dtype)
     for name, (step, kind, tensor, cause) in expected.items():
@@ -183,6 +193,14 @@ def test_what_is_rounding_noise():
     assert _without_noise([loud, small, noise, lost], eps) == [loud, small, lost]
     both, one = pair("both", [math.inf, 1.0], [math.nan, 1.0]), pair("one", [math.inf, 1.0], [1.0, 1.0])
     assert both.relative == 0.0 and one.relative == math.inf
+
+
+def test_the_last_place_of_a_value_is_rounding():
+    """At a learning rate of 1e-6 it is a tenth of the update of a LayerNorm's weight."""
+    ones, last_place = torch.ones(4), torch.finfo(torch.float32).eps
+    rounded, other = (_update("weight", n * last_place * ones, 10 * last_place * ones, ones, ones > 0) for n in (9, 8))
+    assert rounded.relative == 0.0 and other.relative == pytest.approx(0.1)
+    assert _update("weight", math.nan * ones, ones, ones, ones > 0).relative == math.inf
 
 
 SAVES = """

@@ -12,7 +12,8 @@ What follows from gradients can be as equal as they are. Let d be the largest di
 states may differ by 10 d. Adam turns the sign of a tiny gradient into a whole step, in a share of d of the elements, so
 updates may differ by 10 sqrt(d). Signs do not change norms: those of all updates, or of all tensors of one state, may
 differ by 10 d, and at most 2%. Each limit is at least 0.1%. Muon computes in bf16: updates of whole tensors may always
-differ by 5%, in 16 bits by 3 sqrt(eps).
+differ by 5%, in 16 bits by 3 sqrt(eps). Elements that have had no gradient so far change by weight decay alone, which
+may differ by 5%. An update is known to the last place of its value: no difference below that counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -113,9 +114,9 @@ def _compare_step(result: Result, step: int, engine: Path, plain: Path, eps: flo
         for i, (a, b) in enumerate(zip(*of_rank, strict=False))
     ]
     cause = (
-        "The weights are the same, so the batches or the dropout are not: set a seed, and a fixed order of the data."
+        "The weights are the same, so likely the batches or the dropout are not: set a seed and a fixed order of data."
         if step == 1
-        else "Gradients and updates were equal so far: a buffer, or what the script does between steps, differs."
+        else "Gradients and updates were equal so far: likely a buffer, or what the script does between steps, differs."
     )
     limit = math.sqrt(eps) * step
     if _judge(result, step, "loss", losses, losses, limit, cause):
@@ -137,19 +138,39 @@ def _compare_step(result: Result, step: int, engine: Path, plain: Path, eps: flo
         most, key = min(max(0.01, 2 * limit), max(1e-3, 10 * apart)), file.split(".", 2)[2]
         if _judge(result, step, key, gradients, states, most, _cause_of_state(states), apart):
             return
-    updates = list(_updates(engine, plain, step, names, _noise(gradients, eps)))
+    updates, decays = _updates(engine, plain, step, names, _noise(gradients, eps))
+    cause = "These elements have had no gradient yet: weight decay differs, or the engine changes what it must not."
+    if facts["elementwise"] and _judge(result, step, "decay", decays, decays, 0.05, cause):
+        return
     spread = apart if facts["elementwise"] else math.inf
     limit = min(max(0.05, 3 * math.sqrt(eps)), max(1e-3, 10 * math.sqrt(spread)))
     _judge(result, step, "update", gradients, updates, limit, _cause_of_update(updates), spread)
 
 
-def _updates(engine: Path, plain: Path, step: int, names: set[str], noise: float) -> Iterator[_Pair]:
-    """What the step has changed, where the gradient is not noise: a third of GPT-2's `c_attn.bias` is."""
-    files = "start" if step == 1 else f"{step - 1}.values", f"{step}.values", f"{step}.gradients"
-    for before, after, gradient in zip(*(_tensors(engine, plain, file) for file in files), strict=True):
-        if (name := after[0]) in names:
-            is_loud = torch.maximum(gradient[1].abs(), gradient[2].abs()) > noise
-            yield _pair(name, *(is_loud * (after[side] - before[side]) for side in (1, 2)))
+def _updates(engine: Path, plain: Path, step: int, names: set[str], noise: float) -> tuple[list[_Pair], list[_Pair]]:
+    """What the step has changed where the gradient is not noise, and where there has been none so far.
+
+    A third of GPT-2's `c_attn.bias` is noise. Tokens that no batch had have no gradient in an embedding.
+    """
+    updates, decays = [], []
+    files = ["start" if step == 1 else f"{step - 1}.values", f"{step}.values"]
+    files += [f"{number}.gradients" for number in range(step, 0, -1)]
+    for before, after, *gradients in zip(*(_tensors(engine, plain, file) for file in files), strict=True):
+        changed = [after[side] - before[side] for side in (1, 2)]
+        has_none = torch.stack([(a == 0) & (b == 0) for _, a, b in gradients]).all(0)
+        if has_none.any():
+            decays.append(_update(after[0], *changed, before[2], has_none))
+        if after[0] in names:
+            is_loud = torch.maximum(*(gradient.abs() for gradient in gradients[0][1:])) > noise
+            updates.append(_update(after[0], *changed, before[2], is_loud))
+    return updates, decays
+
+
+def _update(name: str, a: torch.Tensor, b: torch.Tensor, values: torch.Tensor, where: torch.Tensor) -> _Pair:
+    """A value may be rounded up or down, so a difference of one unit in its last place is none."""
+    pair = _pair(name, where * a, where * b)
+    last_place = torch.finfo(torch.float32).eps * (where * values).double().norm().item()
+    return replace(pair, apart=0.0 if pair.apart <= last_place else pair.apart - last_place)
 
 
 def _compare_settings(result: Result, step: int, engine: dict, plain: dict) -> bool:
@@ -226,7 +247,7 @@ def _cause_of_gradient(pairs: list[_Pair], facts: dict) -> str:
     lost = [pair.name for pair in pairs if pair.engine == 0 and pair.plain > 0]
     if lost:
         return (
-            f"The engine has no gradient for {_some(lost)}: the parameter is read where the engine does not see it. "
+            f"The engine has no gradient for {_some(lost)}: likely it is read where the engine does not see it. "
             "Please report the module's forward."
         )
     if (ratio := _common_ratio(pairs)) is None:
