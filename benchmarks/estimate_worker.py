@@ -25,6 +25,12 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
          "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]},
     ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "vocab_size": 2048,
+         "architectures": ["MixtralForCausalLM"]},
+    ),
     "tiny": (
         "Llama",
         {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 2,
