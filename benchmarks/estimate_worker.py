@@ -77,5 +77,7 @@ def measure(
     tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)
     kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
+    if engine.activations is not None:  # all of a forward's are there when it ends
+        buffers += engine.activations.moved_bytes // STEPS
     peak = torch.accelerator.max_memory_allocated()
     return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}

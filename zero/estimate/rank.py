@@ -28,7 +28,7 @@ from zero.estimate.activation_trace import FAKE, trace
 from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
 from zero.estimate.question import Question, model_folder
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
-from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined, without_saved
+from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined
 from zero.estimate.traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
@@ -154,19 +154,17 @@ def _add_step(
     found: Estimate, model: nn.Module, config: Config, question: Question, units: Sequence[Kept], staging: Staging
 ) -> None:
     """What is held in a part of the step only, and what the step moves."""
-    zero, item, saved = config.zero_optimization, config.compute_dtype.itemsize, 0
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
     gathers = zero.stage == 3 and (zero.shards_over(question.world_size) > 1 or zero.offloads_params)
     whole = 0
     if updates_whole_tensors(config):
         whole = of_whole_tensors(units, param_groups(model, config), staging)
     step = StepMemory(units, config, question.world_size, gathers, staging)
-    computed = 0
+    computed = saved = 0
     if question.batch and question.length:
-        moments, computed = trace(model, question.batch, question.length, question.checkpointing)
-        if config.activation_checkpointing.cpu_checkpointing:
-            saved = max(moment.live for moment in moments)
-            found.add(HOST, "activations", saved)
-            moments = without_saved(moments)
+        on_host = config.activation_checkpointing.cpu_checkpointing
+        moments, computed, saved = trace(model, question.batch, question.length, question.checkpointing, on_host)
+        found.add(HOST, "activations", saved)
         found.activations = max(moment.peak for moment in moments)
         for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0), whole).items():
             found.add(DEVICE, part, nbytes)

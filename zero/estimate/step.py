@@ -91,15 +91,6 @@ def imagined(model: nn.Module, plans: Sequence[UnitPlan]) -> list[Moment]:
     return found
 
 
-def without_saved(moments: Sequence[Moment]) -> list[Moment]:
-    """The moments of a step that keeps what autograd saves in host memory."""
-    before = [0, *(moment.live for moment in moments)]
-    return [
-        moment._replace(live=0, peak=moment.peak - min(moment.live, former))
-        for moment, former in zip(moments, before[:-1], strict=True)
-    ]
-
-
 SUMS = "sums of micro-batches"  # at stages 0 and 1, in whole units
 
 
