@@ -28,7 +28,9 @@ from zero.estimate.activation_trace import FAKE, trace
 from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
 from zero.estimate.question import Question, model_folder
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
-from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined
+from zero.estimate.gradients import SUMS
+from zero.estimate.messages import of_reduction
+from zero.estimate.step import CODES, WHOLE, StepMemory, imagined
 from zero.estimate.traffic import Traffic, Work, traffic
 
 # Parts of host memory: buffers for transfers.
@@ -171,6 +173,7 @@ def _add_step(
     else:
         step.peak(imagined(model, [unit.plan for unit in units]), 0, 0)
         found.add(DEVICE, "gathered parameters", step.most_gathered * item)
+        found.add(DEVICE, CODES, step.most_messages)
         found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
         found.add(DEVICE, WHOLE, whole)
         if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
@@ -179,13 +182,16 @@ def _add_step(
     found.traffic = traffic(model, units, step.gathers, config, question.world_size, Work(computed, saved))
 
 
-def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -> int:
+def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -> float:
     """Bytes of gradients: one unit's is being made while others are being reduced."""
-    trained = [unit.layout.padded for unit in units if unit.trainable]
+    trained, item = [unit for unit in units if unit.trainable], config.compute_dtype.itemsize
     if not trained:
         return 0
-    in_flight = max(max(trained), min(config.zero_optimization.reduce_bucket_size, sum(trained)))
-    return (max(trained) + (in_flight if world_size > 1 else 0)) * config.compute_dtype.itemsize
+    largest = max(trained, key=lambda unit: unit.layout.padded)
+    most, total = largest.layout.padded, sum(unit.layout.padded for unit in trained)
+    in_flight = max(most, min(config.zero_optimization.reduce_bucket_size, total)) if world_size > 1 else 0
+    held = of_reduction(largest, config, world_size, item, adds=False).held / most
+    return (most + in_flight) * item + in_flight * held
 
 
 def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
