@@ -79,8 +79,9 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     name, _, _, batch, length, checkpointing = case
     config = load_config(settings)
     model = build(shape_of(name), config.compute_dtype)
-    found = estimate(model, config, Question(RANKS, batch, length, checkpointing))
-    measured = run_on(RANKS, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
+    ranks = RANKS * (config.zero_optimization.zero_hpz_partition_size or 1)  # two machines
+    found = estimate(model, config, Question(ranks, batch, length, checkpointing))
+    measured = run_on(ranks, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
     row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
     for place in PLACES:
         taken = max(each[place] for each in measured)

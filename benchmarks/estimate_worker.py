@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ def measure(
 
     All buffers are free at the end, so the lists of free ones show how many there were.
     """
+    if size := settings["zero_optimization"].get("zero_hpz_partition_size"):
+        os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
     model = getattr(transformers, config.architectures[0])(config)
     if checkpointing:

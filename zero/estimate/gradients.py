@@ -1,4 +1,4 @@
-"""Gradients that one backward makes, on the device of one rank, for `zero estimate`: as `zero/gradients.py` reduces them."""
+"""The gradients of one backward on the device of one rank, for `zero estimate`: as `zero/gradients.py` reduces them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from zero.estimate.buffers import Staging
 from zero.estimate.messages import of_reduction
 from zero.estimate.states import DISK, Kept
 
-# A part of device memory, at stages 0 and 1.
-SUMS = "sums of micro-batches"  # at stages 0 and 1, in whole units
+# A part of device memory: at stages 0 and 1, in whole units.
+SUMS = "sums of micro-batches"
 
 
 class Gradients:
     """Bytes until the reduction of gradients has ended.
 
-    Args: look: is called with the temporary bytes of a reduction while these are there; adds: to those of earlier micro-batches; sums: of those there are sums in whole units, not reduced yet; keeps:
-    this backward's gradients are added to these sums, and not reduced.
+    Args: look: is called with the temporary bytes of a reduction while these are there; adds: to those of earlier
+    micro-batches; sums: of those there are sums in whole units, not reduced yet; keeps: this backward's gradients are
+    added to these sums, and not reduced.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Gradients:
 
     @property
     def moving(self) -> int:
-        """Bytes that are not kept: gradients apart, flat buffers, messages, and results on their way to another tier."""
+        """Bytes that are not kept: gradients apart, flat buffers, messages, results on their way to another tier."""
         results = sum(unit.gradient for unit in map(self._units.__getitem__, self._in_flight) if unit.offloaded)
         flying = self._flying * self._sent_item + sum(self._extras[number].held for number in self._in_flight)
         return self.apart + self._flat + flying + results + sum(unit.gradient for unit, _ in self._leaving)

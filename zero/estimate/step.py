@@ -24,7 +24,7 @@ from zero.schedule import Residency
 from zero.unit import State
 
 # Parts of device memory: in the optimizer's step; in all-gathers and reductions of codes.
-WHOLE, CODES = "whole tensors of the optimizer", "codes of quantization"
+WHOLE, TILES, CODES = "whole tensors of the optimizer", "temporary tensors of the optimizer", "codes of quantization"
 # As much of a communicator as `Gathering` sees.
 NO_COMMUNICATOR = SimpleNamespace(
     watchdog=SimpleNamespace(set_position=lambda unit: None),
@@ -146,10 +146,10 @@ class StepMemory:
             for module in plan.modules:
                 self._used_by.setdefault(module, []).append(number)
 
-    def peak(self, moments: Sequence[Moment], gradients: int, whole: int) -> dict[str, int]:
+    def peak(self, moments: Sequence[Moment], gradients: int, in_step: dict[str, int]) -> dict[str, int]:
         """The parts at the fullest moment.
 
-        Args, in bytes: gradients: that are kept on the device after backward; whole: tensors on their owners in a step.
+        Args, in bytes: gradients: that are kept on the device after backward; in_step: what the step takes besides.
         """
         self._follow(moments)  # the first pass is only recorded
         self.gathers = [0] * len(self._units)
@@ -165,7 +165,7 @@ class StepMemory:
             alike = micro_batches - 2 if number == 1 and not last else 1
             for place, unit in enumerate(self._units):
                 self.gathers[place] += (unit.gathers - before[place]) * alike
-        in_step = {"gradients": gradients, WHOLE: whole}
+        in_step = {"gradients": gradients} | in_step
         if zero.stage >= 2 and micro_batches > 1:
             most["gradients"] = gradients  # they hold the sums so far
         return max(most, in_step, key=_total)

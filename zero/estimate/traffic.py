@@ -24,9 +24,9 @@ from torch import nn
 
 from zero.compression import message_bytes
 from zero.config import Config
-from zero.estimate.buffers import whole_tensors
 from zero.estimate.messages import coded_gradients
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
+from zero.estimate.updates import whole_tensors
 from zero.links import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;
