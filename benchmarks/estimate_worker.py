@@ -70,7 +70,8 @@ def measure(
     engine = zero.initialize(model=model, config=settings)[0]
     torch.accelerator.reset_peak_memory_stats()
     ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
-    for _ in range(STEPS):
+    micro_batches = STEPS * settings.get("gradient_accumulation_steps", 1)
+    for _ in range(micro_batches):
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
     engine.optimizer.wait()
@@ -81,6 +82,6 @@ def measure(
     buffers = sum(len(block) for pool in pools for block in pool._free)
     kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
     if engine.activations is not None:  # all of a forward's are there when it ends
-        buffers += engine.activations.moved_bytes // STEPS
+        buffers += engine.activations.moved_bytes // micro_batches
     peak = torch.accelerator.max_memory_allocated()
     return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}

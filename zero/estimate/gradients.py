@@ -44,7 +44,8 @@ class Gradients:
         self._extras = [of_reduction(unit, config, world_size, self._sent_item, adds) for unit in units]
         self._in_flight: deque[int] = deque()  # numbers of units
         self._leaving: deque[tuple[Kept, int]] = deque()
-        self.apart = self.kept = 0
+        self.apart = 0
+        self.kept = sum(unit.gradient for unit in units if not unit.offloaded) if adds else 0
 
     def _sum_of(self, unit: Kept) -> int:
         return unit.layout.padded * self._sum_item
@@ -55,13 +56,7 @@ class Gradients:
     def flatten(self, number: int) -> None:
         """Gradients of a unit are copied to a flat buffer, which is about to be reduced, or added to the sums."""
         unit = self._units[number]
-        if self._keeps:
-            self._flat = unit.layout.padded * self._item
-            return
-        self._flat = unit.layout.padded * self._sent_item
-        if self._has_sums:  # the sum is what is reduced; in another dtype, there are both for a moment
-            self.sums -= self._sum_of(unit)
-            self._flat += self._sum_of(unit) if self._sent_item != self._sum_item else 0
+        self._flat = unit.layout.padded * (self._item if self._keeps or self._has_sums else self._sent_item)
         if self._adds and _is_in_file(unit):
             self._staging.copy_in(self._staging.take(unit.gradient))
 
@@ -70,18 +65,30 @@ class Gradients:
         unit = self._units[number]
         self.apart -= unit.layout.numel * self._item
         if self._keeps:
-            self._flat = 0
-            self.sums += 0 if self._has_sums else self._sum_of(unit)
+            self._keep(unit)
             return
+        if self._has_sums:  # the sum is what is reduced; in another dtype, there are both for a moment
+            self.sums -= self._sum_of(unit)
+            self._flat = unit.layout.padded * self._sent_item
+            self._look(self._sum_of(unit) if self._sent_item != self._sum_item else 0)
         while self._in_flight and self._flying + unit.layout.padded > self._bucket:
             self._finish_oldest()
         self._flat = 0
         self._in_flight.append(number)
-        if not unit.offloaded:
+        if not (unit.offloaded or self._adds):
             self.kept += unit.gradient
-        self._look(self._extras[number].start)
+        if self._world_size > 1:  # else the flat buffer is the result
+            self._look(self._extras[number].start)
         if self._world_size == 1 or not self._overlaps:
             self._finish_oldest()
+
+    def _keep(self, unit: Kept) -> None:
+        """The flat buffer is added to the sum, or becomes the first one, in its dtype."""
+        if not self._has_sums:
+            self._flat = 0 if self._item == self._sum_item else self._flat
+            self.sums += self._sum_of(unit)
+            self._look(0)
+        self._flat = 0
 
     @property
     def _flying(self) -> int:
@@ -89,7 +96,8 @@ class Gradients:
         return sum(self._units[number].layout.padded for number in self._in_flight)
 
     def _finish_oldest(self) -> None:
-        self._look(self._extras[self._in_flight[0]].end)
+        if self._world_size > 1:
+            self._look(self._extras[self._in_flight[0]].end)
         unit = self._units[self._in_flight.popleft()]
         if unit.offloaded:
             self._leave(most=1)

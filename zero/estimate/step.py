@@ -166,8 +166,6 @@ class StepMemory:
             for place, unit in enumerate(self._units):
                 self.gathers[place] += (unit.gathers - before[place]) * alike
         in_step = {"gradients": gradients} | in_step
-        if zero.stage >= 2 and micro_batches > 1:
-            most["gradients"] = gradients  # they hold the sums so far
         return max(most, in_step, key=_total)
 
     @property
