@@ -185,6 +185,8 @@ def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
     fast, smaller, simpler = remedy(1, 50, 3), remedy(2, 40, 3), remedy(3, 90, 1)
     useless = [remedy(2.5, 45, 3), remedy(4, 39, 2)]
     assert _undominated([*useless, simpler, smaller, fast], {"device": 100}) == [fast, smaller, simpler]
+    many = [remedy(2 + number / 10, 40 - 5 * number, 3) for number in range(6)]
+    assert _undominated([*many, simpler, fast], {"device": 100}) == [fast, *many[:3], simpler]
 
 
 def test_files_are_a_remedy_for_too_little_host_memory(ask):
