@@ -1,4 +1,4 @@
-"""`zero estimate` beside what two ranks really take, on 27 cases.
+"""`zero estimate` beside what ranks really take, on 33 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -32,8 +32,12 @@ NVME = {"device": "nvme"}
 FILES = NVME | {"max_in_cpu": 0}
 PIPELINE = {"pipeline_read": True, "pipeline_write": True}
 BF16 = {"bf16": {"enabled": True}}
-CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 TWO = {"gradient_accumulation_steps": 2}
+ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+CODED_WEIGHTS, CODED_GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+FOUR_BITS = CODED_GRADIENTS | {"zero_quantized_gradient_bits": 4}
+# On two machines of two ranks.
+SECOND = {"zero_hpz_partition_size": 2}
 # Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
 Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
 CASES: list[Case] = [
@@ -59,11 +63,17 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": FILES}, {}, 1, 64, False),
     ("llama", {"stage": 0}, BF16 | TWO, 1, 32, False),
     ("llama", {"stage": 1}, TWO, 1, 32, False),
-    ("llama", {"stage": 3, **SMALL, "zero_quantized_weights": True}, BF16, 1, 32, False),
-    ("gpt2", {"stage": 3, **SMALL, "zero_quantized_gradients": True}, {}, 2, 128, False),
-    ("t5", {"stage": 3, **SMALL, **CODED}, BF16, 1, 32, False),
-    ("t5", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, {}, 1, 32, True),
-    ("llama", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 32, True),
+    ("llama", {"stage": 3, **SMALL, **CODED_WEIGHTS}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED_GRADIENTS}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 3, **SMALL, **CODED_WEIGHTS, **FOUR_BITS}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED_WEIGHTS, **CODED_GRADIENTS, **SECOND}, BF16, 1, 32, False),
+    ("llama", {"stage": 0}, MUON, 1, 32, False),
+    ("mixtral", {"stage": 3, **SMALL}, BF16 | MUON, 1, 32, False),
+    ("mixtral", {"stage": 3, **SMALL}, BF16, 2, 128, False),
+    ("mixtral", {"stage": 2}, {}, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL}, BF16 | ON_HOST, 4, 256, True),
+    ("gpt2", {"stage": 2}, BF16 | ON_HOST, 2, 256, False),
+    ("llama", {"stage": 1, "zero_quantized_moments": True}, BF16, 1, 32, False),
 ]
 
 
@@ -85,8 +95,9 @@ def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
     name, _, _, batch, length, checkpointing = case
     config = load_config(settings)
     model = build(shape_of(name), config.compute_dtype)
-    found = estimate(model, config, Question(RANKS, batch, length, checkpointing))
-    measured = run_on(RANKS, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
+    ranks = RANKS * (config.zero_optimization.zero_hpz_partition_size or 1)  # two machines
+    found = estimate(model, config, Question(ranks, batch, length, checkpointing))
+    measured = run_on(ranks, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600)
     row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
     for place in PLACES:
         taken = max(each[place] for each in measured)
@@ -103,8 +114,11 @@ def describe(case: Case) -> str:
         "pipeline_read" in optimizer
     )
     words += ["Muon"] * ("optimizer" in others) + ["accumulation 2"] * ("gradient_accumulation_steps" in others)
-    words += ["coded " + each.removeprefix("zero_quantized_") for each in section if "quantized" in each]
     words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + ["checkpointing"] * checkpointing
+    words += ["activations on the host"] * ("activation_checkpointing" in others)
+    words += [f"quantized {key.removeprefix('zero_quantized_')}" for key, value in section.items() if value is True]
+    words += ["4 bits"] * ("zero_quantized_gradient_bits" in section)
+    words += ["second shards"] * ("zero_hpz_partition_size" in section)
     return ", ".join(words)
 
 

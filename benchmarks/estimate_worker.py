@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
          "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]},
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "vocab_size": 2048,
+         "architectures": ["MixtralForCausalLM"]},
     ),
     "tiny": (
         "Llama",
@@ -54,6 +61,8 @@ def measure(
 
     All buffers are free at the end, so the lists of free ones show how many there were.
     """
+    if size := settings["zero_optimization"].get("zero_hpz_partition_size"):
+        os.environ["LOCAL_WORLD_SIZE"] = str(size)  # second shards are within a machine
     config = shape_of(name)
     model = getattr(transformers, config.architectures[0])(config)
     if checkpointing:
@@ -61,7 +70,8 @@ def measure(
     engine = zero.initialize(model=model, config=settings)[0]
     torch.accelerator.reset_peak_memory_stats()
     ids = torch.randint(3, config.vocab_size, (batch, length)).to(device.NAME)
-    for _ in range(STEPS):
+    micro_batches = STEPS * settings.get("gradient_accumulation_steps", 1)
+    for _ in range(micro_batches):
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
     engine.optimizer.wait()
@@ -71,5 +81,7 @@ def measure(
     tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)
     kept = {place: sum(parts.values()) for place, parts in held(engine).items()}
+    if engine.activations is not None:  # all of a forward's are there when it ends
+        buffers += engine.activations.moved_bytes // micro_batches
     peak = torch.accelerator.max_memory_allocated()
     return {DEVICE: peak, HOST: kept.get(HOST, 0) + buffers, DISK: kept.get(DISK, 0)}

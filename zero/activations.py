@@ -10,7 +10,7 @@ or pack activations over model-parallel ranks. This file knows nothing of hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -68,11 +68,11 @@ class _PackedParts(NamedTuple):
 class HostActivations:
     """Makes contexts in which saved tensors of `device` live on the host; counts `moved_bytes`.
 
-    Args: units: their unsharded buffers are not copied.
+    Args: units: their unsharded buffers are not copied; keep: makes the copy of a region.
     """
 
-    def __init__(self, device: torch.device, units: Sequence[Unit]):
-        self.device, self.units = device, units
+    def __init__(self, device: torch.device, units: Sequence[Unit], keep: Callable[[torch.Tensor], _Kept] = _Kept):
+        self.device, self.units, self._keep = device, units, keep
         self.moved_bytes = 0
         self._weights: set[int] = set()
         self._kept: WeakValueDictionary[tuple, _Kept] = WeakValueDictionary()
@@ -111,7 +111,7 @@ class HostActivations:
         key = StorageWeakRef(region.untyped_storage()), region.storage_offset(), region.shape, region.stride()
         key = *key, region.dtype, lazy, versions, stream
         if (kept := self._kept.get(key)) is None:
-            self._kept[key] = kept = _Kept(region)
+            self._kept[key] = kept = self._keep(region)
             self.moved_bytes += region.nbytes
         return _Packed(kept, tensor.shape, tensor.stride() if is_dense else None)
 

@@ -53,11 +53,6 @@ def message_bytes(numel: int, bits: int) -> int:
     return -(-numel // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)
 
 
-def encoding_bytes(numel: int, itemsize: int) -> int:
-    """Bytes of temporary tensors while so many values of this size are coded on an accelerator: as fp32, and scaled."""
-    return min(numel, AT_A_TIME_ELSEWHERE) * (8 if itemsize < 4 else 4)
-
-
 def machine_size(machines: Sequence[object]) -> int:
     """How many consecutive ranks share a machine; 1 if that differs. Args: machines: that of each rank, in order."""
     size = machines.count(machines[0])

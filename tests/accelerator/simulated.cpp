@@ -6,6 +6,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
@@ -93,6 +94,18 @@ at::Scalar local_scalar(const Tensor& tensor) {
   }
   wait_on_host(point_of(current()));
   return at::_local_scalar_dense(on_host(tensor));
+}
+
+// The CPU's kernel takes floating-point numbers only, and GPUs count integers too.
+Tensor histc(const Tensor& values, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  c10::DeviceGuard on(values.device());
+  run_what_is_needed();
+  {
+    Guarded guard(state);
+    begin(current(), "histc", {values}, {});
+  }
+  auto counts = at::histc(on_host(values).to(at::kDouble), bins, low, high).to(values.scalar_type());
+  return counts.to(values.device());
 }
 
 void record_stream(Tensor& tensor, c10::Stream stream) {
@@ -226,6 +239,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);
+  library.impl("histc", histc);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", choose_attention);
   library.impl("as_strided", at::native::as_strided_tensorimpl);

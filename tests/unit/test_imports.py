@@ -70,7 +70,8 @@ LAYERS = [
 # Within a package.
 INSIDE = {
     "zero.estimate": [
-        *("question", "activation_trace", "states", "buffers", "step", "traffic", "rank", "remedies", "report"),
+        *("question", "activation_trace", "states", "buffers", "messages", "gradients", "step", "updates", "traffic"),
+        *("rank", "remedies", "report"),
     ],
     "zero.config": [
         "keys",

@@ -7,7 +7,8 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zero.activations import HostActivations
 from zero.errors import UsageError
 
 # Of a model and all that is computed with it.
@@ -51,10 +53,11 @@ class Moment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Of one micro-batch. `operations`: floating-point ones."""
+    """Of one micro-batch. `operations`: floating-point ones. saved: bytes of activations in host memory."""
 
     moments: tuple[Moment, ...]
     operations: int
+    saved: int
 
 
 class _Live(TorchDispatchMode):
@@ -66,7 +69,7 @@ class _Live(TorchDispatchMode):
         self.live = self.peak = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = _called(func, args, kwargs or {})
         self.operations += operations(func, args, kwargs or {}, out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) not in self._known:
@@ -82,6 +85,25 @@ class _Live(TorchDispatchMode):
         self.live -= nbytes
 
 
+def _called(func: Any, args: tuple, kwargs: dict) -> Any:
+    """What `func` gives. Torch's fake product of experts takes bf16 alone, its real ones take any dtype."""
+    if getattr(func, "overloadpacket", None) is not _aten._grouped_mm or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    return func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+
+
+class _Away:
+    """What autograd has saved and is in host memory, so that it is not counted until it is back on the device."""
+
+    def __init__(self, region: torch.Tensor):
+        self._values, self._shape, self._dtype = None, region.shape, region.dtype
+
+    def back(self) -> torch.Tensor:
+        if self._values is None:
+            self._values = torch.empty(self._shape, dtype=self._dtype)
+        return self._values
+
+
 def enable_checkpointing(model: nn.Module) -> None:
     """Gradient checkpointing of a transformers model, of fake tensors or real ones without dropout."""
     with warnings.catch_warnings():
@@ -90,19 +112,25 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 
 @functools.cache
-def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> Trace:
+def trace(model: nn.Module, batch: int, length: int, checkpointing: bool, on_host: bool = False) -> Trace:
     """Run one forward with loss on `batch` sequences of `length` tokens, and as many labels, and its backward.
 
+    on_host: what autograd saves goes to host memory (`cpu_checkpointing`).
     Raises UsageError for a model that needs other inputs, or has no loss.
     """
     _require_tokens(model, length)
     if checkpointing:
         enable_checkpointing(model)
+    weights = [SimpleNamespace(full=param) for param in model.parameters()]
+    host = HostActivations(torch.device("cpu"), weights, _Away)
     try:
         with FAKE, _Live(model) as memory, _recorded(model, memory) as moments:
             ids = torch.zeros(batch, length, dtype=torch.long)
             labels = ids[:, 0] if type(model).__name__.endswith("ForSequenceClassification") else ids
-            model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+            with host.context() if on_host else nullcontext():
+                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            del loss
     except Exception as error:  # of any kind: the forward is somebody else's
         why = " ".join(str(error).split())[:200]
         raise UsageError(f"{type(model).__name__} does not train on token ids and labels ({why}): {_REMEDY}") from error
@@ -111,7 +139,7 @@ def trace(model: nn.Module, batch: int, length: int, checkpointing: bool) -> Tra
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_disable()
-    return Trace(tuple(moments), memory.operations)
+    return Trace(tuple(moments), memory.operations, host.moved_bytes)
 
 
 _REMEDY = "leave --batch and --seq out, then activations are not counted"

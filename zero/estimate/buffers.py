@@ -7,16 +7,12 @@ between files and the device (`zero/offload/tiers.py`), requests (`zero/offload/
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
-
-from torch import nn
+from collections.abc import Iterator, Sequence
 
 from zero.config import Config
 from zero.estimate.states import DISK, HOST, Kept, moment_count
 from zero.offload.files import request_bytes
 from zero.offload.memory import PAGE, round_up
-from zero.optim.ownership import owners, parts
 
 
 class Pool:
@@ -143,79 +139,3 @@ def of_requests(units: Sequence[Kept], config: Config) -> int:
             new_state = unit.state * numel / unit.layout.shard_numel
             most = max(most, -(-new_state // size), 0 if unit.shares_weights else -(-unit.master // size))
     return min(config.aio.thread_count, most) * size
-
-
-class Tensor(NamedTuple):
-    """A tensor that the optimizer sees as a whole. held: its elements on each rank. part: of a step."""
-
-    unit: Kept
-    part: int
-    held: list[int]
-    owner: int
-
-    @property
-    def moves(self) -> bool:
-        return any(numel and rank != self.owner for rank, numel in enumerate(self.held))
-
-
-def whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> list[Tensor]:
-    """All that are trained, with the owners that `zero.optim.ownership` finds. At stage 0 each rank owns all."""
-    held, of, trained = [], [], [unit for unit in units if unit.trainable]
-    for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
-        ranks = 1 if unit.layout.replicated else unit.layout.world_size
-        of_slots = [[0] * ranks for _ in unit.layout.slots]
-        for rank in range(ranks):
-            for piece in unit.layout.pieces(rank):
-                of_slots[piece.slot][rank] = piece.numel
-        held += of_slots
-        of += [(unit, part, group_of[param]) for param in unit.plan.params]
-    found = owners(held, [(part, group) for _, part, group in of])
-    return [Tensor(unit, part, *each) for (unit, part, _), *each in zip(of, held, found, strict=True)]
-
-
-def of_whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int], staging: Staging) -> int:
-    """Bytes on the device of the rank that needs most in a step, as `zero.optim.exchange` brings tensors to owners.
-
-    While one part is updated, the next one comes and the last one goes back. Each offloaded unit is a part.
-    """
-    visits: dict[tuple[bool, int], list[Tensor]] = {}
-    number = {id(unit.plan): place for place, unit in enumerate(units)}
-    tensors = whole_tensors(units, group_of)
-    for tensor in tensors:
-        away = tensor.unit.offloaded
-        visits.setdefault((away, number[id(tensor.unit.plan)] if away else tensor.part), []).append(tensor)
-    in_order = [visits[key] for key in sorted(visits)]
-    for visit in in_order:
-        _stage(visit, staging)
-    return max((_visited(in_order, rank) for rank in range(len(tensors[0].held))), default=0) if tensors else 0
-
-
-def _stage(visit: Sequence[Tensor], staging: Staging) -> None:
-    """Gradient, master and state of an offloaded unit go from files to the device and back, one after another."""
-    unit = visit[0].unit
-    state = [sum(tensor.held) * 4 for tensor in visit if tensor.owner == 0]
-    for nbytes in (unit.master, unit.gradient, *state):
-        if unit.place(nbytes) == DISK:
-            staging.copy_in(staging.take(nbytes))
-    for nbytes in (*state, unit.master):
-        if unit.place(nbytes) == DISK:
-            staging.give([staging.take(nbytes)])
-
-
-def _visited(visits: Sequence[Sequence[Tensor]], rank: int) -> int:
-    """Bytes on the device of one rank, in fp32: tensors come with their gradient, and go back without."""
-    most = former = back = 0
-    for visit in visits:
-        unit, moving = visit[0].unit, [tensor for tensor in visit if tensor.moves]
-        own = sum(sum(tensor.held) for tensor in moving if tensor.owner == rank)
-        held = sum(tensor.held[rank] for tensor in moving)
-        loads = (unit.master + unit.gradient + unit.state) * unit.offloaded
-        widened = sum(
-            4 * tensor.held[rank]
-            for tensor in visit
-            if not tensor.moves and tensor.owner == rank and tensor.unit.gradient < 4 * tensor.unit.layout.shard_numel
-        )
-        values = 8 * own + widened + loads
-        most = max(most, former + 8 * (own + held) + loads, back + 8 * (own + held) + values)
-        former, back = values, 4 * (own + held)
-    return round(most)

@@ -5,7 +5,7 @@ as the engine makes them, and from the rules of each stage (`zero/estimate/state
 a step, such as activations and gathered parameters, is followed through one step with fake tensors
 (`zero/estimate/step.py`). What it moves: `zero/estimate/traffic.py`.
 
-Not included: torch itself, buffers of NCCL, fragmentation, temporary tensors of the optimizer. An attention mask is
+Not included: torch itself, buffers of NCCL, fragmentation. An attention mask is
 counted, also where a kernel would need none.
 """
 
@@ -25,11 +25,14 @@ from transformers.initialization import no_init_weights
 from zero.config import Config
 from zero.errors import UsageError
 from zero.estimate.activation_trace import FAKE, trace
-from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates, of_whole_tensors
+from zero.estimate.buffers import Staging, make_staging, of_requests, of_updates
+from zero.estimate.gradients import SUMS
+from zero.estimate.messages import of_reduction
 from zero.estimate.question import Question, model_folder
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, keep, param_groups, updates_whole_tensors
-from zero.estimate.step import SUMS, WHOLE, StepMemory, imagined, without_saved
+from zero.estimate.step import CODES, TILES, WHOLE, StepMemory, imagined
 from zero.estimate.traffic import Traffic, Work, traffic
+from zero.estimate.updates import of_tiles, of_whole_tensors
 
 # Parts of host memory: buffers for transfers.
 PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
@@ -154,40 +157,46 @@ def _add_step(
     found: Estimate, model: nn.Module, config: Config, question: Question, units: Sequence[Kept], staging: Staging
 ) -> None:
     """What is held in a part of the step only, and what the step moves."""
-    zero, item, saved = config.zero_optimization, config.compute_dtype.itemsize, 0
+    zero, item = config.zero_optimization, config.compute_dtype.itemsize
     gathers = zero.stage == 3 and (zero.shards_over(question.world_size) > 1 or zero.offloads_params)
-    whole = 0
     if updates_whole_tensors(config):
-        whole = of_whole_tensors(units, param_groups(model, config), staging)
+        states, whole = of_whole_tensors(units, param_groups(model, config), config, staging)
+        in_step = {WHOLE: whole}
+        for place, nbytes in states.items():
+            found.add(place, "optimizer state", nbytes)
+    else:
+        in_step = {TILES: of_tiles(units, config)}
     step = StepMemory(units, config, question.world_size, gathers, staging)
-    computed = 0
+    computed = saved = 0
     if question.batch and question.length:
-        moments, computed = trace(model, question.batch, question.length, question.checkpointing)
-        if config.activation_checkpointing.cpu_checkpointing:
-            saved = max(moment.live for moment in moments)
-            found.add(HOST, "activations", saved)
-            moments = without_saved(moments)
+        on_host = config.activation_checkpointing.cpu_checkpointing
+        moments, computed, saved = trace(model, question.batch, question.length, question.checkpointing, on_host)
+        found.add(HOST, "activations", saved)
         found.activations = max(moment.peak for moment in moments)
-        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0), whole).items():
+        for part, nbytes in step.peak(moments, found.parts[DEVICE].pop("gradients", 0), in_step).items():
             found.add(DEVICE, part, nbytes)
     else:
-        step.peak(imagined(model, [unit.plan for unit in units]), 0, 0)
+        step.peak(imagined(model, [unit.plan for unit in units]), 0, {})
         found.add(DEVICE, "gathered parameters", step.most_gathered * item)
+        found.add(DEVICE, CODES, step.most_messages)
         found.add(DEVICE, "gradients on their way", _most_on_their_way(units, config, question.world_size))
-        found.add(DEVICE, WHOLE, whole)
+        found.add(DEVICE, *next(iter(in_step.items())))
         if zero.stage < 2 and (config.gradient_accumulation_steps or 1) > 1:
             sums = sum(unit.layout.padded for unit in units if unit.trainable) * config.sum_dtype.itemsize
             found.add(DEVICE, SUMS, sums)
     found.traffic = traffic(model, units, step.gathers, config, question.world_size, Work(computed, saved))
 
 
-def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -> int:
+def _most_on_their_way(units: Sequence[Kept], config: Config, world_size: int) -> float:
     """Bytes of gradients: one unit's is being made while others are being reduced."""
-    trained = [unit.layout.padded for unit in units if unit.trainable]
+    trained, item = [unit for unit in units if unit.trainable], config.compute_dtype.itemsize
     if not trained:
         return 0
-    in_flight = max(max(trained), min(config.zero_optimization.reduce_bucket_size, sum(trained)))
-    return (max(trained) + (in_flight if world_size > 1 else 0)) * config.compute_dtype.itemsize
+    largest = max(trained, key=lambda unit: unit.layout.padded)
+    most, total = largest.layout.padded, sum(unit.layout.padded for unit in trained)
+    in_flight = max(most, min(config.zero_optimization.reduce_bucket_size, total)) if world_size > 1 else 0
+    held = of_reduction(largest, config, world_size, item, adds=False).held / most
+    return (most + in_flight) * item + in_flight * held
 
 
 def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
@@ -200,4 +209,5 @@ def _add_states(found: Estimate, config: Config, unit: Kept) -> None:
 
     found.add(unit.place(unit.gradient), "gradients", unit.gradient)
     found.add(unit.home.optimizer, "masters", 0 if unit.shares_weights else unit.master)
-    found.add(unit.home.optimizer, "optimizer state", unit.state)
+    if not updates_whole_tensors(config):
+        found.add(unit.home.optimizer, "optimizer state", unit.state)

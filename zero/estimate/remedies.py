@@ -18,7 +18,8 @@ from zero.estimate.question import Question
 from zero.estimate.rank import Estimate, estimate
 from zero.estimate.states import DEVICE, HOST
 
-# At most so many remedies are named. What is named for its memory has at most this part of that of the others.
+# At most so many remedies are named, of which those with fewer settings come first. What is named for its memory has at
+# most this part of that of the others.
 MOST, LESS = 5, 0.9
 # Steps of `ratio` between nothing and all of the optimizer.
 RATIOS = 20
@@ -158,10 +159,16 @@ def _tried(
 
 
 def _undominated(found: Sequence[Remedy], limits: Mapping[str, int]) -> list[Remedy]:
-    best, least, fewest = [], math.inf, math.inf
+    """Those that need fewer settings than all faster ones, and as many of those that need less memory as are named."""
+    simpler, smaller, least, fewest = [], [], math.inf, math.inf
     for remedy in sorted(found, key=lambda remedy: remedy.rank):
         fullest = max(remedy.found.total(place) / most for place, most in limits.items())
-        if fullest <= LESS * least or remedy.settings < fewest:
-            best.append(remedy)
-            least, fewest = min(least, fullest), min(fewest, remedy.settings)
-    return best[:MOST]
+        if remedy.settings < fewest:
+            simpler.append(remedy)
+        elif fullest <= LESS * least:
+            smaller.append(remedy)
+        else:
+            continue
+        least, fewest = min(least, fullest), min(fewest, remedy.settings)
+    named = simpler + smaller[: max(0, MOST - len(simpler))]
+    return sorted(named, key=lambda remedy: remedy.rank)

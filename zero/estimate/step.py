@@ -1,31 +1,30 @@
 """What a rank holds at the moments of a step: `zero estimate` asks for the fullest one.
 
 The engine's own policy decides what is gathered (`zero/gathering.py`), on units that move nothing. What is live besides
-was found with fake tensors (`activation_trace.py`). When gradients are reduced: as in `zero/gradients.py`.
+was found with fake tensors (`activation_trace.py`). Gradients: `gradients.py`, messages: `messages.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 from torch import nn
 
-from zero.compression import encoding_bytes, message_bytes
 from zero.config import Config
 from zero.construction import make_schedule
 from zero.estimate.activation_trace import Moment
 from zero.estimate.buffers import Staging
+from zero.estimate.gradients import SUMS, Gradients
+from zero.estimate.messages import Extra, of_gather
 from zero.estimate.states import DISK, Kept
 from zero.gathering import Gathering
 from zero.layout import UnitLayout, UnitPlan
 from zero.schedule import Residency
 from zero.unit import State
 
-# Parts of device memory, in the step.
-WHOLE = "whole tensors of the optimizer"
-CODES = "codes of weights and gradients"
+# Parts of device memory: in the optimizer's step; in all-gathers and reductions of codes.
+WHOLE, TILES, CODES = "whole tensors of the optimizer", "temporary tensors of the optimizer", "codes of quantization"
 # As much of a communicator as `Gathering` sees.
 NO_COMMUNICATOR = SimpleNamespace(
     watchdog=SimpleNamespace(set_position=lambda unit: None),
@@ -35,39 +34,18 @@ NO_COMMUNICATOR = SimpleNamespace(
 
 
 class CountedUnit:
-    """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing.
+    """As much of a unit as `Gathering` sees: it counts all-gathers in `gathers`, and moves nothing."""
 
-    Args: staging: through which its shard of `nbytes` is read, if that is in a file; coded: bytes of the messages if it
-    is gathered as codes.
-    """
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        persistent: bool,
-        residency: Residency,
-        staging: Staging | None = None,
-        nbytes: int = 0,
-        coded: int = 0,
-    ):
-        self.coded = coded
+    def __init__(self, layout: UnitLayout, persistent: bool, residency: Residency):
         self.layout, self.persistent, self.residency = layout, persistent, residency
-        self._staging, self._nbytes, self._buffer = staging, nbytes, 0
         self.state, self.users, self.is_ready, self.gathers = State.SHARDED, 0, True, 0
 
     def all_gather(self, by: object) -> None:
         self.state, self.gathers = State.GATHERING, self.gathers + 1
         self.residency.add(self.layout.numel)
-        if self._staging is not None:
-            self._buffer = self._staging.take(self._nbytes)
 
     def unshard(self) -> None:
-        self._end_read()
         self.state, self.users = State.UNSHARDED, self.users + 1
-
-    def _end_read(self) -> None:
-        if self._staging is not None and self.state is State.GATHERING:
-            self._staging.copy_in(self._buffer)
 
     def release(self) -> bool:
         self.users -= 1
@@ -76,9 +54,47 @@ class CountedUnit:
         return not self.users
 
     def reshard(self) -> None:
-        self._end_read()
         self.state = State.SHARDED
         self.residency.remove(self.layout.numel)
+
+
+class FollowedUnit(CountedUnit):
+    """A unit that tells `memory` of its messages, and takes buffers where its shard is in a file.
+
+    Attribute `is_exact`: a second shard has the values, which are sent as they are.
+    """
+
+    def __init__(self, kept: Kept, persistent: bool, config: Config, memory: StepMemory, staging: Staging):
+        super().__init__(kept.layout, persistent, memory.residency)
+        self.trainable = kept.trainable
+        self._memory, self._extra, self._messages = memory, of_gather(kept, config), Extra()
+        self._staging, self._buffer = staging if kept.home.weights == DISK else None, 0
+        self._nbytes, self.is_exact = kept.layout.shard_numel * config.compute_dtype.itemsize, False
+
+    def all_gather(self, by: object) -> None:
+        super().all_gather(by)
+        if self._staging is not None:
+            self._buffer = self._staging.take(self._nbytes)
+        self._messages = Extra() if self.is_exact else self._extra
+        self._memory.messages += self._messages.held
+        self._memory.look(self._messages.start)
+
+    def unshard(self) -> None:
+        self._end_gather()
+        super().unshard()
+
+    def reshard(self) -> None:
+        self._end_gather()
+        super().reshard()
+
+    def _end_gather(self) -> None:
+        if self.state is not State.GATHERING:
+            return
+        if self._staging is not None:
+            self._staging.copy_in(self._buffer)
+        self._memory.look(self._messages.end)
+        self._memory.messages -= self._messages.held
+        self.is_exact = self._memory.has_second_shards
 
 
 def imagined(model: nn.Module, plans: Sequence[UnitPlan]) -> list[Moment]:
@@ -96,138 +112,11 @@ def imagined(model: nn.Module, plans: Sequence[UnitPlan]) -> list[Moment]:
     return found
 
 
-def without_saved(moments: Sequence[Moment]) -> list[Moment]:
-    """The moments of a step that keeps what autograd saves in host memory."""
-    before = [0, *(moment.live for moment in moments)]
-    return [
-        moment._replace(live=0, peak=moment.peak - min(moment.live, former))
-        for moment, former in zip(moments, before[:-1], strict=True)
-    ]
-
-
-SUMS = "sums of micro-batches"  # at stages 0 and 1, in whole units
-
-
-class _Gradients:
-    """Bytes of gradients that one backward makes, on the device of one rank, until their reduction has ended.
-
-    Args: adds: to those of earlier micro-batches; sums: of those there are sums in whole units, not reduced yet; keeps:
-    this backward's gradients are added to these sums, and not reduced.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        units: Sequence[Kept],
-        world_size: int,
-        staging: Staging,
-        adds: bool,
-        sums: bool = False,
-        keeps: bool = False,
-    ):
-        zero, self._keeps, self._sum_item = config.zero_optimization, keeps, config.sum_dtype.itemsize
-        self._has_sums, self._flat = sums, 0
-        self.sums = sum(self._sum_of(unit) for unit in units if unit.trainable) if sums else 0
-        self._units, self._world_size, self._staging, self._adds = units, world_size, staging, adds
-        self._item, self._kept_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
-        unasked = config.sum_dtype if sums else config.compute_dtype
-        self._sent_item = ((world_size > 1 and config.communication_data_type) or unasked).itemsize
-        self._bucket = zero.reduce_bucket_size if zero.overlap_comm else 0
-        self._config, self._is_coded = config, zero.zero_quantized_gradients and world_size > 1
-        self._in_flight: deque[Kept] = deque()
-        self._copied: Kept | None = None  # the last one in flight, before its originals are free
-        self._leaving: deque[tuple[Kept, int]] = deque()
-        self.apart = self.kept = 0
-
-    def _sum_of(self, unit: Kept) -> int:
-        return unit.layout.padded * self._sum_item
-
-    def collect(self, numel: int) -> None:
-        self.apart += numel * self._item
-
-    def flatten(self, number: int) -> None:
-        """Gradients of a unit are copied to a flat buffer, which is about to be reduced, or added to the sums."""
-        unit = self._units[number]
-        if self._keeps:
-            self._flat = unit.layout.padded * self._item
-            return
-        if self._has_sums:  # the sum is what is reduced; in another dtype, there are both for a moment
-            self.sums -= self._sum_of(unit)
-            self._flat = self._sum_of(unit) if self._sent_item != self._sum_item else 0
-        if self._adds and _is_in_file(unit):
-            self._staging.copy_in(self._staging.take(unit.gradient))
-        self._in_flight.append(unit)
-        self._copied = unit
-        while len(self._in_flight) > 1 and sum(each.layout.padded for each in self._in_flight) > self._bucket:
-            self._finish_oldest()
-
-    def reduce(self, number: int) -> None:
-        """The copies' originals are free."""
-        unit, self._copied = self._units[number], None
-        self.apart -= unit.layout.numel * self._item
-        self._flat = 0
-        if self._keeps:
-            self.sums += 0 if self._has_sums else self._sum_of(unit)
-            return
-        if not unit.offloaded:
-            self.kept += unit.gradient
-        if self._world_size == 1 or not self._bucket:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        unit = self._in_flight.popleft()
-        if unit.offloaded:
-            self._leave(most=1)
-            self._leaving.append((unit, self._staging.take(unit.gradient) if _is_in_file(unit) else 0))
-
-    def _leave(self, most: int) -> None:
-        """Wait until at most so many are on their way from the device."""
-        while len(self._leaving) > most:
-            if buffer := self._leaving.popleft()[1]:
-                self._staging.give([buffer])
-
-    def end(self) -> None:
-        while self._in_flight:
-            self._finish_oldest()
-        self._leave(most=0)
-
-    @property
-    def codes(self) -> int:
-        """Bytes of messages to and from other ranks if gradients travel as codes, and of what makes the last codes."""
-        layouts = [each.layout for each in self._in_flight if self._is_coded and each is not self._copied]
-        if not layouts:
-            return 0
-        part = min(layouts[-1].shard_numel, self._config.zero_optimization.reduce_bucket_size // self._world_size)
-        bits = self._config.zero_optimization.zero_quantized_gradient_bits
-        messages = sum(layout.world_size * message_bytes(layout.shard_numel, bits) for layout in layouts)
-        return 2 * messages + encoding_bytes(part, self._sent_item)
-
-    @property
-    def moving(self) -> int:
-        """Bytes that are not kept: gradients apart, flat buffers, and results in another dtype or on another tier."""
-        differs = self._sent_item if self._sent_item != self._kept_item and not self._is_coded else 0
-        flying = sum(
-            each.layout.padded * self._sent_item + each.layout.shard_numel * differs + each.gradient * each.offloaded
-            for each in self._in_flight
-        )
-        return self.apart + self._flat + flying + sum(unit.gradient for unit, _ in self._leaving)
-
-
-def _coded_weights(unit: Kept, config: Config) -> int:
-    zero, layout = config.zero_optimization, unit.layout
-    if not (zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable)):
-        return 0
-    return layout.world_size * message_bytes(layout.shard_numel, 8)
-
-
-def _is_in_file(unit: Kept) -> bool:
-    return unit.place(unit.gradient) == DISK
-
-
 class StepMemory:
     """Follows the moments of a step. Args: gathers: whether parameters are gathered for use; staging: buffers of files.
 
-    Attributes: gathers: how often each unit is gathered in a step, known after `peak`.
+    Attributes: gathers: how often each unit is gathered in a step, known after `peak`. messages: bytes of codes of
+    parameters, now; most_messages: at most. has_second_shards: so that only a step's first all-gather sends codes.
     """
 
     def __init__(
@@ -239,20 +128,14 @@ class StepMemory:
         staging: Staging,
     ):
         self._kept, self._config, self._world_size, self._staging = kept, config, world_size, staging
-        self._plans, self._residency, self.gathers = [unit.plan for unit in kept], Residency(), [0] * len(kept)
-        self._units = [
-            CountedUnit(
-                unit.layout,
-                unit.plan.persistent or not gathers,
-                self._residency,
-                staging if unit.home.weights == DISK else None,
-                unit.layout.shard_numel * config.compute_dtype.itemsize,
-                _coded_weights(unit, config) if gathers else 0,
-            )
-            for unit in kept
-        ]
+        self._plans, self.residency, self.gathers = [unit.plan for unit in kept], Residency(), [0] * len(kept)
+        self.has_second_shards = config.zero_optimization.second_shards_over(world_size) > 0
+        self.messages = self.most_messages = self._live = 0
+        self._gradients = self._start_backward()
+        self._most: dict[str, int] = {}
+        self._units = [FollowedUnit(unit, unit.plan.persistent or not gathers, config, self, staging) for unit in kept]
         schedule = make_schedule(self._units, config)
-        self._gathering = Gathering(self._units, schedule, NO_COMMUNICATOR, self._residency, before_use=lambda: None)
+        self._gathering = Gathering(self._units, schedule, NO_COMMUNICATOR, self.residency, before_use=lambda: None)
         self._actions = {
             "enter": self._enter, "leave": self._leave, "backward": self._backward, "gradient": self._gradient,
             "end": lambda moment: None,
@@ -263,10 +146,10 @@ class StepMemory:
             for module in plan.modules:
                 self._used_by.setdefault(module, []).append(number)
 
-    def peak(self, moments: Sequence[Moment], gradients: int, whole: int) -> dict[str, int]:
+    def peak(self, moments: Sequence[Moment], gradients: int, in_step: dict[str, int]) -> dict[str, int]:
         """The parts at the fullest moment.
 
-        Args, in bytes: gradients: that are kept on the device after backward; whole: tensors on their owners in a step.
+        Args, in bytes: gradients: that are kept on the device after backward; in_step: what the step takes besides.
         """
         self._follow(moments)  # the first pass is only recorded
         self.gathers = [0] * len(self._units)
@@ -282,30 +165,28 @@ class StepMemory:
             alike = micro_batches - 2 if number == 1 and not last else 1
             for place, unit in enumerate(self._units):
                 self.gathers[place] += (unit.gathers - before[place]) * alike
-        in_step = {"gradients": gradients, WHOLE: whole}
-        if zero.stage >= 2 and micro_batches > 1:
-            most["gradients"] = gradients  # they hold the sums so far
+        in_step = {"gradients": gradients} | in_step
         return max(most, in_step, key=_total)
 
     @property
     def most_gathered(self) -> int:
         """Most elements that were gathered at once so far."""
-        return self._residency.peak
+        return self.residency.peak
 
     def _follow(self, moments: Sequence[Moment], wraps: bool = False, *gradients: bool) -> dict[str, int]:
         """Follow one pass. `wraps`: parameters do not change after it, so that gathered ones may be kept.
 
-        gradients: adds, sums and keeps, as for `_Gradients`.
+        gradients: adds, sums and keeps, as for `Gradients`.
         """
-        self._gradients = _Gradients(
-            self._config, self._kept, self._world_size, self._staging, *(gradients or (False,))
-        )
+        self._gradients = self._start_backward(*gradients)
         self._left = [len(plan.params) for plan in self._plans]
         self._in_backward: set[int] = set()
         self._most: dict[str, int] = {}
         self._gathering.begin_pass("train", wraps)
         for moment in moments:
-            self._look(moment.peak)
+            self._live = moment.peak
+            self.look()
+            self._live = moment.live
             self._actions[moment.kind](moment)
         self._release(self._in_backward.copy())
         self._gradients.end()
@@ -313,17 +194,19 @@ class StepMemory:
         for unit in self._units:
             if unit.state is State.GATHERED and not wraps:
                 unit.reshard()
+            unit.is_exact = unit.is_exact and (wraps or not unit.trainable)
         return self._most
 
-    def _look(self, activations: int, arrived: CountedUnit | None = None) -> None:
-        """`arrived`: a unit whose weights become codes now, or the other way."""
-        item = self._config.compute_dtype.itemsize
+    def _start_backward(self, adds: bool = False, *sums: bool) -> Gradients:
+        return Gradients(self._config, self._kept, self._world_size, self._staging, self.look, adds, *sums)
+
+    def look(self, temporary: int = 0) -> None:
+        """Compare what is held now with the most so far. Args: temporary: bytes that codes take besides."""
+        self.most_messages = max(self.most_messages, self.messages + temporary)
         now = {
-            "activations": activations,
-            "gathered parameters": self._residency.live * item,
-            CODES: sum(unit.coded for unit in self._units if unit.state is State.GATHERING)
-            + (0 if arrived is None else arrived.coded + encoding_bytes(arrived.layout.shard_numel, item))
-            + self._gradients.codes,
+            "activations": self._live,
+            "gathered parameters": self.residency.live * self._config.compute_dtype.itemsize,
+            CODES: self.messages + temporary,
             "gradients on their way": self._gradients.moving,
             "gradients": self._gradients.kept,
             SUMS: self._gradients.sums,
@@ -332,13 +215,7 @@ class StepMemory:
 
     def _enter(self, moment: Moment) -> None:
         for number in self._used_by.get(moment.what, ()):
-            self._unshard(number, moment)
-
-    def _unshard(self, number: int, moment: Moment) -> None:
-        unit, arrives = self._units[number], self._units[number].state in (State.SHARDED, State.GATHERING)
-        self._gathering.unshard(unit)
-        if unit.coded and arrives:
-            self._look(moment.live, unit)
+            self._gathering.unshard(self._units[number])
 
     def _leave(self, moment: Moment) -> None:
         for number in self._used_by.get(moment.what, ()):
@@ -351,7 +228,7 @@ class StepMemory:
         for number in self._used_by.get(moment.what, ()):
             if self._left[number] and number not in self._in_backward:
                 self._in_backward.add(number)
-                self._unshard(number, moment)
+                self._gathering.unshard(self._units[number])
 
     def _gradient(self, moment: Moment) -> None:
         number = self._unit_of[moment.what]
@@ -360,7 +237,7 @@ class StepMemory:
         if self._left[number] == 0:
             self._release({number} & self._in_backward)
             self._gradients.flatten(number)
-            self._look(moment.live)
+            self.look()
             self._gradients.reduce(number)
 
     def _release(self, numbers: set[int]) -> None:

@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zero.compression import BLOCK, message_bytes
+from zero.compression import message_bytes
 from zero.config import Config
-from zero.estimate.buffers import whole_tensors
+from zero.estimate.messages import coded_gradients
 from zero.estimate.states import DEVICE, DISK, HOST, Kept, param_groups, updates_whole_tensors
+from zero.estimate.updates import whole_tensors
 from zero.links import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of a device;
@@ -159,18 +160,11 @@ def _reduce(found: Traffic, unit: Kept, config: Config, world_size: int) -> None
     sent = (config.communication_data_type or (config.sum_dtype if sums else config.compute_dtype)).itemsize
     message = shard * sent
     if zero.zero_quantized_gradients and ranks > 1:
-        message = _coded_gradients(shard, max(BLOCK, zero.reduce_bucket_size // ranks // BLOCK * BLOCK), config)
+        message = coded_gradients(shard, ranks, config)
     found.add(NETWORK, "gradients", times * (ranks - 1) * message)
     found.add(NETWORK, "gradients", times * 2 * (replicas - 1) * shard * sent / replicas)
     if layout.replicated:
         found.add(NETWORK, "gradients", times * (ranks - 1) * unit.gradient / ranks)
-
-
-def _coded_gradients(shard: int, step: int, config: Config) -> int:
-    """Bytes of the messages to one rank, each of at most `step` elements."""
-    bits = config.zero_optimization.zero_quantized_gradient_bits
-    whole, rest = divmod(shard, step)
-    return whole * message_bytes(step, bits) + message_bytes(rest, bits)
 
 
 # -- the optimizer's part in host memory or in files

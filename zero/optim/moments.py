@@ -41,7 +41,7 @@ _OF_STEP, _OF_PLACE, _OF_FIRST = 0x9E3779B9, 0x85EBCA6B, 0x5BD1E995
 _EDGE = 1 / 4096
 # Elements that are encoded together, which bounds temporary memory. On a CPU it stays in the cache: 15 ns an element,
 # not 40. Other devices launch fewer kernels.
-_PIECE_ON_CPU, _PIECE = 1 << 18, 1 << 22
+_PIECE_ON_CPU, PIECE = 1 << 18, 1 << 22
 
 
 def nbytes(numel: int) -> int:
@@ -73,7 +73,7 @@ def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step = None) -
     """Coded tensors of both moments (fp32, 1-D) of a tile, after the step of this number, or outside of steps."""
     made = new(exp_avg), new(exp_avg_sq)
     codes, scales = zip(*(parts(each, exp_avg.numel()) for each in made), strict=True)
-    most = _PIECE_ON_CPU if exp_avg.device.type == "cpu" else _PIECE
+    most = _PIECE_ON_CPU if exp_avg.device.type == "cpu" else PIECE
     pieces = [each.split(most) for each in (*codes, exp_avg, exp_avg_sq)]
     pieces += [each.split(most // BLOCK) for each in scales]
     for code, code_sq, m, v, scale, scale_sq in zip(*pieces, strict=True):

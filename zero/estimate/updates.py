@@ -1,0 +1,179 @@
+"""What the optimizer's step takes on the device besides gradients, masters and state, for `zero estimate`.
+
+Element-wise optimizers update one tile at a time. All others update whole tensors, which come to their owners
+(`zero/optim/exchange.py`): while one part is updated, the next one comes and the last one goes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zero.config import Config
+from zero.estimate.buffers import Staging
+from zero.estimate.states import DEVICE, DISK, Kept, moment_count
+from zero.optim.moments import PIECE, nbytes
+from zero.optim.muon import BATCH
+from zero.optim.ownership import owners, parts
+
+# Bytes of an element that an optimizer of torch takes besides: Adam's square roots, in fp32. Fused kernels take none.
+_TEMPORARY = 4
+# Bytes of an element while moments are coded; zero/optim/moments.py does that in pieces.
+_CODING = 17
+
+
+def of_tiles(units: Sequence[Kept], config: Config) -> int:
+    """Temporary bytes of the largest tile that is updated on the device, element by element."""
+    here = [unit for unit in units if unit.trainable and not unit.offloaded]
+    if not here:
+        return 0
+    largest = max(here, key=lambda unit: unit.layout.shard_numel)
+    numel = min(largest.layout.shard_numel, config.zero_optimization.sub_group_size)
+    bf16, count = config.bf16, moment_count(config)
+    wide = 4 * bf16.without_masters + 4 * count * (bf16.without_masters and bf16.bf16_optimizer_states)
+    gradient = 4 if largest.gradient < 4 * largest.layout.shard_numel else 0
+    step = (wide + gradient + _TEMPORARY) * numel
+    if not config.zero_optimization.zero_quantized_moments:
+        return step
+    decoded = 4 * count * numel
+    return decoded + max(step, 2 * nbytes(numel) + _CODING * min(numel, PIECE))
+
+
+class Tensor(NamedTuple):
+    """A tensor that the optimizer sees as a whole. held: its elements on each rank. part: of a step."""
+
+    unit: Kept
+    part: int
+    group: int
+    shape: torch.Size
+    held: list[int]
+    owner: int
+
+    @property
+    def moves(self) -> bool:
+        return any(numel and rank != self.owner for rank, numel in enumerate(self.held))
+
+    def is_of(self, rank: int) -> bool:
+        """Whether this rank updates it."""
+        return rank == self.owner or len(self.held) == 1
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its gradient has less than 32 bits."""
+        return self.unit.gradient < 4 * self.unit.layout.shard_numel
+
+
+def whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -> list[Tensor]:
+    """All that are trained, with the owners that `zero.optim.ownership` finds. At stage 0 each rank owns all."""
+    held, of, trained = [], [], [unit for unit in units if unit.trainable]
+    for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
+        ranks, part = (1, 0) if unit.layout.replicated else (unit.layout.world_size, part)
+        of_slots = [[0] * ranks for _ in unit.layout.slots]
+        for rank in range(ranks):
+            for piece in unit.layout.pieces(rank):
+                of_slots[piece.slot][rank] = piece.numel
+        held += of_slots
+        of += [(unit, part, group_of[param], param.shape) for param in unit.plan.params]
+    found = owners(held, [(part, group) for _, part, group, _ in of])
+    return [Tensor(*known, *each) for known, *each in zip(of, held, found, strict=True)]
+
+
+def of_whole_tensors(
+    units: Sequence[Kept], group_of: Mapping[nn.Parameter, int], config: Config, staging: Staging
+) -> tuple[dict[str, int], int]:
+    """(Bytes of the optimizer's state by place, bytes that a step takes on the device besides.)
+
+    Ranks own unequal parts: each state is that of the rank that has most of it, and the sum of state and step on the
+    device, too. Each offloaded unit is a part of the step.
+    """
+    visits: dict[tuple[bool, int], list[Tensor]] = {}
+    number = {id(unit.plan): place for place, unit in enumerate(units)}
+    tensors = whole_tensors(units, group_of)
+    for tensor in tensors:
+        away = tensor.unit.offloaded
+        visits.setdefault((away, number[id(tensor.unit.plan)] if away else tensor.part), []).append(tensor)
+    in_order = [visits[key] for key in sorted(visits)]
+    for visit in in_order:
+        _stage(visit, staging)
+    is_muon = config.optimizer is not None and config.optimizer.type == "Muon"
+    states, totals = Counter[str](), [0]
+    for rank in range(len(tensors[0].held) if tensors else 0):
+        state = Counter[str]()
+        for tensor in tensors:
+            if tensor.is_of(rank):
+                moments = 1 if is_muon and tensor.group == 0 else moment_count(config)
+                state[tensor.unit.home.optimizer] += 4 * moments * tensor.shape.numel()
+        states |= state
+        totals.append(state[DEVICE] + _most([_visited(visit, rank, is_muon) for visit in in_order]))
+    return states, max(totals) - states[DEVICE]
+
+
+def _stage(visit: Sequence[Tensor], staging: Staging) -> None:
+    """Gradient, master and state of an offloaded unit go from files to the device and back, one after another."""
+    unit = visit[0].unit
+    state = [sum(tensor.held) * 4 for tensor in visit if tensor.owner == 0]
+    for size in (unit.master, unit.gradient, *state):
+        if unit.place(size) == DISK:
+            staging.copy_in(staging.take(size))
+    for size in (*state, unit.master):
+        if unit.place(size) == DISK:
+            staging.give([staging.take(size)])
+
+
+class _Visit(NamedTuple):
+    """Bytes on the device of one rank, of one call of the optimizer.
+
+    loads: what is not offloaded for the call; coming: of the exchange that brings tensors; packed: copies while it
+    starts; whole: its result; widened: copies of gradients in fp32; updating: what the call takes besides; returning:
+    of the exchange that takes tensors back.
+    """
+
+    loads: float = 0
+    coming: float = 0
+    packed: float = 0
+    whole: float = 0
+    widened: float = 0
+    updating: float = 0
+    returning: float = 0
+
+
+def _visited(visit: Sequence[Tensor], rank: int, is_muon: bool) -> _Visit:
+    """Tensors come in fp32 with their gradient, and go back without."""
+    unit, moving = visit[0].unit, [tensor for tensor in visit if tensor.moves]
+    own = sum(sum(tensor.held) for tensor in moving if tensor.owner == rank)
+    held = sum(tensor.held[rank] for tensor in moving)
+    owned = [tensor for tensor in visit if tensor.is_of(rank)]
+    return _Visit(
+        loads=(unit.master + unit.gradient) * unit.offloaded,
+        coming=8 * (own + held),
+        packed=sum(4 * tensor.held[rank] for tensor in moving if tensor.is_narrow),
+        whole=8 * own,
+        widened=sum(4 * sum(tensor.held) for tensor in owned if not tensor.moves and tensor.is_narrow),
+        updating=unit.state * unit.offloaded + max(_temporary(owned, is_muon), default=0),
+        returning=4 * (own + held) + unit.master * unit.offloaded,
+    )
+
+
+def _temporary(tensors: Sequence[Tensor], is_muon: bool) -> Iterator[int]:
+    """Temporary bytes of one call: of all that is updated as Adam does, and of each batch of Muon's matrices."""
+    alike = Counter(tensor.shape for tensor in tensors if is_muon and tensor.group == 0)
+    yield _TEMPORARY * sum(tensor.shape.numel() for tensor in tensors if not is_muon or tensor.group)
+    for shape, count in alike.items():
+        matrices = min(count, max(1, BATCH // max(1, shape.numel())))
+        # The update in fp32; in bf16 the matrices, those before and after an iteration, two products of small sides.
+        yield matrices * (10 * shape.numel() + 4 * min(shape) ** 2)
+
+
+def _most(visits: Sequence[_Visit]) -> int:
+    """At the fullest moment of a step."""
+    nothing, most = _Visit(), 0.0
+    for before, now, after in zip([nothing, *visits], visits, [*visits[1:], nothing], strict=False):
+        arriving = before.returning + now.loads + now.coming + max(now.packed, now.whole)
+        # The next one comes before this one is updated.
+        updated = before.returning + now.loads + now.whole + now.widened + after.loads + after.coming
+        most = max(most, arriving, updated + max(after.packed, now.updating, now.returning))
+    return round(most)
