@@ -182,6 +182,21 @@ def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
         json.loads(as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
 
 
+def skips(rank: int, world_size: int, make: type[DeepSpeedEngine]) -> bool:
+    """What accelerate reads after a step that overflowed, before it steps the schedule."""
+    model, fp16 = toy(), {"enabled": True, "initial_scale_power": 32}
+    engine = make(model, load_config(ds_config(fp16=fp16)), adamw(one_group(trainable(model))))
+    assert not engine.returned_optimizer.overflow  # accelerate reads it if it is there from the beginning
+    engine.backward(loss_of(engine(**toy_batches(1)[0])))
+    engine.step()
+    return engine.returned_optimizer.overflow
+
+
+@pytest.mark.parametrize("make", [DeepSpeedEngine, PlainEngine])
+def test_accelerate_sees_that_a_step_was_skipped(make: type[DeepSpeedEngine]):
+    assert run_on(1, skips, make) == [True]
+
+
 def pair(name: str, a: list[float], b: list[float]) -> _Pair:
     return _pair(name, torch.tensor(a), torch.tensor(b))
 

@@ -32,8 +32,10 @@ def llama(**sizes: Any) -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(**SIZES | HEADS | sizes, architectures=["LlamaForCausalLM"])
 
 
-def counted(shape: transformers.PretrainedConfig, checkpointing: bool = False) -> int:
-    return trace(build(shape, torch.bfloat16), BATCH, LENGTH, checkpointing).operations
+def counted(
+    shape: transformers.PretrainedConfig, checkpointing: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    return trace(build(shape, dtype), BATCH, LENGTH, checkpointing).operations
 
 
 def products(model: torch.nn.Module) -> int:
@@ -54,14 +56,15 @@ def test_operations_are_those_of_the_products():
 
 
 def test_only_active_experts_compute():
-    def mixture(experts: int, active: int) -> int:
+    def mixture(experts: int, active: int, dtype: torch.dtype = torch.bfloat16) -> int:
         sizes = {"num_local_experts": experts, "num_experts_per_tok": active, "architectures": ["MixtralForCausalLM"]}
-        return counted(transformers.MixtralConfig(**SIZES | HEADS | sizes))
+        return counted(transformers.MixtralConfig(**SIZES | HEADS | sizes), dtype=dtype)
 
     of_an_expert = 3 * 2 * BATCH * LENGTH * 2 * 3 * 64 * 96
     assert mixture(8, 2) - mixture(8, 1) == of_an_expert
     router = 3 * 2 * BATCH * LENGTH * 2 * 64 * 8
     assert mixture(16, 2) - mixture(8, 2) == router
+    assert mixture(8, 2, torch.float32) == mixture(8, 2, torch.float16) == mixture(8, 2)
 
 
 @pytest.fixture

@@ -75,6 +75,7 @@ class PlainEngine(DeepSpeedEngine):
             group["params"] = [self._masters.get(param, param) for param in group["params"]]
         if optimizer is not None:
             optimizer.parameter_offload = ParameterOffload(_NoHooks(model))  # TRL looks for it there
+            optimizer.overflow = False  # accelerate does not step the schedule after an overflow
         self.lr_scheduler = make_scheduler(lr_scheduler, optimizer)
 
     @torch.no_grad()
@@ -174,6 +175,7 @@ class PlainEngine(DeepSpeedEngine):
         overflow = not math.isfinite(self._norm) and (
             self.settings.bf16.check_grad_overflow or not self.settings.bf16.enabled
         )
+        self.optimizer.overflow = overflow
         if self.scaler is not None:
             self.scaler.update(overflow)
         if overflow:
