@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
 import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
-from tests.processes import REPOSITORY, run, run_on
+from tests.processes import REPOSITORY, kill_tree, run, run_on
 from zero.comm import Communicator
 from zero.config import load_config
 from zero.deepspeed.engine import DeepSpeedEngine
@@ -256,3 +260,43 @@ def test_a_script_without_a_step_is_refused(tmp_path: Path):
     assert done.returncode == 2
     assert "made no optimizer step" in done.stderr
     assert "nothing trains here" in done.stderr
+
+
+OVERFLOWS = """
+import sys
+import torch, zero
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
+for step in range(2):
+    engine.backward(engine(torch.ones(1, 4)).sum() * (float("nan") if step or len(sys.argv) > 1 else 1))
+    engine.step()
+"""
+
+
+def test_skipped_and_missing_steps_are_named(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(OVERFLOWS)
+    command = [sys.executable, "-m", "zero", "verify", "--steps", "3", script]
+    done = run(command, timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Both runs skipped 1 step(s)" in done.stdout and "--steps 3: the script made 2" in done.stderr
+    done = run([*command, "all"], timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 2 and "no update was compared" in done.stderr
+
+
+def test_a_signal_ends_the_script_too(tmp_path: Path):
+    script, started = tmp_path / "script.py", tmp_path / "started"
+    script.write_text(f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
+    process = subprocess.Popen([sys.executable, "-m", "zero", "verify", script], cwd=REPOSITORY)
+    try:
+        deadline = time.monotonic() + 60
+        while not (started.exists() and started.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert not psutil.pid_exists(int(started.read_text()))
+    finally:
+        kill_tree(process.pid)

@@ -115,6 +115,13 @@ def test_files_that_are_not_of_a_run_are_refused(content: str | None, said: str,
     assert_refused(["report", str(tmp_path)], said, capsys)
 
 
+def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path):
+    folder = write(tmp_path / "a", [first(), record(2)])
+    with (folder / "steps.jsonl").open("a") as out:
+        out.write('{"step": 3, "sam')
+    assert [each["step"] for each in read(folder).records] == [1, 2]
+
+
 def test_missing_matplotlib_is_one_line(tmp_path: Path, capsys):
     folder = write(tmp_path / "a", [first()])
     with mock.patch.dict(sys.modules, {"matplotlib": None}):

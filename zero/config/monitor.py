@@ -12,7 +12,7 @@ class _Measured(Section):
 class _Files(_Measured):
     """What sections that write to a folder have in common."""
 
-    enabled: bool = acts(False, "The files are written.")
+    enabled: bool = acts(False, "Write the numbers of each step to files.")
     output_path: str = acts("", "Folder for the files. Empty: the working directory.", needs="enabled")
     job_name: str = acts("DeepSpeedJobName", "Name of the folder in `output_path`.", needs="enabled")
 
@@ -32,7 +32,7 @@ class JsonMonitorConfig(_Files):
 class WandbConfig(_Measured):
     """Each step's numbers for Weights & Biases. It needs the package `wandb`."""
 
-    enabled: bool = acts(False, "The numbers are sent.")
+    enabled: bool = acts(False, "Send the numbers of each step.")
     group: str | None = acts(None, "Name of the group of runs.", needs="enabled")
     team: str | None = acts(None, "Name of the team (wandb's `entity`).", needs="enabled")
     project: str = acts("deepspeed", "Name of the project.", needs="enabled")
@@ -42,9 +42,9 @@ class CommsLoggerConfig(_Measured):
     """A table of the engine's collectives by kind and message size, from rank 0, by `deepspeed.comm.log_summary()` and
     at the end."""
 
-    enabled: bool = acts(False, "Time them. On a GPU this has the host wait for each of them.")
-    verbose: bool = acts(False, "Print each of them when it ends.", needs="enabled")
-    prof_all: bool = acts(True, "All of them. false: those of `prof_ops`.", needs="enabled")
+    enabled: bool = acts(False, "Time the engine's collectives. On a GPU the host then waits for each of them.")
+    verbose: bool = acts(False, "Print each collective when it ends.", needs="enabled")
+    prof_all: bool = acts(True, "Time all collectives. false: those of `prof_ops`.", needs="enabled")
     prof_ops: Names = acts([], "Kinds of collectives, such as `all_gather`.", needs="enabled")
     debug: bool = acts(False, "Rows for each unit.", needs="enabled")
 
@@ -52,7 +52,7 @@ class CommsLoggerConfig(_Measured):
 class FlopsProfilerConfig(_Measured):
     """Floating-point operations of one step, counted by `torch.utils.flop_counter` on rank 0."""
 
-    enabled: bool = acts(False, "Count them in step `profile_step`, and print a table by module.")
+    enabled: bool = acts(False, "Count the operations of step `profile_step`, and print a table by module.")
     profile_step: Positive = acts(1, "The optimizer step that is counted.", needs="enabled")
     module_depth: Int = acts(-1, "Depth of the modules in the table. -1: all.", needs="enabled")
     output_file: str | None = acts(None, "File for the table. Default: stderr.", needs="enabled")

@@ -128,7 +128,7 @@ class Config(SectionsWithoutEffect):
     """Largest global L2 norm of the gradients. 0: no clipping."""
     log_level: choice("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL") | None = acts(None, "Of the logger `zero`.")
     steps_per_print: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = acts(
-        None, says={"other": "Rank 0 prints a line of numbers every {} steps."}
+        None, says={"other": "Rank 0 prints a line of numbers every {} steps. The Trainer switches this off."}
     )
     """Rank 0 prints a line of numbers every so many steps. Default: never."""
     wall_clock_breakdown: bool = acts(False, "Rank 0 prints each step's seconds of forward, backward, step and waits.")

@@ -37,7 +37,9 @@ def with_batch(config: Config, source: str, question: Question) -> tuple[Config,
     """
     given = config.train_micro_batch_size_per_gpu
     if question.batch and given not in (None, question.batch):
-        raise UsageError(f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}")
+        raise UsageError(
+            f'--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}; set it to "auto" there'
+        )
     micro = question.batch or given
     if micro is not None or config.train_batch_size is not None:
         config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})

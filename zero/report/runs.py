@@ -122,8 +122,10 @@ def read(path: Path) -> Run:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise UsageError(f"report: {file}: there is no such file; json_monitor writes it")
-    records = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    records, lines = [], file.read_bytes().splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+        lines.pop()  # the run was killed, or the disk full, while it was written
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except ValueError:

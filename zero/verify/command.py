@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tempfile
 from pathlib import Path
 
@@ -40,7 +41,15 @@ def verify(arguments: list[str]) -> int:
             _record(mode, folder, options.steps, options.command)
         with Working("verify: comparing"):
             result = compare(*(folder / mode for mode in MODES))
+            steps = steps_in(*(folder / mode for mode in MODES))
+    if result.difference is None and result.skipped == steps:
+        raise UsageError(
+            f"verify: no update was compared, because gradients were not finite in any of {steps} step(s): lower "
+            "fp16.initial_scale_power, or raise --steps"
+        )
     print(as_json(result) if options.json else as_text(result))
+    if steps < options.steps and result.difference is None:
+        print(f"verify: --steps {options.steps}: the script made {steps}", file=sys.stderr)
     return int(result.difference is not None)
 
 
@@ -71,6 +80,8 @@ def as_text(result: Result) -> str:
     steps = result.rows[-1][0] if result.rows else 0
     found = result.difference
     lines.append(f"equal within rounding for {steps} step(s)" if found is None else f"DIFFERENT, {found}")
+    if result.skipped:
+        lines.append(f"Both runs skipped {result.skipped} step(s), because gradients were not finite.")
     return "\n".join(lines)
 
 
@@ -82,4 +93,4 @@ def as_json(result: Result) -> str:
     for each, key in ((found or {}, "relative"), *((row, "largest") for row in rows)):
         if key in each and not math.isfinite(each[key]):
             each[key] = None
-    return json.dumps({"equal": found is None, "difference": found, "rows": rows}, indent=2)
+    return json.dumps({"equal": found is None, "difference": found, "skipped": result.skipped, "rows": rows}, indent=2)

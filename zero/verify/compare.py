@@ -54,12 +54,14 @@ class Difference:
 class Result:
     """Rows: (step, kind, tensors compared, tensors left out as noise, largest relative difference, its tensor).
 
-    largest_of_gradients: the largest relative difference of a gradient that was taken for rounding.
+    largest_of_gradients: the largest relative difference of a gradient that was taken for rounding. skipped: how many
+    steps both runs skipped, because gradients were not finite: then there is little to compare.
     """
 
     rows: list[tuple[int, str, int, int, float, str]] = field(default_factory=list)
     difference: Difference | None = None
     largest_of_gradients: float = 0.0
+    skipped: int = 0
 
 
 @dataclass
@@ -90,7 +92,7 @@ def compare(engine: Path, plain: Path) -> Result:
     facts, result = json.loads((engine / "facts.json").read_text()), Result()
     eps = torch.finfo(getattr(torch, facts["dtype"])).eps
     start = [_pair(name, a, b) for name, a, b in _tensors(engine, plain, "start")]
-    _judge(result, 0, "value", start, start, 0.0, "The script draws them at random: set a seed in it.")
+    _judge(result, 0, "value", start, start, 0.0, "Likely the script draws them at random: set a seed in it.")
     for step in range(1, steps_in(engine, plain) + 1):
         if result.difference is None:
             _compare_step(result, step, engine, plain, eps, facts)
@@ -128,6 +130,7 @@ def _compare_step(result: Result, step: int, engine: Path, plain: Path, eps: flo
     apart = result.largest_of_gradients = max(result.largest_of_gradients, *(pair.relative for pair in loud), 0.0)
     if _compare_settings(result, step, here, there):
         return
+    result.skipped += not here["applied"]
     norms = [_pair("all gradients", *(torch.tensor(done["norm"]) for done in (here, there)))]
     if _judge(result, step, "norm", norms, norms, limit, "The gradients are equal, so they are added up wrongly."):
         return

@@ -67,7 +67,9 @@ class Recorder(BriefRun):
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         facts = {"dtype": str(coarsest).removeprefix("torch."), "ranks": engine.comm.world_size}
         facts["accumulation"] = settings.gradient_accumulation_steps
-        facts["elementwise"] = isinstance(engine, PlainEngine) or engine.optimizer.whole is None
+        if not isinstance(engine, PlainEngine):  # a class that is made from Adam is taken for one
+            inner = engine.optimizer.optimizer
+            facts["elementwise"] = engine.optimizer.whole is None or isinstance(inner, torch.optim.Adam)
         facts["names"] = [name for name, _ in self._trained()]
         if engine.comm.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from zero.errors import UsageError
 
 PROGRESS = "step"  # a file in the run's folder with the number of its last step
 _POLL = 0.2  # seconds between two looks for new steps
+_GRACE = 10.0  # seconds that a launcher has to end its ranks
 
 
 def run(
@@ -29,6 +31,7 @@ def run(
             [sys.executable, "-m", "zero", "run", *command],
             env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             with Working("") as working:
                 working.show(f"{what}: before its first step")
@@ -37,10 +40,20 @@ def run(
                     if line := progress():
                         working.show(line)
         finally:
-            process.kill()
-            process.wait()
+            signal.signal(signal.SIGTERM, before)
+            _end(process)
     if process.returncode:
         raise UsageError(f"{what} failed with code {process.returncode}:\n{what_went_wrong(log)}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End what still runs. A launcher gets the time to end its ranks."""
+    process.terminate()
+    try:
+        process.wait(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def what_went_wrong(log: Path) -> str:
