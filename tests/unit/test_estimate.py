@@ -170,13 +170,15 @@ def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask):
 
 def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
-    alone, sharded = (
-        ask(llama(), {"stage": stage}, "--world", "2", "--json", optimizer=muon)["bytes"]["device"] for stage in (0, 2)
+    alone, one, sharded = (
+        ask(llama(), {"stage": stage}, "--world", world, "--json", optimizer=muon)["bytes"]["device"]
+        for stage, world in ((0, "2"), (2, "1"), (2, "2"))
     )
     elements = sum(param.numel() for param in build(llama(), torch.bfloat16).parameters())
     # Gradients get 4 bytes. The eight square matrices are the largest batch: 4 bytes for the update, 6 for matrices and
     # 4 for products. A tensor that moves has 8 on its owner, and as many are sent and received.
-    assert alone["whole tensors of the optimizer"] == 4 * elements + 8 * 14 * 64 * 64
+    for unsharded in (alone, one):
+        assert unsharded["whole tensors of the optimizer"] == 4 * elements + 8 * 14 * 64 * 64
     assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
 
 

@@ -38,6 +38,7 @@ class Gradients:
         self.sums = sum(self._sum_of(unit) for unit in units if unit.trainable) if sums else 0
         self._units, self._world_size, self._staging, self._adds = units, world_size, staging, adds
         self._item, self._look = config.compute_dtype.itemsize, look
+        self._kept_item = config.gradient_bytes(sums_have_16_bits=True)
         unasked = config.sum_dtype if sums else config.compute_dtype
         self._sent_item = ((world_size > 1 and config.communication_data_type) or unasked).itemsize
         self._bucket, self._overlaps = zero.reduce_bucket_size, zero.overlap_comm
@@ -71,16 +72,23 @@ class Gradients:
             self.sums -= self._sum_of(unit)
             self._flat = unit.layout.padded * self._sent_item
             self._look(self._sum_of(unit) if self._sent_item != self._sum_item else 0)
+        if self._is_result(unit):
+            self._flat = 0
+            self.kept += 0 if unit.offloaded or self._adds else unit.gradient
+            self._take_out(unit)
+            return
         while self._in_flight and self._flying + unit.layout.padded > self._bucket:
             self._finish_oldest()
         self._flat = 0
         self._in_flight.append(number)
-        if not (unit.offloaded or self._adds):
-            self.kept += unit.gradient
-        if self._world_size > 1:  # else the flat buffer is the result
-            self._look(self._extras[number].start)
-        if self._world_size == 1 or not self._overlaps:
+        self.kept += 0 if unit.offloaded or self._adds else unit.gradient
+        self._look(self._extras[number].start)
+        if not self._overlaps:
             self._finish_oldest()
+
+    def _is_result(self, unit: Kept) -> bool:
+        """Whether the flat buffer of one rank is kept, or added to what is kept."""
+        return self._world_size == 1 and self._sent_item == self._kept_item and not (unit.offloaded and self._adds)
 
     def _keep(self, unit: Kept) -> None:
         """The flat buffer is added to the sum, or becomes the first one, in its dtype."""
@@ -96,9 +104,11 @@ class Gradients:
         return sum(self._units[number].layout.padded for number in self._in_flight)
 
     def _finish_oldest(self) -> None:
-        if self._world_size > 1:
-            self._look(self._extras[self._in_flight[0]].end)
-        unit = self._units[self._in_flight.popleft()]
+        self._look(self._extras[self._in_flight[0]].end)
+        self._take_out(self._units[self._in_flight.popleft()])
+
+    def _take_out(self, unit: Kept) -> None:
+        """The result of an offloaded unit leaves the device."""
         if unit.offloaded:
             self._leave(most=1)
             self._leaving.append((unit, self._staging.take(unit.gradient) if _is_in_file(unit) else 0))

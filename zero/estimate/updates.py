@@ -71,7 +71,8 @@ def whole_tensors(units: Sequence[Kept], group_of: Mapping[nn.Parameter, int]) -
     """All that are trained, with the owners that `zero.optim.ownership` finds. At stage 0 each rank owns all."""
     held, of, trained = [], [], [unit for unit in units if unit.trainable]
     for unit, part in zip(trained, parts([unit.layout for unit in trained]), strict=True):
-        ranks, part = (1, 0) if unit.layout.replicated else (unit.layout.world_size, part)
+        ranks = 1 if unit.layout.replicated else unit.layout.world_size
+        part = part if ranks > 1 else 0
         of_slots = [[0] * ranks for _ in unit.layout.slots]
         for rank in range(ranks):
             for piece in unit.layout.pieces(rank):
