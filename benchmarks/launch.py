@@ -50,6 +50,15 @@ def result_file(text: str) -> Path:
     return path
 
 
+def existing_folder(text: str) -> Path:
+    """The type of an option: a folder that exists and can be written to."""
+    try:
+        tempfile.TemporaryFile(dir=text).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: no folder to write to: {error.strerror}") from None
+    return Path(text)
+
+
 def report(result: dict[str, Any]) -> None:
     """Send this rank's result to the process that called `run_ranks`. A worker calls this once."""
     path = Path(os.environ[REPORT_FOLDER]) / f"{int(os.environ['RANK']):04d}.json"

@@ -246,3 +246,10 @@ def test_a_benchmarks_result_can_be_written_or_is_refused_before_the_work(given:
     else:
         with pytest.raises(ArgumentTypeError, match=given):
             benchmark.result_file(given)
+
+
+@pytest.mark.parametrize("given", ["x.py", "none"])
+def test_a_benchmarks_folder_that_is_none_is_refused(given: str, here: Path):
+    with pytest.raises(ArgumentTypeError, match=given):
+        benchmark.existing_folder(given)
+    assert benchmark.existing_folder("folder") == Path("folder") and not list((here / "folder").iterdir())
