@@ -26,12 +26,11 @@ import platform
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, existing_folder, interpreter, result_file, run_ranks
 from zero.arguments import count
 
 OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]
@@ -45,8 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--saves", type=count, default=3, help="saves of each variant in each round")
     parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
-    parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
+    parser.add_argument(
+        "--folder", type=existing_folder, help="folder to write to; default: the folder of temporary files"
+    )
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
     args = parser.parse_args()
     if not args.deepspeed_python and "deepspeed" in (args.variants or []):
         parser.error("deepspeed: needs --deepspeed-python")

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from zero.arguments import above_zero, count
 
 # Bus bandwidth / algorithm bandwidth, by the number of ranks.
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sizes-mb", type=above_zero, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
     parser.add_argument("--repeats", type=count, default=50, help="at most; there are fewer of large sizes")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
     args = parser.parse_args()
     if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")

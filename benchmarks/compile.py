@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import REPOSITORY, Parser, report, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, report, result_file, run_ranks
 from zero.arguments import count
 
 CLIP = 1.0
@@ -48,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=count, default=64, help="tokens of each")
     parser.add_argument("--warmup", type=int, default=2, help="turns that do not count; the first one compiles")
     parser.add_argument("--steps", type=count, default=8, help="turns counted")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compile.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "compile.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

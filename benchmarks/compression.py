@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, run_job, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_job, run_ranks
 from zero.arguments import above_zero, count
 from zero.compression import decode, encode, message_bytes
 
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42], help="of the trainings")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the trainings")
     parser.add_argument("--timeout", type=above_zero, default=3600, help="seconds for one training")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compression.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "compression.json")
     args = parser.parse_args()
     result = json.loads(args.output.read_text()) if args.output.exists() else {}
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, existing_folder, result_file, run_ranks
 
 GIB = 2**30
 MODELS = ("t5-1b", "t5-250m", "t5-42m")
@@ -46,8 +46,10 @@ def consolidate_within_limit(checkpoint: Path, out: Path) -> float:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="t5-1b")
-    parser.add_argument("--folder", type=Path, help="folder to write to; default: the folder of temporary files")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")
+    parser.add_argument(
+        "--folder", type=existing_folder, help="folder to write to; default: the folder of temporary files"
+    )
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "consolidation.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ranks = run_ranks(sys.executable, ["-m", "benchmarks.consolidation_worker", folder, args.model], 2, timeout=900)

@@ -21,11 +21,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file
 from zero.arguments import count
 
 OURS = [
@@ -51,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--numel", type=count, default=100_000_000, help="parameters")
     parser.add_argument("--threads", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=count, default=7)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "cpu_adam.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "cpu_adam.json")
     return parser.parse_args()
 
 

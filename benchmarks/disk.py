@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser
+from benchmarks.launch import REPOSITORY, Parser, existing_folder, result_file
 from zero.arguments import above_zero, count
 from zero.config import AioConfig
 from zero.offload.files import ScratchFile, Transfer
@@ -51,11 +51,13 @@ Move = Callable[[str], float]
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the folder of temporary files")
+    parser.add_argument(
+        "--folder", type=existing_folder, help="on the disk to measure; default: the folder of temporary files"
+    )
     parser.add_argument("--size-gb", type=above_zero, default=2, help="size of the file")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--variants", nargs="+", help="first words of names in the table; default: all")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "disk.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "disk.json")
     return parser.parse_args()
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.launch import Parser
+from benchmarks.launch import Parser, result_file
 from zero.arguments import count
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--peers", type=Path, help="folder with trl and liger_kernel")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "distill.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "distill.json")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

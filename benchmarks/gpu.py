@@ -21,13 +21,12 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_worker import MODELS, VARIANTS, flops
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
 from benchmarks.offload import cause, table_of_waits
 from zero.arguments import count
 
@@ -53,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=10, help="steps counted, per round")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "gpu.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "gpu.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device: `python -m benchmarks.step` compares the engines on CPUs")

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from benchmarks.offload_worker import MODELS
 from benchmarks.stages import paper_bytes, relative
 from benchmarks.t5 import t5_config
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--rows", type=count, default=10_000)
     parser.add_argument("--epochs", type=count, default=10)
     parser.add_argument("--worlds", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks of the meshes")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "guide.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "guide.json")
     args = parser.parse_args()
     args.output.parent.mkdir(parents=True, exist_ok=True)
     result = {}

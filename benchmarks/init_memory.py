@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from zero.arguments import count
 
 GIB = 2**30
@@ -21,7 +20,7 @@ GIB = 2**30
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--processes", type=count, default=2)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "init_memory.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "init_memory.json")
     args = parser.parse_args()
 
     ranks = run_ranks(sys.executable, ["-m", "benchmarks.init_worker"], args.processes, timeout=900)

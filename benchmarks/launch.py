@@ -38,6 +38,27 @@ def interpreter(text: str) -> str:
     return text
 
 
+def result_file(text: str) -> Path:
+    """The type of an option: a file that can be written, checked before the work. Missing folders are made later."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+    try:
+        tempfile.TemporaryFile(dir=next(folder for folder in path.resolve().parents if folder.exists())).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return path
+
+
+def existing_folder(text: str) -> Path:
+    """The type of an option: a folder that exists and can be written to."""
+    try:
+        tempfile.TemporaryFile(dir=text).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: no folder to write to: {error.strerror}") from None
+    return Path(text)
+
+
 def report(result: dict[str, Any]) -> None:
     """Send this rank's result to the process that called `run_ranks`. A worker calls this once."""
     path = Path(os.environ[REPORT_FOLDER]) / f"{int(os.environ['RANK']):04d}.json"

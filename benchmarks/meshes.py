@@ -18,12 +18,11 @@ import os
 import platform
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from benchmarks.stages import relative
 from zero.arguments import count
 
@@ -79,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=6, help="counted steps, per round")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "meshes.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "meshes.json")
     args = parser.parse_args()
     print("seconds of a step and process, FSDP2 and zero; ratios are zero / FSDP2\n")
     print(

@@ -14,10 +14,9 @@ import json
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from benchmarks.monitor_worker import MODELS, SECTIONS
 from zero.arguments import count
 
@@ -27,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--steps", type=count, default=40, help="steps after 4 that do not count")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "monitor.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "monitor.json")
     return parser.parse_args()
 
 

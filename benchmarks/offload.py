@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
 from benchmarks.offload_worker import MODELS, VARIANTS
 from zero.arguments import count
 
@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=5, help="steps counted, per round")
     parser.add_argument("--folder", type=Path, help="folder for the offload files; default: the folder of the output")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
     args = parser.parse_args()
     args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     args.variants = list(dict.fromkeys([REFERENCE, *(args.variants or VARIANTS)]))

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 
 import zero
-from benchmarks.launch import REPOSITORY, Parser, report, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, report, result_file, run_ranks
 from zero.arguments import count
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
@@ -103,7 +103,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json")
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

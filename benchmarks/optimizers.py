@@ -18,10 +18,9 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
 from benchmarks.optimizers_worker import OPTIMIZERS
 from zero.arguments import above_zero, count
 
@@ -46,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=4, help="counted steps, per round")
     parser.add_argument("--timeout", type=above_zero, default=1200, help="seconds of one job")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "optimizers.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "optimizers.json")
     args = parser.parse_args()
     if args.deepspeed_python is None and "deepspeed" in args.systems:
         print("left out: deepspeed (no --deepspeed-python)", file=sys.stderr)

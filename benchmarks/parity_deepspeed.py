@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_job, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_job, run_ranks
 
 TOLERANCE = 1e-4
 STEPS = 20
@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument(
         "--deepspeed-python", type=interpreter, required=True, help="interpreter of an environment that has deepspeed"
     )
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "parity_deepspeed.json")
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "parity_deepspeed.json"
+    )
     args = parser.parse_args()
 
     print(f"{'run':<42}  {'steps':>5}  {'first':>8}  {'last':>8}  {'loss diff':>9}  {'norm diff':>9}")

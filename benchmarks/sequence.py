@@ -14,12 +14,11 @@ import argparse
 import json
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from zero.arguments import count
 
 FEATURES = ["sharing", "tiled loss", "tiled MLP", "checkpointing"]
@@ -34,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=count, default=128)
     parser.add_argument("--layers", type=count, default=4)
     parser.add_argument("--vocabulary", type=count, default=8192)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "sequence.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "sequence.json")
     return parser.parse_args()
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
 from benchmarks.stages_worker import ACCUMULATION, STAGES
 from zero.arguments import above_zero, count
 
@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=3, help="counted steps, per round")
     parser.add_argument("--train-steps", type=count, default=300, help="steps of the short training")
     parser.add_argument("--learning-rate", type=above_zero, default=3e-3, help="learning rate of the short training")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "stages.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "stages.json")
     return parser.parse_args()
 
 

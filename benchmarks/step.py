@@ -17,12 +17,11 @@ import os
 import platform
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
 from zero.arguments import count
 
 OURS = ["ddp", "fsdp2", "zero3", "zero3-strict"]
@@ -43,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--warmup", type=int, default=3, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=4, help="counted steps, per round")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "step.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "step.json")
     args = parser.parse_args()
     available = OURS + (PEERS if args.deepspeed_python else [])
     missing = [name for name in args.variants or [] if name not in available]

@@ -22,7 +22,7 @@ import psutil
 import torch
 from transformers import T5Config
 
-from benchmarks.launch import Parser
+from benchmarks.launch import Parser, result_file
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.arguments import count
 
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=1)
     parser.add_argument("--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme")
     parser.add_argument("--small", action="store_true", help="a model of 16 million parameters, to try the command")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "t5_3b.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "t5_3b.json")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
@@ -150,6 +150,7 @@ def main() -> None:
     }
     for name, value in result.items():
         print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(code)
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, run_ranks
+from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
 from zero.arguments import count
 
 
@@ -23,7 +22,7 @@ def main() -> None:
     parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
     parser.add_argument("--processes", type=count, default=2)
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "weight_sync.json")
+    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "weight_sync.json")
     args = parser.parse_args()
     engines = {"zero": (sys.executable, {})}
     if args.deepspeed_python:

@@ -71,7 +71,7 @@ Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, com
 
 Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
 
-       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GB] [--host-memory GB]
+       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB] [--host-memory GIB]
 
 Says what each process will hold and what it moves in a step, without starting anything. Where it does not fit: what to
 change, the fastest first.

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -236,3 +237,19 @@ def test_a_benchmarks_mistake_is_one_line(capsys):
             parser.parse_args(words)
         error = capsys.readouterr().err
         assert ended.value.code == 2 and error.count("\n") == 1 and words[1] in error
+
+
+@pytest.mark.parametrize("given", ["folder", "x.py/new/r.json", "none/r.json"])
+def test_a_benchmarks_result_can_be_written_or_is_refused_before_the_work(given: str, here: Path):
+    if given == "none/r.json":  # benchmarks make missing folders
+        assert benchmark.result_file(given) == Path(given) and not (here / "none").exists()
+    else:
+        with pytest.raises(ArgumentTypeError, match=given):
+            benchmark.result_file(given)
+
+
+@pytest.mark.parametrize("given", ["x.py", "none"])
+def test_a_benchmarks_folder_that_is_none_is_refused(given: str, here: Path):
+    with pytest.raises(ArgumentTypeError, match=given):
+        benchmark.existing_folder(given)
+    assert benchmark.existing_folder("folder") == Path("folder") and not list((here / "folder").iterdir())
