@@ -14,7 +14,7 @@ an engine may reshard the head before backward.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -71,6 +71,15 @@ class Recipe:
     teacher_labels: torch.Tensor | None = None
     chunk_size: int = 0
     with_agreement: bool = False
+
+    def to(self, device: torch.device) -> Recipe:
+        """The same recipe with its tensors on `device`."""
+
+        def move(value: object) -> object:
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        shared = self.shared and SharedTokens(*map(move, self.shared))
+        return replace(self, shared=shared, teacher_labels=move(self.teacher_labels))
 
     def chunks(self, tokens: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
         """Yield slices of at most `chunk_size` tokens."""

@@ -23,6 +23,13 @@ class LayerPair(NamedTuple):
     teacher: int
 
 
+def layers_and_width(config: object) -> tuple[int, int]:
+    """The number of layers of a model's decoder (of all if it has no encoder), and the width of their outputs."""
+    config = config.get_text_config()
+    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    return layers, config.hidden_size
+
+
 def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: int) -> list[LayerPair]:
     """Parse pairs of layers such as "1:3,2:6". None: pair each student layer with the teacher's at the same depth.
 

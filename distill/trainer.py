@@ -28,7 +28,14 @@ from distill.cache import CacheError, TeacherCache, tokenizer_hash
 from distill.config import DistillationConfig
 from distill.fused import Recipe, SharedTokens, StoredTeacher, Targets, TokenLosses, fused_head_loss, logits_loss
 from distill.heads import install_task_head, is_final
-from distill.hidden import AttentionRecorder, HiddenMatch, parse_layer_mapping, relation_heads, relation_loss
+from distill.hidden import (
+    AttentionRecorder,
+    HiddenMatch,
+    layers_and_width,
+    parse_layer_mapping,
+    relation_heads,
+    relation_loss,
+)
 from distill.losses import Divergence
 from distill.teacher import LiveTeacher, Observed, load_model, teacher_ds_config
 
@@ -80,7 +87,7 @@ class DistillationTrainer(Seq2SeqTrainer):
         super().__init__(model=model, args=args, processing_class=processing_class, **options)
         self.model_accepts_loss_kwargs = True  # otherwise the Trainer does not count the tokens of the step
         self._loss_shifts_labels = self._shifted
-        self._recipe = _on(self._recipe, self.args.device)
+        self._recipe = self._recipe.to(self.args.device)
         self.teacher = None if teacher_model is None else self.place_teacher(teacher_model, self.args)
         self.cache = self._open_cache() if self.args.teacher_cache and self.args.kd_alpha else None
         self.seconds_evaluating = 0.0  # during training
@@ -115,7 +122,7 @@ class DistillationTrainer(Seq2SeqTrainer):
             return
         if teacher_model is None:
             raise ValueError("hidden_loss_weight and attn_relation_weight need a teacher_model_name_or_path")
-        student, teacher = (_layers_and_width(one.config) for one in (model, teacher_model))
+        student, teacher = (layers_and_width(one.config) for one in (model, teacher_model))
         self._pairs = parse_layer_mapping(args.layer_mapping, student[0], teacher[0])
         if self._matches_hidden:
             match = HiddenMatch(self._pairs, student[1], teacher[1], args.hidden_loss_type)
@@ -358,16 +365,6 @@ class DistillationTrainer(Seq2SeqTrainer):
             self.model.load_state_dict(load_file(_projections_file(resume_from_checkpoint)), strict=False)
 
 
-def _on(recipe: Recipe, device: torch.device) -> Recipe:
-    """Return the recipe with its tensors on a device."""
-
-    def move(value):
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    shared = recipe.shared and SharedTokens(*map(move, recipe.shared))
-    return replace(recipe, shared=shared, teacher_labels=move(recipe.teacher_labels))
-
-
 def _projections_file(folder: str) -> Path:
     return Path(folder, "distillation.safetensors")
 
@@ -377,12 +374,6 @@ def _head_rows(model: PreTrainedModel) -> int:
     head = model.get_output_embeddings()
     rows = getattr(head, "out_features", None)
     return model.config.get_text_config().vocab_size if rows is None else rows
-
-
-def _layers_and_width(config: object) -> tuple[int, int]:
-    config = config.get_text_config()
-    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-    return layers, config.hidden_size
 
 
 def _heads(config: object) -> int:

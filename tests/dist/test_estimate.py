@@ -266,8 +266,6 @@ def test_the_command(tmp_path, capsys):
     assert all(remedy["device"] <= 0.0003 * 2**30 for remedy in found["remedies"])
     seconds = [float(f"{remedy['seconds']:.1e}") for remedy in found["remedies"]]
     assert len(seconds) > 1 and seconds == sorted(seconds)
-    devices = [remedy["device"] for remedy in found["remedies"]]
-    assert devices == sorted(devices, reverse=True), "a slower remedy must leave more room"
     # Of each micro-batch's gradients a rank sends three quarters.
     numel = sum(param.numel() for param in build("gpt2").parameters())
     assert found["traffic"]["network"]["gradients"] == pytest.approx(2 * 2 * 0.75 * numel, rel=0.02)
