@@ -1,4 +1,4 @@
-"""`zero estimate` beside what ranks really take, on 33 cases.
+"""`zero estimate` beside what ranks really take, on 37 cases.
 
     python -m benchmarks.estimate
     python -m benchmarks.estimate --only 3 10
@@ -35,6 +35,7 @@ BF16 = {"bf16": {"enabled": True}}
 TWO = {"gradient_accumulation_steps": 2}
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 CODED_WEIGHTS, CODED_GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+CODED = CODED_WEIGHTS | CODED_GRADIENTS
 FOUR_BITS = CODED_GRADIENTS | {"zero_quantized_gradient_bits": 4}
 # On two machines of two ranks.
 SECOND = {"zero_hpz_partition_size": 2}
@@ -66,7 +67,7 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL, **CODED_WEIGHTS}, BF16, 1, 32, False),
     ("llama", {"stage": 3, **SMALL, **CODED_GRADIENTS}, BF16, 1, 32, False),
     ("gpt2", {"stage": 3, **SMALL, **CODED_WEIGHTS, **FOUR_BITS}, BF16, 1, 32, False),
-    ("llama", {"stage": 3, **SMALL, **CODED_WEIGHTS, **CODED_GRADIENTS, **SECOND}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED, **SECOND}, BF16, 1, 32, False),
     ("llama", {"stage": 0}, MUON, 1, 32, False),
     ("mixtral", {"stage": 3, **SMALL}, BF16 | MUON, 1, 32, False),
     ("mixtral", {"stage": 3, **SMALL}, BF16, 2, 128, False),
@@ -74,6 +75,10 @@ CASES: list[Case] = [
     ("llama", {"stage": 3, **SMALL}, BF16 | ON_HOST, 4, 256, True),
     ("gpt2", {"stage": 2}, BF16 | ON_HOST, 2, 256, False),
     ("llama", {"stage": 1, "zero_quantized_moments": True}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 3, **SMALL, **CODED_GRADIENTS}, {}, 2, 128, False),
+    ("t5", {"stage": 3, **SMALL, **CODED}, BF16, 1, 32, False),
+    ("t5", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, {}, 1, 32, True),
+    ("llama", {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU}, BF16, 1, 32, True),
 ]
 
 
