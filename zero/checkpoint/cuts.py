@@ -58,6 +58,9 @@ class PartReader(SliceReader):
         entry = self.manifest.parameters.get(name_in(key))
         return None if entry is None else entry.cut
 
+    def holds(self, key: str) -> bool:
+        return super().holds(key if self.stored_cut(key) is None else f"{key}@0")
+
     def dtype(self, key: str) -> torch.dtype:
         return super().dtype(key if self.stored_cut(key) is None else f"{key}@0")
 

@@ -169,6 +169,10 @@ class SliceReader:
         self.folder, self.manifest, self.tensors = folder, manifest, manifest.tensors
         self._scratch = threading.local()
 
+    def holds(self, key: str) -> bool:
+        """Whether there is a tensor of this key."""
+        return key in self.tensors
+
     def dtype(self, key: str) -> torch.dtype:
         return dtype_of(self.tensors[key].dtype)
 

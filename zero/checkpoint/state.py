@@ -187,7 +187,7 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
         names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
         for key, kind in reader.manifest.optimizer.state.items():
-            if not any(name in (kind.numbers or ()) or f"optimizer/{key}/{name}" in reader.tensors for name in names):
+            if not any(name in (kind.numbers or ()) or reader.holds(f"optimizer/{key}/{name}") for name in names):
                 continue  # the param group needs none, as one of SGD without momentum
             if kind.numbers is not None:
                 state[key] = _number(key, kind.numbers, names, group, tile.master.device)
