@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, existing_folder, interpreter, result_file, run_ranks
+from benchmarks.arguments import Parser, existing_folder, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from zero.arguments import count
 
 OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from zero.arguments import above_zero, count
 
 # Bus bandwidth / algorithm bandwidth, by the number of ranks.

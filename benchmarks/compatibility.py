@@ -34,8 +34,9 @@ import transformers
 from safetensors.torch import load_file
 
 from benchmarks import compatibility_lightning, compatibility_transformers
+from benchmarks.arguments import Parser
 from benchmarks.compatibility_data import write_datasets, write_models
-from benchmarks.launch import REPOSITORY, Parser
+from benchmarks.launch import REPOSITORY
 from tests.processes import fork_ranks
 
 TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2

@@ -26,7 +26,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.launch import REPOSITORY, Parser, report, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, report, run_ranks
 from zero.arguments import count
 
 CLIP = 1.0

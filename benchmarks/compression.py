@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_job, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_job, run_ranks
 from zero.arguments import above_zero, count
 from zero.compression import decode, encode, message_bytes
 

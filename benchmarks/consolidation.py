@@ -20,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.launch import REPOSITORY, Parser, existing_folder, result_file, run_ranks
+from benchmarks.arguments import Parser, existing_folder, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 
 GIB = 2**30
 MODELS = ("t5-1b", "t5-250m", "t5-42m")

@@ -24,7 +24,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY
 from zero.arguments import count
 
 OURS = [

@@ -34,7 +34,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, existing_folder, result_file
+from benchmarks.arguments import Parser, existing_folder, result_file
+from benchmarks.launch import REPOSITORY
 from zero.arguments import above_zero, count
 from zero.config import AioConfig
 from zero.offload.files import ScratchFile, Transfer

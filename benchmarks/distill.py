@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.launch import Parser, result_file
+from benchmarks.arguments import Parser, result_file
 from zero.arguments import count
 
 REPOSITORY = Path(__file__).resolve().parent.parent

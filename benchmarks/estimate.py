@@ -15,8 +15,8 @@ import sys
 import tempfile
 from typing import Any
 
+from benchmarks.arguments import Parser
 from benchmarks.estimate_worker import measure, shape_of
-from benchmarks.launch import Parser
 from tests.processes import run_on
 from zero.config import load_config
 from zero.estimate.question import Question

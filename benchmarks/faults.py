@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.launch import Parser
+from benchmarks.arguments import Parser
 from zero.arguments import count
 
 PARTS = ("kills", "damage", "config")

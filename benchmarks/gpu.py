@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import Parser, interpreter, result_file
 from benchmarks.gpu_worker import MODELS, VARIANTS, flops
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.offload import cause, table_of_waits
 from zero.arguments import count
 

@@ -22,7 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.offload_worker import MODELS
 from benchmarks.stages import paper_bytes, relative
 from benchmarks.t5 import t5_config

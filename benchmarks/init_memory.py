@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from zero.arguments import count
 
 GIB = 2**30

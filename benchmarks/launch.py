@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,50 +11,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REPORT_FOLDER = "BENCHMARK_REPORT_FOLDER"
-
-
-class Parser(argparse.ArgumentParser):
-    """Of `python -m benchmarks.NAME`: the help is the module's docstring with its examples; a mistake is one line."""
-
-    def __init__(self, doc: str | None):
-        spec = sys.modules["__main__"].__spec__
-        formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=spec and f"python -m {spec.name}", description=doc, formatter_class=formatter)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see --help\n")
-
-
-def interpreter(text: str) -> str:
-    """The type of an option: a Python interpreter."""
-    if shutil.which(text) is None:
-        raise argparse.ArgumentTypeError(f"{text}: no such program")
-    return text
-
-
-def result_file(text: str) -> Path:
-    """The type of an option: a file that can be written, checked before the work. Missing folders are made later."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    try:
-        tempfile.TemporaryFile(dir=next(folder for folder in path.resolve().parents if folder.exists())).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
-    return path
-
-
-def existing_folder(text: str) -> Path:
-    """The type of an option: a folder that exists and can be written to."""
-    try:
-        tempfile.TemporaryFile(dir=text).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: no folder to write to: {error.strerror}") from None
-    return Path(text)
 
 
 def report(result: dict[str, Any]) -> None:

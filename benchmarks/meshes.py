@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.stages import relative
 from zero.arguments import count
 

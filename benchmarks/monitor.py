@@ -16,7 +16,8 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.monitor_worker import MODELS, SECTIONS
 from zero.arguments import count
 

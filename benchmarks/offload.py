@@ -39,7 +39,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.offload_worker import MODELS, VARIANTS
 from zero.arguments import count
 

@@ -25,7 +25,8 @@ from torch import nn
 from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 
 import zero
-from benchmarks.launch import REPOSITORY, Parser, report, result_file, run_ranks
+from benchmarks.arguments import Parser, result_file
+from benchmarks.launch import REPOSITORY, report, run_ranks
 from zero.arguments import count
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 

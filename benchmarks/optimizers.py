@@ -20,7 +20,8 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.optimizers_worker import OPTIMIZERS
 from zero.arguments import above_zero, count
 

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_job, run_ranks
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_job, run_ranks
 
 TOLERANCE = 1e-4
 STEPS = 20

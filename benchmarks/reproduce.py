@@ -31,7 +31,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser
+from benchmarks.arguments import Parser
+from benchmarks.launch import REPOSITORY
 from benchmarks.reproduce_experiments import EXPERIMENTS
 from benchmarks.reproduce_parts import Experiment, Sizes
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling_worker
-from benchmarks.launch import REPORT_FOLDER, REPOSITORY, Parser
+from benchmarks.arguments import Parser
+from benchmarks.launch import REPORT_FOLDER, REPOSITORY
 from benchmarks.rehearsal import make_units, rehearse_meta
 from benchmarks.timeline import ASSUMPTIONS, SHAPES, Machine, add_machine, machine_of, predict, shape_of
 from zero.arguments import count

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from zero.arguments import count
 
 OURS = ["ddp", "fsdp2", "zero3", "zero3-strict"]

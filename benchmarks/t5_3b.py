@@ -22,7 +22,7 @@ import psutil
 import torch
 from transformers import T5Config
 
-from benchmarks.launch import Parser, result_file
+from benchmarks.arguments import Parser, result_file
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 from zero.arguments import count
 

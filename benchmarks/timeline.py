@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.launch import Parser
+from benchmarks.arguments import Parser
 from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
 from zero.arguments import above_zero, count
 from zero.compression import message_bytes

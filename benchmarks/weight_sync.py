@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmarks.launch import REPOSITORY, Parser, interpreter, result_file, run_ranks
+from benchmarks.arguments import Parser, interpreter, result_file
+from benchmarks.launch import REPOSITORY, run_ranks
 from zero.arguments import count
 
 

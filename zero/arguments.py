@@ -138,13 +138,16 @@ def _configurations(arguments: list[str]) -> Iterator[str]:
                 yield following
 
 
-def output_file(text: str) -> Path:
-    """The type of an option: a file that can be written. It is checked before the work, and not made yet."""
+def output_file(text: str, folder: Path | None = None) -> Path:
+    """The type of an option: a file that can be written. It is checked before the work, and not made yet.
+
+    folder: must be writable; default: that of the file.
+    """
     path = Path(text)
     if path.is_dir():
         raise ArgumentTypeError(f"{text} is a folder; name a file")
     try:
-        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+        tempfile.TemporaryFile(dir=folder or path.resolve().parent).close()
     except OSError as error:
         raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
     return path

@@ -127,7 +127,8 @@ class ParameterState:
         """All of it, in the parameter's shape, as an fp32 copy; None where nothing exists. Every rank must call."""
         if self._whole is not None:
             return self._read_whole()
-        if self.optimizer is None or self.kind in (FP32, GRADIENT) and not self.exists:
+        is_state = self.kind not in (FP32, GRADIENT)
+        if self.optimizer is None or not (is_state or self.exists):
             return None
         comm, numel = self.unit.comm, local(self.param).numel()
         # The last element says whether a rank has a part. A rank of padding alone does not know which states there are.
@@ -138,7 +139,7 @@ class ParameterState:
             full[numel] = 1
         if not self.unit.layout.replicated:
             comm.all_reduce(full, of_shards=True)
-        if not full[numel]:
+        if is_state and not full[numel]:
             return None
         full, cut = full[:numel].view(local(self.param).shape), cut_of(self.param)
         return full if cut is None else cut.gather(full)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import launch as benchmark
+from benchmarks import arguments as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.test_hook import assert_refused

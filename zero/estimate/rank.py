@@ -5,8 +5,8 @@ as the engine makes them, and from the rules of each stage (`zero/estimate/state
 a step, such as activations and gathered parameters, is followed through one step with fake tensors
 (`zero/estimate/step.py`). What it moves: `zero/estimate/traffic.py`.
 
-Not included: torch itself, buffers of NCCL, fragmentation. An attention mask is
-counted, also where a kernel would need none.
+Not included: torch itself, buffers of NCCL, fragmentation. An attention mask is counted, also where a kernel would need
+none.
 """
 
 from __future__ import annotations
