@@ -1,18 +1,20 @@
-"""Distil a teacher into a smaller student with transformers' Seq2SeqTrainer. `--deepspeed` shards both.
+"""Distil a teacher into a smaller student with transformers' Seq2SeqTrainer. `--deepspeed` shards
+both.
 
-Without models and data this is a demonstration that needs no network (see distill/demonstration.py):
+Without models and data this is a demonstration that needs no network (see
+distill/demonstration.py):
 
     python run_distill.py
     torchrun --nproc_per_node 2 run_distill.py --deepspeed configs/ds_config_zero3.json
 
-`run_distill.py cache_teacher ...` writes a teacher's probabilities to files, so that students can learn without the
-teacher. See docs/distillation.md.
-"""
+`run_distill.py cache_teacher ...` writes a teacher's probabilities to files, so that students can
+learn without the teacher. See docs/distillation.md."""
 # ruff: noqa: E402
 
 import zero.hf
 
-# This must come first: transformers and accelerate look for the engine once, while they are imported.
+# This must come first: transformers and accelerate look for the engine once, while they are
+# imported.
 zero.hf.enable()
 
 import logging
@@ -33,7 +35,9 @@ def main() -> None:
     argv = sys.argv[1:]
     caching = argv[:1] == ["cache_teacher"]
     try:
-        model_args, data_args, args = arguments = parse_arguments(argv[1:] if caching else argv, caching)
+        model_args, data_args, args = arguments = parse_arguments(
+            argv[1:] if caching else argv, caching
+        )
         start_logging(args)
         set_seed(args.seed)
         if caching:

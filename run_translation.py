@@ -1,6 +1,8 @@
-"""Train, evaluate and use a translation model with transformers' Seq2SeqTrainer. `--deepspeed` shards it.
+"""Train, evaluate and use a translation model with transformers' Seq2SeqTrainer. `--deepspeed`
+shards it.
 
-Without a model and data this is a demonstration that needs no network. translation/corpus.py makes its data:
+Without a model and data this is a demonstration that needs no network. translation/corpus.py makes
+its data:
 
     torchrun --nproc_per_node 2 run_translation.py --deepspeed configs/ds_config_zero3.json
 """
@@ -8,7 +10,8 @@ Without a model and data this is a demonstration that needs no network. translat
 
 import zero.hf
 
-# This must come first: transformers and accelerate look for the engine once, while they are imported.
+# This must come first: transformers and accelerate look for the engine once, while they are
+# imported.
 zero.hf.enable()
 
 import logging
@@ -27,7 +30,7 @@ from translation.model import load_model_and_tokenizer
 from translation.records import InputError
 from translation.trainer import GlobalTokenMean, TranslationTrainer
 from zero.checkpoint import find_resumable
-from zero.hf.preemption import SaveOnSigterm
+from zero.integrations.hf.preemption import SaveOnSigterm
 
 
 def main() -> None:
@@ -63,11 +66,19 @@ def start_logging(args: Seq2SeqTrainingArguments) -> None:
         datasets.disable_progress_bars()
 
 
-def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2SeqTrainer, dict[str, Dataset]]:
-    """Make tokenizer, tokens, model and trainer. Return the trainer and the tokens of each split."""
+def make_trainer(
+    texts: dict[str, Dataset], arguments: Arguments
+) -> tuple[Seq2SeqTrainer, dict[str, Dataset]]:
+    """Make tokenizer, tokens, model and trainer.
+
+    Return the trainer and the tokens of each split.
+    """
     model_args, data_args, args = arguments
     model, tokenizer = load_model_and_tokenizer(texts, arguments)
-    tokens = {split: data.tokenize(text, tokenizer, data_args, args, split) for split, text in texts.items()}
+    tokens = {
+        split: data.tokenize(text, tokenizer, data_args, args, split)
+        for split, text in texts.items()
+    }
     trainer = TranslationTrainer(
         model=model,
         args=args,
@@ -76,14 +87,19 @@ def make_trainer(texts: dict[str, Dataset], arguments: Arguments) -> tuple[Seq2S
         processing_class=tokenizer,
         data_collator=data.make_collator(tokenizer, model, data_args, args),
         compute_loss_func=GlobalTokenMean(args.label_smoothing_factor),
-        compute_metrics=report.make_compute_metrics(tokenizer) if args.predict_with_generate else None,
+        compute_metrics=report.make_compute_metrics(tokenizer)
+        if args.predict_with_generate
+        else None,
         callbacks=[SaveOnSigterm()],
     )
     return trainer, tokens
 
 
 def train(trainer: Seq2SeqTrainer, overwrite: bool) -> None:
-    """Train and save. Resume from the last checkpoint in the output folder, unless it may be overwritten."""
+    """Train and save.
+
+    Resume from the last checkpoint in the output folder, unless it may be overwritten.
+    """
     args = trainer.args
     checkpoint = args.resume_from_checkpoint
     if checkpoint is None and not overwrite and os.path.isdir(args.output_dir):
@@ -103,7 +119,10 @@ def evaluate(trainer: Seq2SeqTrainer) -> None:
 
 
 def predict(trainer: Seq2SeqTrainer, text: Dataset, tokens: Dataset) -> None:
-    """Translate and score the test split. Write the translations, one in each line, and print some."""
+    """Translate and score the test split.
+
+    Write the translations, one in each line, and print some.
+    """
     result = trainer.predict(tokens, metric_key_prefix="predict")
     trainer.log_metrics("predict", result.metrics)
     trainer.save_metrics("predict", result.metrics)

@@ -1,4 +1,7 @@
-"""Command lines of the benchmarks. Their workers, which may run in another environment, do not import this."""
+"""Command lines of the benchmarks.
+
+Their workers, which may run in another environment, do not import this.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from pathlib import Path
 from typing import NoReturn
 
-from zero.arguments import output_file
+from zero.tools.arguments import output_file
 
 
 class Parser(ArgumentParser):
-    """Of `python -m benchmarks.NAME`: the help is the module's docstring with its examples; a mistake is one line."""
+    """Of `python -m benchmarks.NAME`: the help is the module's docstring with its examples; a
+    mistake is one line.
+    """
 
     def __init__(self, doc: str | None):
         spec = sys.modules["__main__"].__spec__
@@ -32,8 +37,13 @@ def interpreter(text: str) -> str:
 
 
 def result_file(text: str) -> Path:
-    """The type of an option: a file that can be written, checked before the work. Missing folders are made later."""
-    return output_file(text, next(folder for folder in Path(text).resolve().parents if folder.exists()))
+    """The type of an option: a file that can be written, checked before the work.
+
+    Missing folders are made later.
+    """
+    return output_file(
+        text, next(folder for folder in Path(text).resolve().parents if folder.exists())
+    )
 
 
 def existing_folder(text: str) -> Path:

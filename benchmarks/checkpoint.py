@@ -1,12 +1,13 @@
-"""Saving and loading a training state of 250M parameters: this engine, FSDP2 with DCP and, if given, DeepSpeed.
+"""Saving and loading a training state of 250M parameters: this engine, FSDP2 with DCP and, if
+given, DeepSpeed.
 
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.checkpoint --folder FOLDER_ON_THE_DISK_TO_MEASURE
 
-The state: fp32 parameters, masters and two moments. Each variant has its own processes. The variants take turns,
-because the disk of a shared machine changes its speed. Each saves several times in a round. The table has medians over
-all saves:
+The state: fp32 parameters, masters and two moments. Each variant has its own processes. The
+variants take turns, because the disk of a shared machine changes its speed. Each saves several
+times in a round. The table has medians over all saves:
 
 blocked    seconds until training goes on; `first`: in the first save, which allocates memory for the copy
 step       seconds of the training step before the save; `after`: of the step after it
@@ -32,23 +33,35 @@ import torch
 
 from benchmarks.arguments import Parser, existing_folder, interpreter, result_file
 from benchmarks.launch import REPOSITORY, run_ranks
-from zero.arguments import count
+from zero.tools.arguments import count
 
 OURS = ["ours", "ours-unsynced", "ours-async", "dcp", "dcp-async"]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
-    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--variants", nargs="+", choices=[*OURS, "deepspeed"], help="default: all that can run")
+    parser.add_argument(
+        "--deepspeed-python",
+        type=interpreter,
+        help="interpreter of an environment that has deepspeed",
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=[*OURS, "deepspeed"], help="default: all that can run"
+    )
     parser.add_argument("--processes", type=count, default=2)
     parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--saves", type=count, default=3, help="saves of each variant in each round")
+    parser.add_argument(
+        "--saves", type=count, default=3, help="saves of each variant in each round"
+    )
     parser.add_argument("--model", choices=("T5_42M", "T5_250M"), default="T5_250M")
     parser.add_argument(
-        "--folder", type=existing_folder, help="folder to write to; default: the folder of temporary files"
+        "--folder",
+        type=existing_folder,
+        help="folder to write to; default: the folder of temporary files",
     )
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json")
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "checkpoint.json"
+    )
     args = parser.parse_args()
     if not args.deepspeed_python and "deepspeed" in (args.variants or []):
         parser.error("deepspeed: needs --deepspeed-python")
@@ -69,8 +82,14 @@ def run_variant(variant: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
-    """Return medians over the saves of all rounds: seconds of the slowest rank, memory of the largest."""
-    saves = [of_ranks for ranks in jobs for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)]
+    """Return medians over the saves of all rounds: seconds of the slowest rank, memory of the
+    largest.
+    """
+    saves = [
+        of_ranks
+        for ranks in jobs
+        for of_ranks in zip(*(rank["saves"] for rank in ranks), strict=True)
+    ]
     row = {
         name: statistics.median(max(save[name] for save in of_ranks) for of_ranks in saves)
         for name in ("blocked", "step before", "step after", "total", "bytes")
@@ -84,11 +103,14 @@ def summary(jobs: list[list[dict[str, Any]]]) -> dict[str, float]:
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     lines = [
-        "variant        blocked s  first s   step s  after s  total s   load s   cold s       MB  extra MB",
+        "variant        blocked s  first s   step s  after s  total s   load s   cold s       MB  "
+        "extra MB",
     ]
     for variant, row in rows.items():
         seconds = ("blocked", "blocked first", "step before", "step after", "total", "load", "cold")
-        cells = [f"{row[name]:7.2f}" for name in seconds] + [f"{row[name] / 1e6:7.0f}" for name in ("bytes", "memory")]
+        cells = [f"{row[name]:7.2f}" for name in seconds] + [
+            f"{row[name] / 1e6:7.0f}" for name in ("bytes", "memory")
+        ]
         lines.append("  ".join([f"{variant:<15}", *cells]))
     return "\n".join(lines)
 
@@ -101,13 +123,17 @@ def main() -> None:
             jobs[variant].append(run_variant(variant, args))
             row = summary(jobs[variant][-1:])
             print(
-                f"round {number}/{args.rounds} {variant:<10} blocked {row['blocked']:.2f} s  total {row['total']:.2f} s"
+                f"round {number}/{args.rounds} {variant:<10} blocked {row['blocked']:.2f} s  total "
+                f"{row['total']:.2f} s"
                 f"  load {row['load']:.2f} s  (machine {os.getloadavg()[0]:.1f})",
                 flush=True,
             )
     rows = {variant: summary(of_variant) for variant, of_variant in jobs.items()}
     parameters = jobs[args.variants[0]][0][0]["parameters"]
-    print(f"\nT5 of {parameters / 1e6:.0f}M parameters, fp32, {args.processes} processes; medians of the saves\n")
+    print(
+        f"\nT5 of {parameters / 1e6:.0f}M parameters, fp32, {args.processes} processes; medians of "
+        "the saves\n"
+    )
     print(table(rows))
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""One rank of one variant of the checkpoint benchmark: train one step, then save a few times and load.
+"""One rank of one variant of the checkpoint benchmark: train one step, then save a few times and
+load.
 
-`benchmarks.checkpoint` starts it on each rank, in this environment or (variant `deepspeed`) in one that has
-DeepSpeed. A variant is a function from a plain model to a `Checkpoints`.
-"""
+`benchmarks.checkpoint` starts it on each rank, in this environment or (variant `deepspeed`) in one
+that has DeepSpeed. A variant is a function from a plain model to a `Checkpoints`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ BUILD_SEED = 1
 
 @dataclass
 class Checkpoints:
-    """What a variant can do: a training step, a save (or the start of one), the wait for its end, a load."""
+    """What a variant can do: a training step, a save (or the start of one), the wait for its end, a
+    load.
+    """
 
     step: Callable[[dict[str, torch.Tensor]], None]
     save: Callable[[Path], None]
@@ -78,7 +80,9 @@ def ours_async(model: nn.Module) -> Checkpoints:
     import zero
 
     engine = _engine(zero, model, {"checkpoint": {"async_save": True}})
-    return Checkpoints(_step_of(engine), engine.save_checkpoint, engine.wait_for_checkpoint, engine.load_checkpoint)
+    return Checkpoints(
+        _step_of(engine), engine.save_checkpoint, engine.wait_for_checkpoint, engine.load_checkpoint
+    )
 
 
 def deepspeed(model: nn.Module) -> Checkpoints:
@@ -89,7 +93,9 @@ def deepspeed(model: nn.Module) -> Checkpoints:
 
 
 def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
-    """FSDP2, `fully_shard` on each block and the root, through torch.distributed.checkpoint and its own state dicts."""
+    """FSDP2, `fully_shard` on each block and the root, through torch.distributed.checkpoint and its
+    own state dicts.
+    """
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -114,7 +120,9 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
 
     def save(folder: Path) -> None:
         if asynchronous:
-            in_flight.append(checkpoint.async_save(state(), checkpoint_id=folder, process_group=group))
+            in_flight.append(
+                checkpoint.async_save(state(), checkpoint_id=folder, process_group=group)
+            )
         else:
             checkpoint.save(state(), checkpoint_id=folder)
 
@@ -125,7 +133,9 @@ def dcp(model: nn.Module, asynchronous: bool = False) -> Checkpoints:
     def load(folder: Path) -> None:
         found = state()
         checkpoint.load(found, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        )
 
     return Checkpoints(step, save, finish if asynchronous else None, load)
 
@@ -176,7 +186,9 @@ def timed(act: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def measure(variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], rank: int) -> dict[str, float]:
+def measure(
+    variant: Checkpoints, folder: Path, batch: dict[str, torch.Tensor], rank: int
+) -> dict[str, float]:
     """Run a step, a save and a step. Return seconds, bytes and extra memory (bytes)."""
     step_before = timed(lambda: variant.step(batch))
     if rank == 0:

@@ -1,23 +1,26 @@
-"""Different implementations of each collective, on gloo, or on NCCL if there are GPUs: is the engine's the fastest?
+"""Different implementations of each collective, on gloo, or on NCCL if there are GPUs: is the
+engine's the fastest?
 
     python -m benchmarks.collectives
     python -m benchmarks.collectives --ranks 4 --sizes-mb 1 10 100 1000
 
-Implementations ("ways"): torch's own call; messages from rank to rank, with sums in the order of ranks; for an
-all-gather, a broadcast by each rank; for a reduce-scatter, an all-to-all and a local sum; and "engine", the method of
-`zero.comm.Communicator`. Sizes and bandwidths are those of NCCL's own benchmark: a size is that of the whole buffer,
-ranks * n elements of fp32.
+Implementations ("ways"): torch's own call; messages from rank to rank, with sums in the order of
+ranks; for an all-gather, a broadcast by each rank; for a reduce-scatter, an all-to-all and a local
+sum; and "engine", the method of `zero.comm.communicator.Communicator`. Sizes and bandwidths are
+those of NCCL's own benchmark: a size is that of the whole buffer, ranks * n elements of fp32.
 
     algorithm bandwidth = size / time
     bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or gradients,
-                          (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a broadcast)
+                          (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a
+                          broadcast)
 
-"gradients 512" and "gradients 64" are the experiment with buckets: an all-reduce of a model's gradients, vectors of
-so many elements and square matrices of this width, one by one or copied together to one bucket, and back.
+"gradients 512" and "gradients 64" are the experiment with buckets: an all-reduce of a model's
+gradients, vectors of so many elements and square matrices of this width, one by one or copied
+together to one bucket, and back.
 
-The slowest rank gives the time of an operation. `/ engine`: ratio to the engine's time in the same repeat, median over
-the repeats. `cpu ms`: median over ranks, all threads of a rank. 0.002 MB is the size of a vector of gradient norms.
-"""
+The slowest rank gives the time of an operation. `/ engine`: ratio to the engine's time in the same
+repeat, median over the repeats. `cpu ms`: median over ranks, all threads of a rank. 0.002 MB is the
+size of a vector of gradient norms."""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ import torch
 
 from benchmarks.arguments import Parser, result_file
 from benchmarks.launch import REPOSITORY, run_ranks
-from zero.arguments import above_zero, count
+from zero.tools.arguments import above_zero, count
 
 # Bus bandwidth / algorithm bandwidth, by the number of ranks.
 BUS = {
@@ -50,14 +53,30 @@ BUS = {
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--ranks", type=count, default=torch.cuda.device_count() or 2, help="default: one for each GPU, or 2"
+        "--ranks",
+        type=count,
+        default=torch.cuda.device_count() or 2,
+        help="default: one for each GPU, or 2",
     )
-    parser.add_argument("--sizes-mb", type=above_zero, nargs="+", default=[0.002, 1, 10, 100], help="millions of bytes")
-    parser.add_argument("--repeats", type=count, default=50, help="at most; there are fewer of large sizes")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "collectives.json")
+    parser.add_argument(
+        "--sizes-mb",
+        type=above_zero,
+        nargs="+",
+        default=[0.002, 1, 10, 100],
+        help="millions of bytes",
+    )
+    parser.add_argument(
+        "--repeats", type=count, default=50, help="at most; there are fewer of large sizes"
+    )
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "collectives.json"
+    )
     args = parser.parse_args()
     if torch.cuda.is_available() and args.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank needs one")
+        parser.error(
+            f"--ranks {args.ranks}: there are {torch.cuda.device_count()} GPUs, and each rank "
+            "needs one"
+        )
     return args
 
 
@@ -88,19 +107,28 @@ def rows_of(ranks: list[dict[str, Any]], sizes: list[float]) -> list[dict[str, A
                         "cpu_ms": statistics.median(cpu) * 1e3,
                         "algorithm_gb_per_s": bandwidth,
                         "bus_gb_per_s": bandwidth * BUS[operation](len(ranks)),
-                        "to_engine": statistics.median(a / b for a, b in zip(seconds, engine, strict=True)),
+                        "to_engine": statistics.median(
+                            a / b for a, b in zip(seconds, engine, strict=True)
+                        ),
                     }
                 )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    titles = [f"{title:>9}" for title in ("ms", "least", "cpu ms", "alg GB/s", "bus GB/s", "/ engine")]
+    titles = [
+        f"{title:>9}" for title in ("ms", "least", "cpu ms", "alg GB/s", "bus GB/s", "/ engine")
+    ]
     lines = ["  ".join([f"{'operation':<14}", f"{'MB':>7}", f"{'way':<16}", *titles])]
     for row in rows:
-        cells = [f"{row[name]:9.3f}" for name in ("ms", "least_ms", "cpu_ms", "algorithm_gb_per_s", "bus_gb_per_s")]
+        cells = [
+            f"{row[name]:9.3f}"
+            for name in ("ms", "least_ms", "cpu_ms", "algorithm_gb_per_s", "bus_gb_per_s")
+        ]
         cells.append(f"{row['to_engine']:9.2f}")
-        lines.append("  ".join([f"{row['operation']:<14}", f"{row['mb']:>7g}", f"{row['way']:<16}", *cells]))
+        lines.append(
+            "  ".join([f"{row['operation']:<14}", f"{row['mb']:>7g}", f"{row['way']:<16}", *cells])
+        )
     return "\n".join(lines)
 
 
@@ -116,7 +144,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         found = [row for row in rows if row["operation"] == operation]
         for way in dict.fromkeys(row["way"] for row in found):
             points = [(row["mb"], row["bus_gb_per_s"]) for row in found if row["way"] == way]
-            style = {"color": "black", "linewidth": 5, "alpha": 0.25} if way == "engine" else {"marker": "o"}
+            style = (
+                {"color": "black", "linewidth": 5, "alpha": 0.25}
+                if way == "engine"
+                else {"marker": "o"}
+            )
             axis.loglog(*zip(*points, strict=True), label=way, **style)
         axis.set(xlabel="MB", ylabel="bus bandwidth, GB/s", title=operation)
         axis.legend(fontsize="small")
@@ -126,14 +158,25 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    command = ["-m", "benchmarks.collectives_worker", "--sizes-mb", *(str(size) for size in args.sizes_mb)]
+    command = [
+        "-m",
+        "benchmarks.collectives_worker",
+        "--sizes-mb",
+        *(str(size) for size in args.sizes_mb),
+    ]
     command += ["--repeats", str(args.repeats)]
     ranks = run_ranks(sys.executable, command, args.ranks, 1800)
     rows = rows_of(ranks, args.sizes_mb)
     backend = "NCCL" if ranks[0]["device"] == "cuda" else "gloo"
     print(f"{backend}, {args.ranks} ranks, fp32, load {os.getloadavg()[0]:.1f}\n\n{table(rows)}")
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {"backend": backend, "ranks": args.ranks, "versions": versions, "rows": rows, "samples": ranks}
+    result = {
+        "backend": backend,
+        "ranks": args.ranks,
+        "versions": versions,
+        "rows": rows,
+        "samples": ranks,
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=2))
     plot(rows, args.output.with_suffix(".png"))

@@ -1,10 +1,11 @@
 """One rank of the benchmark of collectives, started by `benchmarks.collectives` on each rank.
 
-Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function of `full` (world_size
-* n elements) and `shard` (n elements), and fills one of them. The ways take turns. Each repeat has another order, which
-is the same on all ranks. First each way is tested with known numbers. All use the engine's own process group, because a
-group that was just used answers faster than one whose threads sleep.
-"""
+Each operation has several implementations ("ways"), all blocking and in fp32. A way is a function
+of `full` (world_size
+* n elements) and `shard` (n elements), and fills one of them. The ways take turns. Each repeat has
+another order, which is the same on all ranks. First each way is tested with known numbers. All use
+the engine's own process group, because a group that was just used answers faster than one whose
+threads sleep."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.launch import report
-from zero.comm import Communicator, communicator
+from zero.comm.communicator import Communicator, communicator
 
 Group = dist.ProcessGroup
 Way = Callable[[torch.Tensor, torch.Tensor, Group], object]
@@ -28,7 +29,9 @@ ITEM = 4  # bytes of an element
 BYTES_IN_ALL, LEAST_REPEATS = 500_000_000, 7
 
 
-def exchange(pairs: list[tuple[int, torch.Tensor | None, torch.Tensor | None]], group: Group) -> None:
+def exchange(
+    pairs: list[tuple[int, torch.Tensor | None, torch.Tensor | None]], group: Group
+) -> None:
     """Exchange messages with each peer of (peer, sent, received), all at the same time."""
     messages = []
     for peer, sent, received in pairs:
@@ -71,7 +74,10 @@ def gather_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) ->
 def gather_by_broadcasts(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
     parts = slices(full)
     parts[dist.get_rank()].copy_(shard)
-    for work in [dist.broadcast(part, src=rank, group=group, async_op=True) for rank, part in enumerate(parts)]:
+    for work in [
+        dist.broadcast(part, src=rank, group=group, async_op=True)
+        for rank, part in enumerate(parts)
+    ]:
         work.wait()
 
 
@@ -117,7 +123,8 @@ def reduce_in_two(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None
     gather_by_messages(full, shard, group)
 
 
-# -- gradients: as an all-reduce, but `full` holds the gradients of a model, which are tensors of their own
+# -- gradients: as an all-reduce, but `full` holds the gradients of a model, which are tensors of
+# their own
 
 # A vector of so many elements and a square matrix of this width take turns.
 WIDTHS = {"gradients 512": 512, "gradients 64": 64}
@@ -138,7 +145,9 @@ def reduce_one_by_one(width: int, full: torch.Tensor, shard: torch.Tensor, group
 
 
 def reduce_all_at_once(width: int, full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors_in(full, width)]:
+    for work in [
+        dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors_in(full, width)
+    ]:
         work.wait()
 
 
@@ -156,7 +165,10 @@ def broadcast_by_torch(full: torch.Tensor, shard: torch.Tensor, group: Group) ->
 
 
 def broadcast_by_messages(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    exchange([(peer, full, None) for peer in peers()] if dist.get_rank() == 0 else [(0, None, full)], group)
+    exchange(
+        [(peer, full, None) for peer in peers()] if dist.get_rank() == 0 else [(0, None, full)],
+        group,
+    )
 
 
 def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
@@ -170,7 +182,9 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
         total = torch.empty_like(bucket)
         comm.reduce(total, bucket, False, bucket.numel()).wait()
         torch._foreach_copy_(tensors_in(full, width), tensors_in(total, width))
-        full.mul_(comm.mean_factor * comm.world_size)  # 1 on gloo, where the result is a sum already
+        full.mul_(
+            comm.mean_factor * comm.world_size
+        )  # 1 on gloo, where the result is a sum already
 
     of_gradients = {
         "one by one": reduce_one_by_one,
@@ -179,7 +193,10 @@ def ways(comm: Communicator) -> dict[str, dict[str, Way]]:
         "engine": reduce_by_engine,
     }
     return {
-        **{name: {way: partial(f, width) for way, f in of_gradients.items()} for name, width in WIDTHS.items()},
+        **{
+            name: {way: partial(f, width) for way, f in of_gradients.items()}
+            for name, width in WIDTHS.items()
+        },
         "all_reduce": {
             "torch": reduce_by_torch,
             "messages": reduce_by_messages,
@@ -232,8 +249,13 @@ def verify(operation: str, name: str, way: Way, comm: Communicator) -> None:
         raise RuntimeError(f"{operation} by {name}: another result than expected")
 
 
-def timed(way: Way, full: torch.Tensor, shard: torch.Tensor, comm: Communicator) -> tuple[float, float]:
-    """Return wall and CPU seconds of this process (all threads). The time starts when all ranks are ready."""
+def timed(
+    way: Way, full: torch.Tensor, shard: torch.Tensor, comm: Communicator
+) -> tuple[float, float]:
+    """Return wall and CPU seconds of this process (all threads).
+
+    The time starts when all ranks are ready.
+    """
     comm.all_reduce(torch.zeros(1, device=comm.device))  # wait for all ranks
     _synchronize()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -247,8 +269,12 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(comm: Communicator, megabytes: float, most: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Return, by operation and way, the seconds of each of `most` repeats or fewer, at one size of `full`."""
+def measure(
+    comm: Communicator, megabytes: float, most: int
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return, by operation and way, the seconds of each of `most` repeats or fewer, at one size of
+    `full`.
+    """
     n = max(1, round(megabytes * 1e6 / ITEM / comm.world_size))
     full = torch.zeros(n * comm.world_size, device=comm.device)
     shard = torch.zeros(n, device=comm.device)
@@ -274,7 +300,12 @@ def main() -> None:
     for operation, by_name in ways(comm).items():
         for name, way in by_name.items():
             verify(operation, name, way, comm)
-    report({"device": comm.device.type, "sizes": [measure(comm, size, args.repeats) for size in args.sizes_mb]})
+    report(
+        {
+            "device": comm.device.type,
+            "sizes": [measure(comm, size, args.repeats) for size in args.sizes_mb],
+        }
+    )
     dist.destroy_process_group()
 
 

@@ -1,16 +1,18 @@
-"""Unmodified published training scripts on this engine and under DDP: do they run, and are the numbers the same?
+"""Unmodified published training scripts on this engine and under DDP: do they run, and are the
+numbers the same?
 
-    python -m benchmarks.compatibility --examples FOLDER ... [--only trl/grpo] [--stages 3] [--launcher accelerate]
+    python -m benchmarks.compatibility --examples FOLDER ... [--only trl/grpo] [--stages 3]
+    [--launcher accelerate]
 
-Each installed script runs full and with adapters: train 4 steps on two CPU processes in fp32, evaluate, save, resume
-from the checkpoint of step 2, load the result. The reference is the same script under DDP. The command is `torchrun
---nproc_per_node 2 -m zero run SCRIPT ... --deepspeed FILE`, but the ranks are forks of a process that has imported
-transformers. `--launcher accelerate` really calls `zero run accelerate launch`. `compatibility_data` makes models and
-data, so no hub is needed.
+Each installed script runs full and with adapters: train 4 steps on two CPU processes in fp32,
+evaluate, save, resume from the checkpoint of step 2, load the result. The reference is the same
+script under DDP. The command is `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed
+FILE`, but the ranks are forks of a process that has imported transformers. `--launcher accelerate`
+really calls `zero run accelerate launch`. `compatibility_data` makes models and data, so no hub is
+needed.
 
-Prints a table and writes the rows to a JSON file. That keeps rows of earlier runs of other scripts or stages. The exit
-code is 1 if a script fails or a loss differs by more than 1e-5.
-"""
+Prints a table and writes the rows to a JSON file. That keeps rows of earlier runs of other scripts
+or stages. The exit code is 1 if a script fails or a loss differs by more than 1e-5."""
 
 from __future__ import annotations
 
@@ -41,9 +43,12 @@ from tests.processes import fork_ranks
 
 TOLERANCE, PROCESSES, TIMEOUT, STEPS, SAVED_AT = 1e-5, 2, 300.0, 4, 2
 COMMON = (
-    f"--max_steps {STEPS} --logging_steps 1 --eval_strategy steps --eval_steps 2 --save_strategy steps "
-    f"--save_steps {SAVED_AT} --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --bf16 false "
-    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --report_to none --disable_tqdm true --seed 7 "
+    f"--max_steps {STEPS} --logging_steps 1 --eval_strategy steps --eval_steps 2 --save_strategy "
+    "steps "
+    f"--save_steps {SAVED_AT} --per_device_train_batch_size 2 --per_device_eval_batch_size 2 "
+    "--bf16 false "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --report_to none --disable_tqdm true "
+    "--seed 7 "
     "--ddp_backend gloo"
 )
 _TRL = COMMON + " --dtype float32 --model_name_or_path {data}/"
@@ -59,11 +64,10 @@ _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
 class Script:
     """One published script.
 
-    Attributes: package: the package that it belongs to. file: a path in the package's folder, in the folder of
-    `--examples` if it begins with `examples/`, or an absolute path. arguments: `{data}` stands for the folder of models
-    and data. adapters: further arguments that train adapters; None: it cannot. resumes: whether it takes
-    `--resume_from_checkpoint`.
-    """
+    Attributes: package: the package that it belongs to. file: a path in the package's folder, in
+    the folder of `--examples` if it begins with `examples/`, or an absolute path. arguments:
+    `{data}` stands for the folder of models and data. adapters: further arguments that train
+    adapters; None: it cannot. resumes: whether it takes `--resume_from_checkpoint`."""
 
     package: str
     file: str
@@ -73,15 +77,21 @@ class Script:
 
 
 SCRIPTS = {
-    "trl/sft": Script("trl", "scripts/sft.py", _TRL + "model --dataset_name {data}/messages --max_length 64"),
-    "trl/dpo": Script("trl", "scripts/dpo.py", _TRL + "model --dataset_name {data}/preference --max_length 64"),
+    "trl/sft": Script(
+        "trl", "scripts/sft.py", _TRL + "model --dataset_name {data}/messages --max_length 64"
+    ),
+    "trl/dpo": Script(
+        "trl", "scripts/dpo.py", _TRL + "model --dataset_name {data}/preference --max_length 64"
+    ),
     "trl/reward": Script(
         "trl",
         "scripts/reward.py",
         _TRL + "reward --dataset_name {data}/preference --max_length 64",
         _LORA + " --lora_task_type SEQ_CLS",
     ),
-    "trl/kto": Script("trl", "scripts/kto.py", _TRL + "model --dataset_name {data}/label --max_length 64"),
+    "trl/kto": Script(
+        "trl", "scripts/kto.py", _TRL + "model --dataset_name {data}/label --max_length 64"
+    ),
     "trl/grpo": Script("trl", "scripts/grpo.py", _TRL + _SAMPLING),
     "trl/rloo": Script("trl", "scripts/rloo.py", _TRL + _SAMPLING),
     "trl/distillation": Script(
@@ -92,7 +102,9 @@ SCRIPTS = {
     "trl/gkd": Script(
         "trl",
         "examples/scripts/gkd.py",
-        _TRL + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12" + _TEACHER,
+        _TRL
+        + "model --dataset_name {data}/messages --max_length 64 --max_new_tokens 12"
+        + _TEACHER,
         resumes=False,
     ),
     "sentence_transformers/fit": Script(
@@ -102,17 +114,24 @@ SCRIPTS = {
         adapters=None,
     ),
 }
-# Under DDP, transformers 5.23 resumes ViT from wrong weights: it does not know the names in its own file.
+# Under DDP, transformers 5.23 resumes ViT from wrong weights: it does not know the names in its own
+# file.
 SCRIPTS |= {
     f"transformers/{name}": Script(
-        "transformers", f"examples/pytorch/{file}", f"{COMMON} {arguments}", None, not file.startswith("image-")
+        "transformers",
+        f"examples/pytorch/{file}",
+        f"{COMMON} {arguments}",
+        None,
+        not file.startswith("image-"),
     )
     for name, (file, arguments) in compatibility_transformers.SCRIPTS.items()
 }
 SCRIPTS["peft/sft"] = Script(
     "peft",
     "examples/sft/train.py",
-    COMMON + " --model_name_or_path {data}/model --dataset_name {data}/messages --chat_template_format none"
+    COMMON
+    + " --model_name_or_path {data}/model --dataset_name {data}/messages --chat_template_format "
+    "none"
     " --max_length 64",
     "--use_peft_lora --lora_r 4 --lora_alpha 8",
 )
@@ -132,10 +151,21 @@ def find(script: Script, examples: list[Path]) -> Path | None:
 
 
 def command(
-    script: Script, file: Path, data: Path, method: str, stage: int | None, out: Path, launcher: str = "torchrun"
+    script: Script,
+    file: Path,
+    data: Path,
+    method: str,
+    stage: int | None,
+    out: Path,
+    launcher: str = "torchrun",
 ) -> list[str]:
-    """Return the arguments of `torchrun --nproc_per_node 2`, or of python for accelerate. Stage None: DDP."""
-    line = script.arguments.format(data=data).split() + (script.adapters.split() if method == "LoRA" else [])
+    """Return the arguments of `torchrun --nproc_per_node 2`, or of python for accelerate.
+
+    Stage None: DDP.
+    """
+    line = script.arguments.format(data=data).split() + (
+        script.adapters.split() if method == "LoRA" else []
+    )
     line += ["--output_dir", str(out)]
     if stage is None:
         return [str(file), *line]
@@ -150,7 +180,12 @@ def write_configurations(folder: Path) -> None:
 
     At stage 3 only parameters of at most 100 elements are persistent.
     """
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    auto = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     for stage in (2, 3):
         zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
         zero["stage3_gather_16bit_weights_on_model_save"] = True
@@ -158,7 +193,11 @@ def write_configurations(folder: Path) -> None:
         file = folder / f"stage{stage}.json"
         file.write_text(json.dumps(settings))
         plugin = {"deepspeed_config_file": str(file), "zero3_init_flag": stage == 3}
-        launch = {"distributed_type": "DEEPSPEED", "deepspeed_config": plugin, "num_processes": PROCESSES}
+        launch = {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": plugin,
+            "num_processes": PROCESSES,
+        }
         launch |= {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "machine_rank": 0}
         (folder / f"accelerate{stage}.json").write_text(json.dumps(launch))
 
@@ -173,14 +212,19 @@ def write_inputs(folder: Path) -> Path:
 
 
 def train(line: list[str], out: Path) -> list[dict[str, Any]]:
-    """Run the command, and return the Trainer's log. Raises RuntimeError with the end of a failed job's output."""
+    """Run the command, and return the Trainer's log.
+
+    Raises RuntimeError with the end of a failed job's output.
+    """
     if "accelerate" in line:
         return train_by_accelerate(line, out)
     on_zero = line[0] == "-m"
     imported = "transformers on zero" if on_zero else "transformers"
     env = {} if on_zero else {"ACCELERATE_USE_CPU": "true"}
     try:
-        done = fork_ranks(*line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=out.parent)
+        done = fork_ranks(
+            *line, nproc=PROCESSES, timeout=TIMEOUT, imported=imported, env=env, cwd=out.parent
+        )
     except TimeoutError as error:
         raise RuntimeError(str(error)[-4000:]) from None
     if done.returncode:
@@ -199,21 +243,32 @@ def train_by_accelerate(line: list[str], out: Path) -> list[dict[str, Any]]:
             text, _ = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            raise RuntimeError(f"not done after {TIMEOUT:.0f} s: {process.communicate()[0][-4000:]}") from None
+            raise RuntimeError(
+                f"not done after {TIMEOUT:.0f} s: {process.communicate()[0][-4000:]}"
+            ) from None
     if process.returncode:
         raise RuntimeError(text[-4000:])
     return read_log(out)
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    return json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+    return json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
 
 
 def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) -> float:
     """Return the largest absolute difference of the losses of all training steps and evaluations."""
     if len(log) != len(reference):
-        raise RuntimeError(f"{len(log)} entries in the log, and {len(reference)} in the reference's")
-    both = [(a[key], b[key]) for a, b in zip(reference, log, strict=True) for key in ("loss", "eval_loss") if key in a]
+        raise RuntimeError(
+            f"{len(log)} entries in the log, and {len(reference)} in the reference's"
+        )
+    both = [
+        (a[key], b[key])
+        for a, b in zip(reference, log, strict=True)
+        for key in ("loss", "eval_loss")
+        if key in a
+    ]
     return _largest(abs(a - b) for a, b in both)
 
 
@@ -226,21 +281,29 @@ def weight_difference(reference: Path, out: Path) -> float:
     """Return the largest absolute difference of the saved weights. A saved model is loaded too."""
     (file,) = reference.glob("*.safetensors")
     saved, wanted = load_file(out / file.name), load_file(file)
-    # At stage 3, transformers 5.23 saves BERT's LayerNorms by their names before 2019. It can load both.
+    # At stage 3, transformers 5.23 saves BERT's LayerNorms by their names before 2019. It can load
+    # both.
     legacy = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
     for name in [name for name in saved if name.endswith(tuple(legacy))]:
         old = next(old for old in legacy if name.endswith(old))
         saved[name.replace(old, legacy[old])] = saved.pop(name)
-    if {name: value.shape for name, value in saved.items()} != {name: value.shape for name, value in wanted.items()}:
+    if {name: value.shape for name, value in saved.items()} != {
+        name: value.shape for name, value in wanted.items()
+    }:
         raise RuntimeError(f"{out / file.name}: other names or shapes than DDP's")
     if file.name == "model.safetensors":
-        kind = getattr(transformers, json.loads((out / "config.json").read_text())["architectures"][0])
+        kind = getattr(
+            transformers, json.loads((out / "config.json").read_text())["architectures"][0]
+        )
         kind.from_pretrained(out)
     return _largest((saved[name] - wanted[name]).abs().max().item() for name in wanted)
 
 
 def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
-    """Resume from the checkpoint of step 2 of `out`, in a new folder. Then `out` has the results of the resumed run."""
+    """Resume from the checkpoint of step 2 of `out`, in a new folder.
+
+    Then `out` has the results of the resumed run.
+    """
     start = out.with_name(out.name + "_start") / f"checkpoint-{SAVED_AT}"
     shutil.copytree(out / start.name, start)
     shutil.rmtree(out)
@@ -248,9 +311,14 @@ def resume(line: list[str], out: Path) -> list[dict[str, Any]]:
 
 
 def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict[str, Any]:
-    """Return the largest differences between a command's results, straight and resumed, and the DDP run."""
+    """Return the largest differences between a command's results, straight and resumed, and the DDP
+    run.
+    """
     expected = read_log(reference)
-    row = {"loss": loss_difference(expected, train(line, out)), "weights": weight_difference(reference, out)}
+    row = {
+        "loss": loss_difference(expected, train(line, out)),
+        "weights": weight_difference(reference, out),
+    }
     if script.resumes:
         again = reference.with_name(reference.name + "_again")
         row["resumed"] = loss_difference(read_log(again), resume(line, out))
@@ -260,7 +328,10 @@ def measure(script: Script, line: list[str], out: Path, reference: Path) -> dict
 
 
 def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, Any]]:
-    """Return a row for each strategy of `examples/lightning_fit.py`. It uses no Trainer of transformers."""
+    """Return a row for each strategy of `examples/lightning_fit.py`.
+
+    It uses no Trainer of transformers.
+    """
     if importlib.util.find_spec("lightning") is None:
         print(f"{LIGHTNING}: skipped, lightning is not installed", file=sys.stderr)
         return []
@@ -268,11 +339,17 @@ def rows_of_lightning(args: argparse.Namespace, data: Path) -> list[dict[str, An
     for stage, method in ((2, "full"), (3, "full"), (3, "full, offload")):
         if stage not in args.stages:
             continue
-        row = {"script": LIGHTNING, "version": f"lightning {version('lightning')}", "method": method}
+        row = {
+            "script": LIGHTNING,
+            "version": f"lightning {version('lightning')}",
+            "method": method,
+        }
         row |= {"stage": stage, "launcher": "its own"}
         strategy = f"deepspeed_stage_{stage}" + ("_offload" if "offload" in method else "")
         try:
-            found = compatibility_lightning.differences(strategy, data / f"lightning_{strategy}", reference)
+            found = compatibility_lightning.differences(
+                strategy, data / f"lightning_{strategy}", reference
+            )
             equal = max(found["loss"], found["resumed"]) <= TOLERANCE
             row |= {"result": "equal" if equal else "differs", **found}
         except (RuntimeError, OSError) as error:
@@ -287,7 +364,9 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
     script, rows = SCRIPTS[name], []
     file = find(script, args.examples)
     if file is None:
-        print(f"{name}: skipped, {script.file} of {script.package} is not installed", file=sys.stderr)
+        print(
+            f"{name}: skipped, {script.file} of {script.package} is not installed", file=sys.stderr
+        )
         return []
     for method in ["full"] if script.adapters is None else ["full", "LoRA"]:
         reference = data / f"{name.replace('/', '_')}_{method}"
@@ -298,7 +377,11 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
             shutil.copytree(reference, again)
             resume(command(script, file, data, method, None, again), again)
         for stage in args.stages:
-            row = {"script": name, "version": f"{script.package} {version(script.package)}", "method": method}
+            row = {
+                "script": name,
+                "version": f"{script.package} {version(script.package)}",
+                "method": method,
+            }
             row |= {"stage": stage, "launcher": args.launcher}
             out = reference.with_name(f"{reference.name}_{stage}")
             line = command(script, file, data, method, stage, out, args.launcher)
@@ -314,7 +397,15 @@ def rows_of(name: str, args: argparse.Namespace, data: Path) -> list[dict[str, A
 def show(row: dict[str, Any]) -> str:
     """Return a line of the table."""
     numbers = [f"{row[key]:.1e}" if key in row else "" for key in ("loss", "resumed", "weights")]
-    cells = [row["script"], row["version"], str(row["stage"]), row["launcher"], row["method"], row["result"], *numbers]
+    cells = [
+        row["script"],
+        row["version"],
+        str(row["stage"]),
+        row["launcher"],
+        row["method"],
+        row["result"],
+        *numbers,
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -324,7 +415,9 @@ def _identity(row: dict[str, Any]) -> tuple:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[*SCRIPTS, LIGHTNING], metavar="SCRIPT", help="default: all")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*SCRIPTS, LIGHTNING], metavar="SCRIPT", help="default: all"
+    )
     parser.add_argument("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3])
     parser.add_argument("--launcher", choices=("torchrun", "accelerate"), default="torchrun")
     parser.add_argument(
@@ -332,9 +425,12 @@ def main() -> None:
         nargs="+",
         type=Path,
         default=[],
-        help="folders `examples` of the sources of TRL and transformers, for scripts that are not in the wheels",
+        help="folders `examples` of the sources of TRL and transformers, for scripts that are not "
+        "in the wheels",
     )
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility")
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / "benchmarks" / "out" / "compatibility"
+    )
     args = parser.parse_args()
 
     shutil.rmtree(args.folder / "runs", ignore_errors=True)
@@ -346,7 +442,17 @@ def main() -> None:
         made = {_identity(row) for row in fresh}
         rows = [row for row in rows if _identity(row) not in made] + fresh
         table.write_text(json.dumps(rows, indent=2))
-    columns = ["script", "version", "stage", "launcher", "trained", "result", "loss", "loss, resumed", "weights"]
+    columns = [
+        "script",
+        "version",
+        "stage",
+        "launcher",
+        "trained",
+        "result",
+        "loss",
+        "loss, resumed",
+        "weights",
+    ]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     print("\n".join(show(row) for row in rows))
     sys.exit(0 if all(row["result"] == "equal" for row in rows) else 1)

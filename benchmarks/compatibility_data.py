@@ -12,22 +12,37 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_WORDS = "one two three four five six seven eight nine ten apples pears plums boats cars birds".split()
+_WORDS = (
+    "one two three four five six seven eight nine ten apples pears plums boats cars birds".split()
+)
 TRAIN, TEST = 32, 8  # samples
 
 
 def _question(chance: random.Random) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "Say " + " ".join(chance.choices(_WORDS, k=chance.randint(2, 6)))}]
+    return [
+        {
+            "role": "user",
+            "content": "Say " + " ".join(chance.choices(_WORDS, k=chance.randint(2, 6))),
+        }
+    ]
 
 
 def _answer(chance: random.Random) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": " ".join(chance.choices(_WORDS, k=chance.randint(2, 8)))}]
+    return [
+        {"role": "assistant", "content": " ".join(chance.choices(_WORDS, k=chance.randint(2, 8)))}
+    ]
 
 
 def _sample(form: str, chance: random.Random) -> dict[str, Any]:
@@ -42,7 +57,9 @@ def _sample(form: str, chance: random.Random) -> dict[str, Any]:
 
 
 def write_datasets(folder: Path) -> None:
-    """Write a folder for each format of `_sample`, with `train.jsonl` and `test.jsonl`, for `load_dataset(folder)`."""
+    """Write a folder for each format of `_sample`, with `train.jsonl` and `test.jsonl`, for
+    `load_dataset(folder)`.
+    """
     for form in ("messages", "preference", "label", "prompt"):
         (folder / form).mkdir(parents=True, exist_ok=True)
         chance = random.Random(form)
@@ -62,13 +79,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(["user", "assistant", "Say", *_WORDS])] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def write_models(folder: Path) -> None:
-    """Write `model` and `teacher` (causal) and `reward` (a score for a sequence): fp32 Qwen2 with the tokenizer."""
+    """Write `model` and `teacher` (causal) and `reward` (a score for a sequence): fp32 Qwen2 with
+    the tokenizer.
+    """
     tokenizer = make_tokenizer()
     for seed, name in enumerate(("model", "teacher", "reward")):
         torch.manual_seed(seed)

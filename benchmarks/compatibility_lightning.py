@@ -1,7 +1,7 @@
 """`examples/lightning_fit.py` under DDP and on the engine, for `benchmarks.compatibility`.
 
-Lightning has its own loop, launcher and checkpoints. So losses are read from the example's output, with seven digits.
-"""
+Lightning has its own loop, launcher and checkpoints. So losses are read from the example's output,
+with seven digits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ class Fitted(NamedTuple):
 
 def fit(strategy: str, out: Path, *options: str) -> Fitted:
     """Run the example. Raises RuntimeError with the end of a failed run's output."""
-    command = [*("-m", "zero", "run", "examples/lightning_fit.py"), "--strategy", strategy, "--epochs", str(EPOCHS)]
+    command = [
+        *("-m", "zero", "run", "examples/lightning_fit.py"),
+        "--strategy",
+        strategy,
+        "--epochs",
+        str(EPOCHS),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command, "--output", str(out), *options],
@@ -43,9 +49,13 @@ def fit(strategy: str, out: Path, *options: str) -> Fitted:
 
 
 def differences(strategy: str, out: Path, reference: Fitted) -> dict[str, float]:
-    """Return the largest absolute differences to DDP: losses, losses of a resumed run, weights of both runs."""
+    """Return the largest absolute differences to DDP: losses, losses of a resumed run, weights of
+    both runs.
+    """
     straight = fit(strategy, out)
-    resumed = fit(strategy, out.with_name(out.name + "_resumed"), "--resume", str(out / f"epoch={SAVED}.ckpt"))
+    resumed = fit(
+        strategy, out.with_name(out.name + "_resumed"), "--resume", str(out / f"epoch={SAVED}.ckpt")
+    )
     weights = [_between(run.weights, reference.weights) for run in (straight, resumed)]
     return {
         "loss": _of_losses(straight.losses, reference.losses),
@@ -55,7 +65,11 @@ def differences(strategy: str, out: Path, reference: Fitted) -> dict[str, float]
 
 
 def _of_losses(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> float:
-    return max(abs(a - b) for pair, other in zip(found, wanted, strict=True) for a, b in zip(pair, other, strict=True))
+    return max(
+        abs(a - b)
+        for pair, other in zip(found, wanted, strict=True)
+        for a, b in zip(pair, other, strict=True)
+    )
 
 
 def _between(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -1,10 +1,11 @@
-"""Step time of a Llama (50M parameters), compiled block by block and eager: this engine's ZeRO-3 and FSDP2.
+"""Step time of a Llama (50M parameters), compiled block by block and eager: this engine's ZeRO-3
+and FSDP2.
 
     python -m benchmarks.compile
 
-All variants are in one process on each rank and take turns, step by step. So a busy machine disturbs all of them alike.
-A ratio is formed within a turn, and the median over the turns is reported. The run fails if the losses of a variant
-differ from those of this engine in eager mode.
+All variants are in one process on each rank and take turns, step by step. So a busy machine
+disturbs all of them alike. A ratio is formed within a turn, and the median over the turns is
+reported. The run fails if the losses of a variant differ from those of this engine in eager mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.arguments import Parser, result_file
 from benchmarks.launch import REPOSITORY, report, run_ranks
-from zero.arguments import count
+from zero.tools.arguments import count
 
 CLIP = 1.0
 VOCABULARY = 16000
@@ -36,7 +37,11 @@ VOCABULARY = 16000
 LOSS_TOLERANCE = 1e-4
 VARIANTS = ["ours", "ours, compiled", "fsdp2", "fsdp2, compiled"]
 # Ratios: numerator and denominator.
-RATIOS = [("ours, compiled", "ours"), ("fsdp2, compiled", "fsdp2"), ("ours, compiled", "fsdp2, compiled")]
+RATIOS = [
+    ("ours, compiled", "ours"),
+    ("fsdp2, compiled", "fsdp2"),
+    ("ours, compiled", "fsdp2, compiled"),
+]
 
 TrainStep = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,9 +51,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=count, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=count, default=4, help="sequences per process and step")
     parser.add_argument("--length", type=count, default=64, help="tokens of each")
-    parser.add_argument("--warmup", type=int, default=2, help="turns that do not count; the first one compiles")
+    parser.add_argument(
+        "--warmup", type=int, default=2, help="turns that do not count; the first one compiles"
+    )
     parser.add_argument("--steps", type=count, default=8, help="turns counted")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "compile.json")
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "compile.json"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -91,7 +100,10 @@ def ours(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainSte
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace, compiled: bool) -> TrainStep:
-    """`fully_shard` on each layer and on the root. Layers are compiled in place, as accelerate does it."""
+    """`fully_shard` on each layer and on the root.
+
+    Layers are compiled in place, as accelerate does it.
+    """
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -144,21 +156,32 @@ def work(args: argparse.Namespace) -> None:
 
 
 def summary(ranks: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """Return medians over the counted turns and the ranks: seconds of each variant, and ratios within a turn."""
+    """Return medians over the counted turns and the ranks: seconds of each variant, and ratios
+    within a turn.
+    """
     turns = [turn for rank in ranks for turn in rank["turns"][warmup:]]
     seconds = {
-        variant: {kind: statistics.median(turn[variant][kind] for turn in turns) for kind in ("wall", "cpu")}
+        variant: {
+            kind: statistics.median(turn[variant][kind] for turn in turns)
+            for kind in ("wall", "cpu")
+        }
         for variant in VARIANTS
     }
     ratios = {
         f"{top} / {bottom}": {
-            kind: statistics.median(turn[top][kind] / turn[bottom][kind] for turn in turns) for kind in ("wall", "cpu")
+            kind: statistics.median(turn[top][kind] / turn[bottom][kind] for turn in turns)
+            for kind in ("wall", "cpu")
         }
         for top, bottom in RATIOS
     }
     first = [turn for rank in ranks for turn in rank["turns"][:1]]
     compilation = {variant: max(turn[variant]["wall"] for turn in first) for variant in VARIANTS}
-    return {"seconds": seconds, "ratios": ratios, "first step": compilation, "graphs": ranks[0]["turns"][-1]["graphs"]}
+    return {
+        "seconds": seconds,
+        "ratios": ratios,
+        "first step": compilation,
+        "graphs": ranks[0]["turns"][-1]["graphs"],
+    }
 
 
 def check(ranks: list[dict[str, Any]], warmup: int) -> None:
@@ -168,7 +191,8 @@ def check(ranks: list[dict[str, Any]], warmup: int) -> None:
                 difference = abs(turn[variant]["loss"] / turn["ours"]["loss"] - 1)
                 if difference > LOSS_TOLERANCE:
                     sys.exit(
-                        f"error: {variant}'s loss differs by {difference:.1e}: it does not compute the same training"
+                        f"error: {variant}'s loss differs by {difference:.1e}: it does not compute "
+                        "the same training"
                     )
         if rank["turns"][-1]["graphs"] != rank["turns"][warmup - 1]["graphs"]:
             sys.exit("error: graphs were compiled in counted steps")
@@ -179,24 +203,38 @@ def main() -> None:
     if args.worker:
         return work(args)
     results = {}
-    options = [text for name in ("batch", "length", "warmup", "steps") for text in (f"--{name}", str(vars(args)[name]))]
+    options = [
+        text
+        for name in ("batch", "length", "warmup", "steps")
+        for text in (f"--{name}", str(vars(args)[name]))
+    ]
     for processes in args.processes:
-        ranks = run_ranks(sys.executable, ["-m", "benchmarks.compile", "--worker", *options], processes, 1800)
+        ranks = run_ranks(
+            sys.executable, ["-m", "benchmarks.compile", "--worker", *options], processes, 1800
+        )
         check(ranks, args.warmup)
         results[processes] = summary(ranks, args.warmup)
         load = os.getloadavg()[0]
         print(
-            f"\n{processes} process(es) of one thread, {ranks[0]['parameters'] / 1e6:.1f}M parameters, load {load:.1f}"
+            f"\n{processes} process(es) of one thread, {ranks[0]['parameters'] / 1e6:.1f}M "
+            f"parameters, load {load:.1f}"
         )
         for variant, row in results[processes]["seconds"].items():
             first = results[processes]["first step"][variant]
-            print(f"  {variant:<34} wall {row['wall']:.3f} s  cpu {row['cpu']:.3f} s  first step {first:.1f} s")
+            print(
+                f"  {variant:<34} wall {row['wall']:.3f} s  cpu {row['cpu']:.3f} s  first step "
+                f"{first:.1f} s"
+            )
         for name, row in results[processes]["ratios"].items():
             print(f"  {name:<34} wall {row['wall']:.2f}    cpu {row['cpu']:.2f}")
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    settings = {name: value for name, value in vars(args).items() if name not in ("output", "worker")}
+    settings = {
+        name: value for name, value in vars(args).items() if name not in ("output", "worker")
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"settings": settings, "versions": versions, "results": results}, indent=2))
+    args.output.write_text(
+        json.dumps({"settings": settings, "versions": versions, "results": results}, indent=2)
+    )
     print(f"\nwritten: {args.output}")
 
 

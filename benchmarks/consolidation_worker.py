@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.consolidation`: builds the model, saves it in each way, reports its memory."""
+"""One rank of `benchmarks.consolidation`: builds the model, saves it in each way, reports its
+memory.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def measure(act: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    zero.comm.init_distributed(dist_backend="gloo")
+    zero.comm.communicator.init_distributed(dist_backend="gloo")
     # transformers builds models inside zero.Init while this object is alive.
     ds_config = HfDeepSpeedConfig(CONFIG)
     model = AutoModelForSeq2SeqLM.from_config(t5_config(MODELS[sys.argv[2]]))
@@ -53,12 +55,16 @@ def main() -> None:
             model.save_pretrained(folder / "trainer", state_dict=state)
 
     ways = {
-        "save_checkpoint, weights only": measure(lambda: engine.save_checkpoint(folder / "checkpoint")),
+        "save_checkpoint, weights only": measure(
+            lambda: engine.save_checkpoint(folder / "checkpoint")
+        ),
         "save_16bit_model": measure(lambda: engine.save_16bit_model(folder / "engine")),
-        "save_16bit_model, save_dtype bf16": measure(lambda: engine.save_16bit_model(folder / "16", save_dtype="bf16")),
+        "save_16bit_model, save_dtype bf16": measure(
+            lambda: engine.save_16bit_model(folder / "16", save_dtype="bf16")
+        ),
         "Trainer.save_model": measure(as_the_trainer_does),
     }
-    largest = max(unit.layout.padded for unit in engine.units)
+    largest = max(group.layout.padded for group in engine.groups)
     report({"parameters": model.num_parameters(), "two_units": 2 * 4 * largest, "ways": ways})
     dist.destroy_process_group()
 

@@ -1,9 +1,9 @@
 """The contestants of one environment in the benchmark of Adam on host memory, one step at a time.
 
-`benchmarks.cpu_adam` starts it, in this environment or in one that has DeepSpeed, with `OMP_NUM_THREADS` threads. A
-line on standard input names a contestant. The answer is a line of JSON with the seconds of its step: `wall`, and `cpu`
-of all threads. Each contestant is first compared with torch's AdamW on a few numbers.
-"""
+`benchmarks.cpu_adam` starts it, in this environment or in one that has DeepSpeed, with
+`OMP_NUM_THREADS` threads. A line on standard input names a contestant. The answer is a line of JSON
+with the seconds of its step: `wall`, and `cpu` of all threads. Each contestant is first compared
+with torch's AdamW on a few numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ STEP = 10
 
 @dataclass
 class State:
-    """bf16 gradient (input), fp32 master and moments, bf16 parameter (output), and an fp32 buffer for casts."""
+    """bf16 gradient (input), fp32 master and moments, bf16 parameter (output), and an fp32 buffer
+    for casts.
+    """
 
     master: torch.Tensor
     grad: torch.Tensor
@@ -56,7 +58,13 @@ def ours(with_compiler: bool) -> Step:
     def step(state: State) -> None:
         cpu_adam._kernel = lambda: kernel
         tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
-        numbers = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY}
+        numbers = {
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "eps": EPS,
+            "weight_decay": DECAY,
+        }
         cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
 
     return step
@@ -64,14 +72,20 @@ def ours(with_compiler: bool) -> Step:
 
 def ours_8_bit() -> Step:
     """With coded moments, which are made of the state's fp32 ones by its first step."""
-    from zero.optim import cpu_adam, moments
+    from zero.optim import adam8bit, cpu_adam
 
     kernel = cpu_adam._kernel()
 
     def step(state: State) -> None:
         cpu_adam._kernel = lambda: kernel
-        state.coded = state.coded or moments.encode(state.exp_avg, state.exp_avg_sq)
-        numbers = {"lr": LR, "beta1": BETAS[0], "beta2": BETAS[1], "eps": EPS, "weight_decay": DECAY}
+        state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
+        numbers = {
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "eps": EPS,
+            "weight_decay": DECAY,
+        }
         tensors = state.master, state.grad, *state.coded, state.out
         cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
 
@@ -110,20 +124,31 @@ def by_compile() -> Step:
         wide = grad.float()
         average = exp_avg + (1 - BETAS[0]) * (wide - exp_avg)
         square = exp_avg_sq * BETAS[1] + (1 - BETAS[1]) * wide * wide
-        updated = master * (1 - LR * DECAY) - step_size * average / (square.sqrt() / correction + EPS)
+        updated = master * (1 - LR * DECAY) - step_size * average / (
+            square.sqrt() / correction + EPS
+        )
         exp_avg.copy_(average)
         exp_avg_sq.copy_(square)
         master.copy_(updated)
         out.copy_(updated)
 
-    return lambda state: formula(state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out)
+    return lambda state: formula(
+        state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
+    )
 
 
 def deepspeed() -> Step:
-    """What DeepSpeed's ZeRO-3 offload does with a sub-group: cast, C++ op, copy. Its unscaling pass is left out."""
+    """What DeepSpeed's ZeRO-3 offload does with a sub-group: cast, C++ op, copy.
+
+    Its unscaling pass is left out.
+    """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    print("DeepSpeed builds its C++ op now, unless it is built already: a few minutes", file=sys.stderr, flush=True)
+    print(
+        "DeepSpeed builds its C++ op now, unless it is built already: a few minutes",
+        file=sys.stderr,
+        flush=True,
+    )
     optimizer = DeepSpeedCPUAdam([torch.zeros(1)], LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
 
     def update(state: State) -> None:
@@ -167,7 +192,9 @@ def verify(name: str, step: Step) -> None:
         return
     for field in ("master", "exp_avg", "exp_avg_sq", "out"):
         tolerance = 2**-7 if field == "out" else 1e-5
-        if not torch.allclose(getattr(expected, field), getattr(found, field), rtol=tolerance, atol=1e-6):
+        if not torch.allclose(
+            getattr(expected, field), getattr(found, field), rtol=tolerance, atol=1e-6
+        ):
             raise RuntimeError(f"{name} computes another {field}")
 
 

@@ -1,16 +1,17 @@
-"""Sequential reads and writes of a whole file: through `ScratchFile`, by fio if it is installed, and by others.
+"""Sequential reads and writes of a whole file: through `ScratchFile`, by fio if it is installed,
+and by others.
 
     python -m benchmarks.disk
     python -m benchmarks.disk --folder FOLDER_ON_THE_DISK_TO_MEASURE --size-gb 4
     python -m benchmarks.disk --variants "ours 4" fio --repeats 10
 
-"ours" (threads x block size) moves tensors of 64 MiB, two at a time. `unaligned`: host memory that direct I/O cannot
-use. Peers: fio with `O_DIRECT` (engine, jobs x requests in flight); four `dd` with `O_DIRECT`; system calls through the
-page cache; copies from and to a mapping. The last two begin a read with an empty cache, and end a write when all is on
-disk. All use the same existing file. They take turns in another order in each repeat, because the disk of a shared
-machine changes its speed. A ratio is formed within a repeat, to the peer with the best median. The median of the ratios
-is reported. `cpu`: CPU seconds for a GB, including started processes.
-"""
+"ours" (threads x block size) moves tensors of 64 MiB, two at a time. `unaligned`: host memory that
+direct I/O cannot use. Peers: fio with `O_DIRECT` (engine, jobs x requests in flight); four `dd`
+with `O_DIRECT`; system calls through the page cache; copies from and to a mapping. The last two
+begin a read with an empty cache, and end a write when all is on disk. All use the same existing
+file. They take turns in another order in each repeat, because the disk of a shared machine changes
+its speed. A ratio is formed within a repeat, to the peer with the best median. The median of the
+ratios is reported. `cpu`: CPU seconds for a GB, including started processes."""
 
 from __future__ import annotations
 
@@ -36,15 +37,20 @@ import torch
 
 from benchmarks.arguments import Parser, existing_folder, result_file
 from benchmarks.launch import REPOSITORY
-from zero.arguments import above_zero, count
 from zero.config import AioConfig
-from zero.offload.files import ScratchFile, Transfer
-from zero.offload.memory import HostMemory
+from zero.offload.nvme import ScratchFile, Transfer
+from zero.offload.pinned import HostMemory
+from zero.tools.arguments import above_zero, count
 
 PIECE = 64 << 20  # bytes of a tensor
 THREADS, BLOCKS = (1, 2, 4, 8), (256 << 10, 1 << 20, 4 << 20)
 # Engine, jobs, requests in flight in each job, bytes of a request.
-FIO = [("psync", 4, 1, "1m"), ("libaio", 1, 32, "1m"), ("libaio", 4, 8, "1m"), ("io_uring", 4, 8, "1m")]
+FIO = [
+    ("psync", 4, 1, "1m"),
+    ("libaio", 1, 32, "1m"),
+    ("libaio", 4, 8, "1m"),
+    ("io_uring", 4, 8, "1m"),
+]
 DIRECTIONS = ("write", "read")
 # Moves all bytes of the file once in one direction, and returns the seconds.
 Move = Callable[[str], float]
@@ -53,19 +59,30 @@ Move = Callable[[str], float]
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--folder", type=existing_folder, help="on the disk to measure; default: the folder of temporary files"
+        "--folder",
+        type=existing_folder,
+        help="on the disk to measure; default: the folder of temporary files",
     )
     parser.add_argument("--size-gb", type=above_zero, default=2, help="size of the file")
     parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--variants", nargs="+", help="first words of names in the table; default: all")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "disk.json")
+    parser.add_argument(
+        "--variants", nargs="+", help="first words of names in the table; default: all"
+    )
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "disk.json"
+    )
     return parser.parse_args()
 
 
 def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig) -> Move:
-    """Use three fp32 buffers (PIECE / 4,). Raises RuntimeError if the bytes read are not those written."""
+    """Use three fp32 buffers (PIECE / 4,).
+
+    Raises RuntimeError if the bytes read are not those written.
+    """
     direct = os.O_RDWR | os.O_DIRECT
-    with mock.patch("zero.offload.files._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))):
+    with mock.patch(
+        "zero.offload.nvme._open", lambda folder: (os.open(path, os.O_RDWR), os.open(path, direct))
+    ):
         file = ScratchFile(path.parent, settings)
     tensors = file.empty(size // 4, torch.float32).split(PIECE // 4)
 
@@ -81,7 +98,9 @@ def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig
             buffer = buffers[number % 3]
             if direction == "write":
                 buffer[0], buffer[-1] = number, -number
-            under_way.append(file.read(tensor, buffer) if direction == "read" else file.write(tensor, buffer))
+            under_way.append(
+                file.read(tensor, buffer) if direction == "read" else file.write(tensor, buffer)
+            )
             if number:
                 end(under_way[number - 1], number - 1)
         end(under_way[-1], len(tensors) - 1)
@@ -90,14 +109,25 @@ def ours(path: Path, size: int, buffers: list[torch.Tensor], settings: AioConfig
     return move
 
 
-def fio(program: str, path: Path, size: int, engine: str, jobs: int, depth: int, block: str) -> Move:
+def fio(
+    program: str, path: Path, size: int, engine: str, jobs: int, depth: int, block: str
+) -> Move:
     part = size // jobs
-    command = [program, "--name=peer", f"--filename={path}", "--direct=1", "--thread", "--group_reporting"]
+    command = [
+        program,
+        "--name=peer",
+        f"--filename={path}",
+        "--direct=1",
+        "--thread",
+        "--group_reporting",
+    ]
     command += [f"--ioengine={engine}", f"--numjobs={jobs}", f"--iodepth={depth}", f"--bs={block}"]
     command += [f"--size={part}", f"--offset_increment={part}", "--output-format=json"]
 
     def move(direction: str) -> float:
-        output = subprocess.run([*command, f"--rw={direction}"], check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(
+            [*command, f"--rw={direction}"], check=True, capture_output=True, text=True
+        ).stdout
         job = json.loads(output[output.index("{") :])["jobs"][0]
         if job[direction]["io_bytes"] != size:
             raise RuntimeError(f"fio moved {job[direction]['io_bytes']} bytes of {size}")
@@ -112,7 +142,11 @@ def dd(path: Path, size: int) -> Move:
         begin = time.perf_counter()
         running = []
         for number in range(4):
-            place = ["bs=4M", f"count={count}", f"{'skip' if direction == 'read' else 'seek'}={number * count}"]
+            place = [
+                "bs=4M",
+                f"count={count}",
+                f"{'skip' if direction == 'read' else 'seek'}={number * count}",
+            ]
             ends = [f"if={path}", "of=/dev/null", "iflag=direct"]
             if direction == "write":
                 ends = ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]
@@ -126,7 +160,10 @@ def dd(path: Path, size: int) -> Move:
 
 @contextlib.contextmanager
 def uncached(path: Path, direction: str) -> Iterator[int]:
-    """Open a file. Nothing of it is in the page cache before a read. All of it is on disk after a write."""
+    """Open a file.
+
+    Nothing of it is in the page cache before a read. All of it is on disk after a write.
+    """
     descriptor = os.open(path, os.O_RDWR)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -134,7 +171,9 @@ def uncached(path: Path, direction: str) -> Iterator[int]:
     if direction == "write":
         os.fsync(descriptor)
     else:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # so that the next variant need not do it
+        os.posix_fadvise(
+            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
+        )  # so that the next variant need not do it
     os.close(descriptor)
 
 
@@ -174,7 +213,10 @@ def label(settings: AioConfig) -> str:
 
 
 def variants(path: Path, size: int) -> dict[str, Move]:
-    """Return all variants. They use the same file: on a virtual disk, files differ in speed by a third."""
+    """Return all variants.
+
+    They use the same file: on a virtual disk, files differ in speed by a third.
+    """
     path.touch()
     buffered(path, size)("write")
     memory, moves, default = HostMemory(), {}, AioConfig()
@@ -187,8 +229,14 @@ def variants(path: Path, size: int) -> dict[str, Move]:
     moves[f"ours {label(default)} unaligned"] = ours(path, size, unaligned, default)
     if program := shutil.which("fio"):
         for engine, jobs, depth, block in FIO:
-            moves[f"fio {engine} {jobs} x {depth}"] = fio(program, path, size, engine, jobs, depth, block)
-    return moves | {"dd direct, 4": dd(path, size), "page cache": buffered(path, size), "mapping": mapped(path, size)}
+            moves[f"fio {engine} {jobs} x {depth}"] = fio(
+                program, path, size, engine, jobs, depth, block
+            )
+    return moves | {
+        "dd direct, 4": dd(path, size),
+        "page cache": buffered(path, size),
+        "mapping": mapped(path, size),
+    }
 
 
 def cpu_seconds() -> float:
@@ -207,14 +255,18 @@ def measure(move: Move, size: int) -> dict[str, float]:
     return found
 
 
-def over_repeats(repeats: list[dict[str, dict[str, float]]]) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def over_repeats(
+    repeats: list[dict[str, dict[str, float]]],
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
     """Return medians with ratios to the best peer, and the name of that peer by direction."""
     rows = {
         name: {value: statistics.median(repeat[name][value] for repeat in repeats) for value in row}
         for name, row in repeats[0].items()
     }
     peers = [name for name in rows if not name.startswith("ours")]
-    best = {direction: max(peers, key=lambda name: rows[name][direction]) for direction in DIRECTIONS}  # noqa: B023
+    best = {
+        direction: max(peers, key=lambda name: rows[name][direction]) for direction in DIRECTIONS
+    }  # noqa: B023
     for name, row in rows.items():
         for direction, peer in best.items():
             ratios = [repeat[name][direction] / repeat[peer][direction] for repeat in repeats]
@@ -223,12 +275,18 @@ def over_repeats(repeats: list[dict[str, dict[str, float]]]) -> tuple[dict[str, 
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
-    columns = [f"{direction}{value}" for direction in DIRECTIONS for value in ("", " ratio", " cpu")]
-    titles = [text for direction in DIRECTIONS for text in (f"{direction} MB/s", "/ best", "cpu s/GB")]
+    columns = [
+        f"{direction}{value}" for direction in DIRECTIONS for value in ("", " ratio", " cpu")
+    ]
+    titles = [
+        text for direction in DIRECTIONS for text in (f"{direction} MB/s", "/ best", "cpu s/GB")
+    ]
     lines = ["  ".join([f"{'variant':<24}", *(f"{title:>10}" for title in titles)])]
     for name, row in rows.items():
         cells = [f"{row[column]:10.{0 if column in DIRECTIONS else 2}f}" for column in columns]
-        lines.append("  ".join([f"{name + ' *' * (name == f'ours {label(AioConfig())}'):<24}", *cells]))
+        lines.append(
+            "  ".join([f"{name + ' *' * (name == f'ours {label(AioConfig())}'):<24}", *cells])
+        )
     return "\n".join(lines)
 
 
@@ -242,13 +300,32 @@ def plot(rows: dict[str, dict[str, float]], best: dict[str, str], path: Path) ->
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, (direction, peer) in zip(axes, best.items(), strict=True):
         for block in BLOCKS:
-            names = {threads: f"ours {label(AioConfig(block_size=block, thread_count=threads))}" for threads in THREADS}
-            rates = {threads: rows[name][direction] for threads, name in names.items() if name in rows}
-            axis.plot(list(rates), list(rates.values()), marker="o", label=f"ours, blocks of {block >> 10}K")
-        for color, name in enumerate(dict.fromkeys([peer, "dd direct, 4", "page cache", "mapping"]), start=3):
+            names = {
+                threads: f"ours {label(AioConfig(block_size=block, thread_count=threads))}"
+                for threads in THREADS
+            }
+            rates = {
+                threads: rows[name][direction] for threads, name in names.items() if name in rows
+            }
+            axis.plot(
+                list(rates),
+                list(rates.values()),
+                marker="o",
+                label=f"ours, blocks of {block >> 10}K",
+            )
+        for color, name in enumerate(
+            dict.fromkeys([peer, "dd direct, 4", "page cache", "mapping"]), start=3
+        ):
             if name in rows:
                 axis.axhline(rows[name][direction], color=f"C{color}", linestyle="--", label=name)
-        axis.set(xlabel="threads", ylabel="MB/s", title=direction, xscale="log", xticks=THREADS, xticklabels=THREADS)
+        axis.set(
+            xlabel="threads",
+            ylabel="MB/s",
+            title=direction,
+            xscale="log",
+            xticks=THREADS,
+            xticklabels=THREADS,
+        )
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
         axis.legend(fontsize="small")
@@ -272,7 +349,10 @@ def main() -> None:
                 repeats[-1][name] = measure(moves[name], size)
             print(f"repeat {number}/{args.repeats}, load {os.getloadavg()[0]:.1f}", flush=True)
     rows, best = over_repeats(repeats)
-    print(f"\n{size / 1e9:.2f} GB; best peers: write {best['write']}, read {best['read']}; * default settings")
+    print(
+        f"\n{size / 1e9:.2f} GB; best peers: write {best['write']}, read {best['read']}; * default "
+        "settings"
+    )
     if not any(name.startswith("fio") for name in rows):
         print("fio is not installed, so it is not among the peers")
     print(f"\n{table(rows)}")
@@ -281,11 +361,22 @@ def main() -> None:
         "repeats": args.repeats,
         "default": AioConfig().model_dump(include={"block_size", "queue_depth", "thread_count"}),
     }
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(
         json.dumps(
-            {"settings": settings, "versions": versions, "best": best, "rows": rows, "repeats": repeats}, indent=2
+            {
+                "settings": settings,
+                "versions": versions,
+                "best": best,
+                "rows": rows,
+                "repeats": repeats,
+            },
+            indent=2,
         )
     )
     plot(rows, best, args.output.with_suffix(".png"))

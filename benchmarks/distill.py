@@ -1,12 +1,13 @@
-"""The fused, chunked head against whole logits, TRL's loss and Liger's: tokens/s and peak memory of one step.
+"""The fused, chunked head against whole logits, TRL's loss and Liger's: tokens/s and peak memory of
+one step.
 
     python -m benchmarks.distill
     python -m benchmarks.distill --peers FOLDER      # made by: pip install --no-deps --target FOLDER trl liger-kernel
 
-A step starts from the hidden states of student and teacher. It computes both heads, the divergence, and the gradients
-of the hidden states and the student's head. Each variant has its own process with one thread. Memory is the growth of
-the peak RSS since before the first step; on a GPU it is the allocator's peak.
-"""
+A step starts from the hidden states of student and teacher. It computes both heads, the divergence,
+and the gradients of the hidden states and the student's head. Each variant has its own process with
+one thread. Memory is the growth of the peak RSS since before the first step; on a GPU it is the
+allocator's peak."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.arguments import Parser, result_file
-from zero.arguments import count
+from zero.tools.arguments import count
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOSSES = {"forward_kl": ("plain", "ours"), "jsd": ("plain", "ours", "trl", "liger")}
@@ -58,7 +59,9 @@ def ours(loss: str) -> Step:
     def step(hidden, weight, teacher_hidden, teacher_weight):
         teacher = HeadTeacher(teacher_hidden, teacher_weight, None, hidden.device)
         labels = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
-        return fused_head_loss(hidden, weight, None, Targets(labels, teacher), recipe)[0] / len(hidden)
+        return fused_head_loss(hidden, weight, None, Targets(labels, teacher), recipe)[0] / len(
+            hidden
+        )
 
     return step
 
@@ -80,7 +83,9 @@ def trl(loss: str) -> Step:
 def liger(loss: str) -> Step:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False)
+    module = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.5, compiled=False
+    )
 
     def step(hidden, weight, teacher_hidden, teacher_weight):
         labels = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
@@ -90,7 +95,10 @@ def liger(loss: str) -> Step:
 
 
 def measure(variant: str, loss: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run one variant in this process. Return tokens/s by CPU (or GPU) time, peak memory in bytes, and the loss."""
+    """Run one variant in this process.
+
+    Return tokens/s by CPU (or GPU) time, peak memory in bytes, and the loss.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -133,20 +141,30 @@ def _peak(device: torch.device) -> int:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--tokens", type=count, default=512)
-    parser.add_argument("--width", type=count, default=64, help="hidden size of the student, half of the teacher's")
+    parser.add_argument(
+        "--width", type=count, default=64, help="hidden size of the student, half of the teacher's"
+    )
     parser.add_argument("--vocabulary", type=count, default=151_936)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--peers", type=Path, help="folder with trl and liger_kernel")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "distill.json")
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "distill.json"
+    )
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(json.dumps(measure(*args.worker, args)))
         return
     results = []
-    print(f"{args.tokens} tokens, vocabulary {args.vocabulary:,}, widths {args.width} and {2 * args.width}\n")
-    print(f"{'loss':<11} {'variant':<7} {'seconds':>8} {'tokens/s':>9} {'peak MB':>8} {'of plain':>8}   value")
+    print(
+        f"{args.tokens} tokens, vocabulary {args.vocabulary:,}, widths {args.width} and "
+        f"{2 * args.width}\n"
+    )
+    print(
+        f"{'loss':<11} {'variant':<7} {'seconds':>8} {'tokens/s':>9} {'peak MB':>8} "
+        f"{'of plain':>8}   value"
+    )
     for loss, variants in LOSSES.items():
         for variant in variants:
             if variant in ("trl", "liger") and args.peers is None:
@@ -155,8 +173,10 @@ def main() -> None:
             results.append(result)
             base = next(r for r in results if r["loss_type"] == loss)
             print(
-                f"{loss:<11} {variant:<7} {result['seconds']:8.2f} {result['tokens_per_second']:9.0f} "
-                f"{result['peak'] / 1e6:8.0f} {result['peak'] / base['peak']:8.2f}   {result['loss']:.6f}",
+                f"{loss:<11} {variant:<7} {result['seconds']:8.2f} "
+                f"{result['tokens_per_second']:9.0f} "
+                f"{result['peak'] / 1e6:8.0f} {result['peak'] / base['peak']:8.2f}   "
+                f"{result['loss']:.6f}",
                 flush=True,
             )
     args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -165,11 +185,20 @@ def main() -> None:
 
 
 def _run(variant: str, loss: str, args: argparse.Namespace) -> dict[str, float]:
-    options = [f"--{name}={getattr(args, name)}" for name in ("tokens", "width", "vocabulary", "dtype", "repeats")]
+    options = [
+        f"--{name}={getattr(args, name)}"
+        for name in ("tokens", "width", "vocabulary", "dtype", "repeats")
+    ]
     command = [sys.executable, "-m", "benchmarks.distill", "--worker", variant, loss, *options]
     paths = [str(REPOSITORY), str(args.peers or ""), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=900).stdout
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    output = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=900
+    ).stdout
     return json.loads(output.splitlines()[-1])
 
 

@@ -10,9 +10,9 @@ import transformers
 
 import zero
 from tests.accelerator import device
-from zero.estimate.activation_trace import enable_checkpointing
-from zero.monitor.held import DEVICE, DISK, HOST, held
+from zero.monitor.memory_usage import DEVICE, DISK, HOST, held
 from zero.offload import tiers
+from zero.tools.estimate.activation_trace import enable_checkpointing
 
 STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,9 +55,16 @@ def shape_of(name: str) -> transformers.PretrainedConfig:
 
 
 def measure(
-    rank: int, world_size: int, name: str, settings: dict[str, Any], batch: int, length: int, checkpointing: bool
+    rank: int,
+    world_size: int,
+    name: str,
+    settings: dict[str, Any],
+    batch: int,
+    length: int,
+    checkpointing: bool,
 ) -> dict[str, int]:
-    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine holds elsewhere.
+    """Train. Return the peak of device memory in bytes since `initialize`, and what the engine
+    holds elsewhere.
 
     All buffers are free at the end, so the lists of free ones show how many there were.
     """

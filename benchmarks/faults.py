@@ -9,8 +9,8 @@ damage   Every file of a checkpoint is flipped, cut and removed. It must be refu
          effect.
 config   Mutated configurations: no hang, no raw traceback, no accepted typo.
 
-A part is a module `benchmarks.faults_PART` with a function `run(trials, chance, folder)` that returns a `Report`. The
-exit code is 1 if anything failed. Each failure says how to reproduce it.
+A part is a module `benchmarks.faults_PART` with a function `run(trials, chance, folder)` that
+returns a `Report`. The exit code is 1 if anything failed. Each failure says how to reproduce it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.arguments import Parser
-from zero.arguments import count
+from zero.tools.arguments import count
 
 PARTS = ("kills", "damage", "config")
 
@@ -44,7 +44,10 @@ class Report:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument(
-        "--trials", type=count, default=500, help="number of kills; other parts have a number in proportion"
+        "--trials",
+        type=count,
+        default=500,
+        help="number of kills; other parts have a number in proportion",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -63,9 +66,18 @@ def main() -> None:
             report = module.run(args.trials, random.Random(f"{args.seed} {part}"), folder)
         finally:
             shutil.rmtree(folder)
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
-        print(f"{part}: {outcomes}; {len(report.failures)} failed ({time.monotonic() - start:.0f} s)", flush=True)
-        print(*(f"  {failure}" for failure in report.failures), sep="\n", end="\n" if report.failures else "")
+        outcomes = ", ".join(
+            f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items())
+        )
+        print(
+            f"{part}: {outcomes}; {len(report.failures)} failed ({time.monotonic() - start:.0f} s)",
+            flush=True,
+        )
+        print(
+            *(f"  {failure}" for failure in report.failures),
+            sep="\n",
+            end="\n" if report.failures else "",
+        )
         failed |= bool(report.failures)
     sys.exit(failed)
 

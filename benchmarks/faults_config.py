@@ -1,11 +1,12 @@
-"""Thousands of damaged configurations: none may hang, end in a raw traceback, or pass with a misspelt key.
+"""Thousands of damaged configurations: none may hang, end in a raw traceback, or pass with a
+misspelt key.
 
     python -m benchmarks.faults --trials 500 --seed 0 --parts config
 
-Each trial takes a configuration of this project. It misspells a key, puts in a strange value, or moves, adds or removes
-keys. The configuration is given as a dict, as text, or as text that is cut or has changed bytes. It must be accepted,
-or refused by a `UsageError` that names the fault. Otherwise the trial fails.
-"""
+Each trial takes a configuration of this project. It misspells a key, puts in a strange value, or
+moves, adds or removes keys. The configuration is given as a dict, as text, or as text that is cut
+or has changed bytes. It must be accepted, or refused by a `UsageError` that names the fault.
+Otherwise the trial fails."""
 
 from __future__ import annotations
 
@@ -40,15 +41,30 @@ OTHERS = [
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
         "scheduler": {
             "type": "OneCycle",
-            "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9},
+            "params": {
+                "cycle_min_lr": 0.01,
+                "cycle_max_lr": 0.1,
+                "cycle_min_mom": 0.8,
+                "cycle_max_mom": 0.9,
+            },
         },
-        "fp16": {"enabled": True, "initial_scale_power": 16, "loss_scale_window": 500, "hysteresis": 2},
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 16,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+        },
         "zero_optimization": {
             "stage": 2,
             "overlap_comm": True,
             "allgather_bucket_size": 2e8,
             "round_robin_gradients": True,
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "pipeline_read": True, "ratio": 0.5},
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/tmp",
+                "pipeline_read": True,
+                "ratio": 0.5,
+            },
         },
         "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1},
         "tensorboard": {"enabled": True, "output_path": "logs", "job_name": "run"},
@@ -59,12 +75,21 @@ OTHERS = [
     {
         "train_micro_batch_size_per_gpu": 4,
         "bfloat16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "cpu_offload": True, "leaf_module": {"classes": ["Experts"]}},
+        "zero_optimization": {
+            "stage": 3,
+            "cpu_offload": True,
+            "leaf_module": {"classes": ["Experts"]},
+        },
         "zero_optimization.stage3_prefetch_bucket_size": 1000,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10, "total_num_steps": 100},
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 1e-4,
+                "warmup_num_steps": 10,
+                "total_num_steps": 100,
+            },
         },
         "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -85,10 +110,45 @@ def _nested(levels: int) -> dict:
 
 # As JSON, so that each use makes a new object.
 STRANGE = [
-    *("NaN", "Infinity", "-Infinity", "-1", "0", "0.5", "1e308", "1e30", str(-(10**30)), "true", "false", "null"),
-    *('""', '"auto"', '"yes"', '"AUTO"', '"0"', '"\\u0000"', '"\\ud800"', json.dumps("x" * 10_000), "[]", "{}"),
-    *('[1, "a", null]', "[[0.9]]", "[NaN, NaN]", '{"enabled": "auto"}', '{"": {}}', '{"device": "cpu"}'),
-    *(json.dumps([0] * 10_000), json.dumps(_nested(300)), json.dumps({f"key_{i}": i for i in range(2000)})),
+    *(
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "-1",
+        "0",
+        "0.5",
+        "1e308",
+        "1e30",
+        str(-(10**30)),
+        "true",
+        "false",
+        "null",
+    ),
+    *(
+        '""',
+        '"auto"',
+        '"yes"',
+        '"AUTO"',
+        '"0"',
+        '"\\u0000"',
+        '"\\ud800"',
+        json.dumps("x" * 10_000),
+        "[]",
+        "{}",
+    ),
+    *(
+        '[1, "a", null]',
+        "[[0.9]]",
+        "[NaN, NaN]",
+        '{"enabled": "auto"}',
+        '{"": {}}',
+        '{"device": "cpu"}',
+    ),
+    *(
+        json.dumps([0] * 10_000),
+        json.dumps(_nested(300)),
+        json.dumps({f"key_{i}": i for i in range(2000)}),
+    ),
 ]
 
 
@@ -101,7 +161,9 @@ def known_configurations() -> list[dict]:
 def _sections(config: dict) -> list[dict]:
     found = [config]
     for section in found:
-        found += [value for value in section.values() if isinstance(value, dict) and len(found) < 100]
+        found += [
+            value for value in section.values() if isinstance(value, dict) and len(found) < 100
+        ]
     return [section for section in found if section]
 
 
@@ -116,7 +178,9 @@ def _strange(draw: Any) -> Any:
 
 @st.composite
 def misspelt(draw: Any, configs: list[dict]) -> tuple[dict, str]:
-    """Return a configuration with one letter of one key changed, removed, added or moved, and that key."""
+    """Return a configuration with one letter of one key changed, removed, added or moved, and that
+    key.
+    """
     config = copy.deepcopy(_one_of(draw, configs))
     section = _one_of(draw, _sections(config))
     key = draw(st.sampled_from(sorted(section)))

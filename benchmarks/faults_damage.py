@@ -1,4 +1,7 @@
-"""Flips, cuts and removes every file of a checkpoint before a Trainer resumes. See `benchmarks.faults`."""
+"""Flips, cuts and removes every file of a checkpoint before a Trainer resumes.
+
+See `benchmarks.faults`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def remove(path: Path, chance: random.Random) -> None:
 
 
 def run(trials: int, chance: random.Random, folder: Path) -> Report:
-    """Damage each file in each way; resume by flag, by `find_resumable` and by path. At most 0.3 x `trials` cases."""
+    """Damage each file in each way; resume by flag, by `find_resumable` and by path.
+
+    At most 0.3 x `trials` cases.
+    """
     report, template = Report(), Job(folder / "template", RANKS, "sync", "flag", None)
     expected = run_trainer(template)
     if expected.report is None:
@@ -58,7 +64,10 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
 
 
 def _outcome(ended: Ended, expected: dict, file: Path) -> str | None:
-    """Return the outcome. None is a failure: other numbers, or an error that does not name the file."""
+    """Return the outcome.
+
+    None is a failure: other numbers, or an error that does not name the file.
+    """
     if ended.report is None:
         return "refused by name" if file.name in ended.text else None
     if not same(ended.report, expected):

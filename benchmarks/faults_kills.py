@@ -21,7 +21,9 @@ def run_kinds(trials: int, chance: random.Random, folder: Path, kinds: list[tupl
     while sum(report.outcomes.values()) < trials:
         ranks, mode, by, limit = kinds[number % len(kinds)]
         if ranks not in references:  # one reference serves all modes and all ways to resume
-            references[ranks] = run_trainer(Job(folder / f"reference{ranks}", ranks, "sync", by, None))
+            references[ranks] = run_trainer(
+                Job(folder / f"reference{ranks}", ranks, "sync", by, None)
+            )
             if references[ranks].report is None:
                 raise RuntimeError(f"the run without a kill failed:\n{references[ranks].text}")
         job = Job(folder / str(number), ranks, mode, by, limit)
@@ -40,7 +42,10 @@ def run(trials: int, chance: random.Random, folder: Path) -> Report:
 
 
 def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report: Report) -> int:
-    """Kill runs in one folder, then compare the one that finishes. Return the number of survived kills."""
+    """Kill runs in one folder, then compare the one that finishes.
+
+    Return the number of survived kills.
+    """
     kills, told = 0, []
     for attempt in range(MOST_KILLS + 1):
         kill = None
@@ -61,13 +66,17 @@ def _kill_until_the_end(job: Job, chance: random.Random, expected: dict, report:
         report.failures.append(f"{job}: {told}: other numbers: {ended.report}")
         return 0
     if ended.report["from"] < bound:
-        report.failures.append(f"{job}: {told}: resumed from {ended.report['from']}, {bound} was complete")
+        report.failures.append(
+            f"{job}: {told}: resumed from {ended.report['from']}, {bound} was complete"
+        )
         return 0
     return kills
 
 
 def _complete(job: Job) -> int:
-    """Return the step of the newest checkpoint that must be complete, because all ranks have finished its save."""
+    """Return the step of the newest checkpoint that must be complete, because all ranks have
+    finished its save.
+    """
     paths = [job.folder / f"saved-{rank}" for rank in range(job.ranks)]
     step = min((int(path.read_text() or 0) if path.exists() else 0 for path in paths), default=0)
     return max(0, step - EVERY) if job.mode == "async" else step

@@ -1,8 +1,8 @@
-"""Trainer runs for `benchmarks.faults`. The ranks are forks of this process, which has imported transformers and zero.
+"""Trainer runs for `benchmarks.faults`. The ranks are forks of this process, which has imported
+transformers and zero.
 
-A run is an ordinary script: model, Trainer, `train(resume_from_checkpoint=...)`. A rank with a `Kill` ends itself by
-SIGKILL. Then the other ranks are killed, as a launcher would do.
-"""
+A run is an ordinary script: model, Trainer, `train(resume_from_checkpoint=...)`. A rank with a
+`Kill` ends itself by SIGKILL. Then the other ranks are killed, as a launcher would do."""
 
 from __future__ import annotations
 
@@ -25,13 +25,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from zero.checkpoint import find_resumable
 
 STEPS, EVERY, TIME_LIMIT = 8, 2, 240
-# File operations that Python reports. The delay makes kills also hit writes inside of torch and safetensors.
+# File operations that Python reports. The delay makes kills also hit writes inside of torch and
+# safetensors.
 _EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "open")
 _CALLS = ("pwrite", "fsync", "fdatasync")
 
@@ -47,7 +55,10 @@ class Kill:
 
 @dataclass(frozen=True)
 class Job:
-    """`mode`: sync, async or nvme. `by`: resume by "flag", by "find_resumable" or by "path" (of the newest)."""
+    """`mode`: sync, async or nvme.
+
+    `by`: resume by "flag", by "find_resumable" or by "path" (of the newest).
+    """
 
     folder: Path
     ranks: int
@@ -62,8 +73,8 @@ class Job:
 
 @dataclass
 class Ended:
-    """`report`: losses, digest of the weights, file operations of each rank; None if the run was killed or failed.
-    `killed`: the first rank that ended was the one with the `Kill`."""
+    """`report`: losses, digest of the weights, file operations of each rank; None if the run was
+    killed or failed. `killed`: the first rank that ended was the one with the `Kill`."""
 
     report: dict | None
     text: str
@@ -98,15 +109,26 @@ def run(job: Job, kill: Kill | None = None, linger: float = 0.0) -> Ended:
     return Ended(report, log.read_text(errors="replace"), killed)
 
 
-def _become_rank(rank: int, job: Job, kill: Kill | None, port: int, log: Path, result: Path) -> None:
+def _become_rank(
+    rank: int, job: Job, kill: Kill | None, port: int, log: Path, result: Path
+) -> None:
     code = 1
     try:
         signal.alarm(TIME_LIMIT)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.ranks, "LOCAL_WORLD_SIZE": job.ranks}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": job.ranks,
+            "LOCAL_WORLD_SIZE": job.ranks,
+        }
+        variables |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
         os.environ.update({name: str(value) for name, value in variables.items()})
         _train(job, kill if kill is not None and kill.rank == rank else None, rank, result)
         atexit._run_exitfuncs()
@@ -123,7 +145,9 @@ class _Operations(TrainerCallback):
     """Counts file operations in training, and ends the process at the one that `kill` names."""
 
     def __init__(self, kill: Kill | None):
-        self.kill, self.count, self._counts = kill, 0, False
+        self.kill = kill
+        self.count = 0
+        self._counts = False
         sys.addaudithook(self._audit)
         for name in _CALLS:
             setattr(os, name, self._counted(getattr(os, name)))
@@ -132,7 +156,9 @@ class _Operations(TrainerCallback):
         self._counts = True
 
     def _audit(self, event: str, arguments: tuple) -> None:
-        if event in _EVENTS and (event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)):
+        if event in _EVENTS and (
+            event != "open" or (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+        ):
             self._one_more()
 
     def _counted(self, function):
@@ -191,7 +217,9 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
         dataloader_pin_memory=False, deepspeed=_configuration(job),
     )  # fmt: skip
     set_seed(0)
-    config = GPT2Config(vocab_size=64, n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        vocab_size=64, n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     operations = _Operations(kill)
     trainer = Trainer(
         model=GPT2LMHeadModel(config), args=arguments, train_dataset=Samples(),
@@ -213,8 +241,14 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
         digest = hashlib.sha256()
         for name, value in sorted(weights.items()):
             digest.update(name.encode() + value.contiguous().numpy().tobytes())
-        losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-        report = {"losses": losses, "weights": digest.hexdigest(), "operations": torch.cat(counts).tolist()}
+        losses = {
+            entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+        }
+        report = {
+            "losses": losses,
+            "weights": digest.hexdigest(),
+            "operations": torch.cat(counts).tolist(),
+        }
         report["from"] = int(Path(newest).name.split("-")[1]) if newest else 0
         result.write_text(json.dumps(report))
 
@@ -222,7 +256,7 @@ def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
 def same(found: dict, expected: dict) -> bool:
     """Compare all losses and the final weights bit for bit.
 
-    If a run was complete before it was killed, the Trainer takes one more step, with learning rate 0.
-    """
+    If a run was complete before it was killed, the Trainer takes one more step, with learning rate
+    0."""
     losses = {step: loss for step, loss in found["losses"].items() if int(step) <= STEPS}
     return losses == expected["losses"] and found["weights"] == expected["weights"]

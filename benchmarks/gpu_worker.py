@@ -1,9 +1,10 @@
-"""One rank of one variant of the GPU benchmark: trains a model on random tokens, and reports time and memory of a step.
+"""One rank of one variant of the GPU benchmark: trains a model on random tokens, and reports time
+and memory of a step.
 
-`benchmarks.gpu` starts it on each rank, in this environment or (variants `deepspeed...`) in one that has DeepSpeed. A
-variant is a function from a plain model in fp32 to `train_step(batch) -> loss`. All compute in bf16, keep fp32 masters
-and moments of AdamW, and clip gradients to a global norm of 1.0.
-"""
+`benchmarks.gpu` starts it on each rank, in this environment or (variants `deepspeed...`) in one
+that has DeepSpeed. A variant is a function from a plain model in fp32 to `train_step(batch) ->
+loss`. All compute in bf16, keep fp32 masters and moments of AdamW, and clip gradients to a global
+norm of 1.0."""
 
 from __future__ import annotations
 
@@ -18,24 +19,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PretrainedConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    LlamaConfig,
+    PretrainedConfig,
+    T5Config,
+)
 
 from benchmarks.launch import report
 
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "use_cache": False}
+LLAMA = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "use_cache": False,
+}
 T5 = {"vocab_size": 32128, "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False}
-# Shapes of Llama-3.2-1B (1.24 billion parameters), Llama-3.1-8B (8.03 billion) and T5-3B (2.85 billion).
+# Shapes of Llama-3.2-1B (1.24 billion parameters), Llama-3.1-8B (8.03 billion) and T5-3B (2.85
+# billion).
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama-tiny": lambda: LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=4, **LLAMA),
-    "llama-1b": lambda: LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, **LLAMA
+    "llama-tiny": lambda: LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, **LLAMA
     ),
-    "llama-8b": lambda: LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **LLAMA),
-    "t5-3b": lambda: T5Config(d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, **T5),
+    "llama-1b": lambda: LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        tie_word_embeddings=True,
+        **LLAMA,
+    ),
+    "llama-8b": lambda: LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, **LLAMA
+    ),
+    "t5-3b": lambda: T5Config(
+        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, **T5
+    ),
 }
 BLOCKS = ("LlamaDecoderLayer", "T5Block")
 CLIP, SEED = 1.0, 1
-# A small rate: one batch is repeated, and a steep fall of the loss would enlarge differences of rounding.
+# A small rate: one batch is repeated, and a steep fall of the loss would enlarge differences of
+# rounding.
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 Batch = dict[str, torch.Tensor]
@@ -64,7 +88,9 @@ def build(name: str, checkpointing: bool) -> nn.Module:
 def batch_of(config: PretrainedConfig, args: argparse.Namespace) -> Batch:
     """Return random tokens (batch, length) as inputs and labels."""
     generator = torch.Generator().manual_seed(SEED + dist.get_rank())
-    tokens = torch.randint(2, config.vocab_size, (args.batch, args.length), generator=generator).to(device())
+    tokens = torch.randint(2, config.vocab_size, (args.batch, args.length), generator=generator).to(
+        device()
+    )
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -76,7 +102,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def by_torch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, parameters: nn.Module, autocast: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parameters: nn.Module,
+    autocast: bool = False,
 ) -> TrainStep:
     def train_step(batch: Batch) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -93,15 +122,25 @@ def by_torch(
 def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
     """DistributedDataParallel with autocast over fp32 parameters."""
     dist.init_process_group("nccl")
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[device().index], gradient_as_bucket_view=True)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, device_ids=[device().index], gradient_as_bucket_view=True
+    )
     return by_torch(wrapped, adamw(wrapped), wrapped, autocast=True)
 
 
 def fsdp2(
-    model: nn.Module, args: argparse.Namespace, offload: bool = False, reduce_dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    args: argparse.Namespace,
+    offload: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> TrainStep:
     """`fully_shard` on each block and on the root, by default with torchtitan's dtypes."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     dist.init_process_group("cpu:gloo,cuda:nccl")
     policies = {
@@ -115,8 +154,13 @@ def fsdp2(
     return by_torch(model, adamw(model), model)
 
 
-def engine(package: str, stage: int, **sections: Any) -> Callable[[nn.Module, argparse.Namespace], TrainStep]:
-    """Return a variant of an engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
+def engine(
+    package: str, stage: int, **sections: Any
+) -> Callable[[nn.Module, argparse.Namespace], TrainStep]:
+    """Return a variant of an engine with DeepSpeed's interface.
+
+    `package`: `zero` or the real `deepspeed`.
+    """
 
     def variant(model: nn.Module, args: argparse.Namespace) -> TrainStep:
         library = __import__(package)
@@ -131,7 +175,9 @@ def engine(package: str, stage: int, **sections: Any) -> Callable[[nn.Module, ar
         library.comm.init_distributed(dist_backend="nccl")
         if "offload_optimizer" in sections:
             config["optimizer"] = {"type": "AdamW", "params": ADAMW}
-            made, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+            made, *_ = library.initialize(
+                model=model, model_parameters=model.parameters(), config=config
+            )
         else:
             made, *_ = library.initialize(model=model, optimizer=adamw(model), config=config)
 
@@ -152,7 +198,9 @@ OPTIMIZER, BOTH = {"offload_optimizer": HOST}, {"offload_optimizer": HOST, "offl
 VARIANTS: dict[str, Callable[[nn.Module, argparse.Namespace], TrainStep]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
-    "fsdp2-bf16-reduce": partial(fsdp2, reduce_dtype=torch.bfloat16),  # as the engines of DeepSpeed's kind do
+    "fsdp2-bf16-reduce": partial(
+        fsdp2, reduce_dtype=torch.bfloat16
+    ),  # as the engines of DeepSpeed's kind do
     **{f"zero{stage}": engine("zero", stage) for stage in (1, 2, 3)},
     **{f"deepspeed{stage}": engine("deepspeed", stage) for stage in (1, 2, 3)},
     "fsdp2-offload": partial(fsdp2, offload=True),
@@ -170,10 +218,11 @@ VARIANTS: dict[str, Callable[[nn.Module, argparse.Namespace], TrainStep]] = {
 
 
 def flops(name: str, batch: int, length: int) -> float:
-    """Return the operations of a forward and backward pass, counted as in PaLM (appendix B), without recomputation.
+    """Return the operations of a forward and backward pass, counted as in PaLM (appendix B),
+    without recomputation.
 
-    Six for each weight of a linear layer and token, and 12 x width x length for each attention and token.
-    """
+    Six for each weight of a linear layer and token, and 12 x width x length for each attention and
+    token."""
     with torch.device("meta"):
         modules = list(auto(MODELS[name]()).from_config(MODELS[name]()).modules())
     weights = sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear))
@@ -183,7 +232,11 @@ def flops(name: str, batch: int, length: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Train. The counted steps are waited for only at their end, as in a training run that does not log each loss."""
+    """Train.
+
+    The counted steps are waited for only at their end, as in a training run that does not log each
+    loss.
+    """
     model = build(args.model, args.checkpointing)
     config, parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
     train_step = VARIANTS[args.variant](model, args)
@@ -208,8 +261,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "phases": {name: spent / args.steps for name, spent in clock.phases.items()} if clock else {},
-        "waits": {": ".join(name): spent / args.steps for name, spent in clock.waits.items()} if clock else {},
+        "phases": {name: spent / args.steps for name, spent in clock.phases.items()}
+        if clock
+        else {},
+        "waits": {": ".join(name): spent / args.steps for name, spent in clock.waits.items()}
+        if clock
+        else {},
         "name": torch.cuda.get_device_name(),
     }
 

@@ -21,8 +21,8 @@ import zero
 from benchmarks.launch import report
 from benchmarks.stages_worker import STAGES, PeakMemory, let_go, state_bytes
 from benchmarks.t5 import T5_42M, build_t5, synthetic_batches
-from zero.activations import HostActivations
-from zero.pipeline import Pipeline, split
+from zero.core.activation_offload import HostActivations
+from zero.parallel.pipeline import Pipeline, split
 
 INPUTS, BATCH, LR, SEED = 1000, 32, 1e-3, 1
 CPU = torch.device("cpu")
@@ -34,7 +34,13 @@ Rows = list[dict[str, Any]]
 
 def mlp(width: int) -> nn.Sequential:
     torch.manual_seed(SEED)
-    layers = [nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)]
+    layers = [
+        nn.Linear(INPUTS, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 1),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -44,7 +50,10 @@ def data(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def epochs(args: argparse.Namespace, rank: int, ranks: int, step: Callable) -> list[float]:
-    """Return the mean loss of each epoch. `step` trains on this rank's rows of a batch, and returns their loss."""
+    """Return the mean loss of each epoch.
+
+    `step` trains on this rank's rows of a batch, and returns their loss.
+    """
     inputs, targets = data(args.rows)
     losses = torch.zeros(args.epochs, dtype=torch.float64)
     for epoch in range(args.epochs):
@@ -96,7 +105,9 @@ def measured(name: str, act: Callable[[], list[float]]) -> dict[str, Any]:
 
 def training(args: argparse.Namespace) -> Rows:
     parameters = sum(param.numel() for param in mlp(args.width).parameters())
-    rows = [measured("plain torch, 1 process", lambda: epochs(args, 0, 1, plain_step(mlp(args.width))))]
+    rows = [
+        measured("plain torch, 1 process", lambda: epochs(args, 0, 1, plain_step(mlp(args.width))))
+    ]
     rows[0] |= {"states": 16 * parameters}  # fp32: parameter, gradient, two moments
     for stage in STAGES:
         states: dict[str, int] = {}
@@ -124,7 +135,9 @@ def train_engine(args: argparse.Namespace, stage: int, states: dict[str, int]) -
 
 @contextlib.contextmanager
 def counting(model: nn.Module, found: dict[str, int]) -> Iterator[None]:
-    """Count the bytes of distinct storages that autograd saves inside of the context, without parameters."""
+    """Count the bytes of distinct storages that autograd saves inside of the context, without
+    parameters.
+    """
     seen, kept = {param.untyped_storage().data_ptr() for param in model.parameters()}, []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +173,8 @@ def networks() -> dict[str, tuple[nn.Module, nn.Module]]:
     """The guide's two networks by name: plain, and with checkpoints."""
     three = [nn.Linear(1000, 4000), nn.Linear(4000, 4000), nn.Linear(4000, 1000)]
     twenty = [nn.Sequential(nn.Linear(1000, 1000), nn.ReLU()) for _ in range(20)]
-    # Checkpoints around single layers keep as much as no checkpoints: so segments of several layers.
+    # Checkpoints around single layers keep as much as no checkpoints: so segments of several
+    # layers.
     fives = [nn.Sequential(*twenty[start : start + 5]) for start in range(0, 20, 5)]
     return {
         "3 linear layers, each a checkpoint": (nn.Sequential(*three), Checkpointed(three)),
@@ -173,7 +187,9 @@ def of_t5() -> dict[str, Any]:
     """A T5 of 42M parameters, with the gradient checkpointing that the Trainer turns on."""
     model = build_t5(T5_42M, SEED)
     batch = next(synthetic_batches(T5_42M["vocab_size"], 4, 128, 128, SEED))
-    row: dict[str, Any] = {"network": "T5 of 42M parameters, 4 x (128 + 128) tokens, a checkpoint for each block"}
+    row: dict[str, Any] = {
+        "network": "T5 of 42M parameters, 4 x (128 + 128) tokens, a checkpoint for each block"
+    }
     for way in ("without", "with"):
         found = {"saved": 0}
         with counting(model, found):
@@ -196,8 +212,11 @@ def activations(args: argparse.Namespace) -> Rows:
             loss.backward()
             row[way] = found["saved"]
         moved = HostActivations(CPU, [])
-        # On a CPU the engine does not use it. It is told that the weights need not be moved, as the engine's units do.
-        moved._is_parameter = partial(shares_storage, {p.untyped_storage().data_ptr() for p in models[0].parameters()})
+        # On a CPU the engine does not use it. It is told that the weights need not be moved, as the
+        # engine's groups do.
+        moved._is_parameter = partial(
+            shares_storage, {p.untyped_storage().data_ptr() for p in models[0].parameters()}
+        )
         with moved.context():
             models[0](inputs).square().mean()
         row["offloaded"] = moved.moved_bytes
@@ -217,7 +236,12 @@ LENGTH, MICRO_BATCHES = 16, 4
 
 def meshes(args: argparse.Namespace) -> Rows:
     world, rows = dist.get_world_size(), []
-    factors = [(data, tensor, pipeline) for data in (1, 2, 4, 8) for tensor in (1, 2, 4) for pipeline in (1, 2, 4)]
+    factors = [
+        (data, tensor, pipeline)
+        for data in (1, 2, 4, 8)
+        for tensor in (1, 2, 4)
+        for pipeline in (1, 2, 4)
+    ]
     for shape in [each for each in factors if each[0] * each[1] * each[2] == world]:
         for stage in STAGES:
             rows.append(mesh_states(*shape, stage))
@@ -241,14 +265,20 @@ def mesh_states(data: int, tensor: int, pipeline: int, stage: int) -> dict[str, 
 
 
 def sequence_states(data: int, sequence: int, stage: int) -> dict[str, Any]:
-    """The same, where `sequence` ranks share each sequence. Each takes the loss of its own tokens."""
+    """The same, where `sequence` ranks share each sequence.
+
+    Each takes the loss of its own tokens.
+    """
     model, config = for_meshes(stage)
     sizes = {"data": data, "sequence": sequence, "tensor": 1, "pipeline": 1, "stage": stage}
     sizes["elements"] = sum(param.numel() for param in model.parameters())
     engine, *_ = zero.initialize(model=model, config=config | {"sequence_parallel_size": sequence})
     ids = torch.randint(LLAMA["vocab_size"], (1, LENGTH))
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(LENGTH)[None]}
-    own = {name: value.chunk(sequence, dim=1)[dist.get_rank() % sequence] for name, value in whole.items()}
+    own = {
+        name: value.chunk(sequence, dim=1)[dist.get_rank() % sequence]
+        for name, value in whole.items()
+    }
 
     def step() -> None:
         engine.backward(engine(**own).loss)
@@ -269,7 +299,9 @@ def for_meshes(stage: int) -> tuple[nn.Module, dict[str, Any]]:
     return LlamaForCausalLM(LlamaConfig(**LLAMA)), config
 
 
-def states_of_second_step(engine: zero.ZeroEngine, train_step: Callable[[], object]) -> dict[str, int]:
+def states_of_second_step(
+    engine: zero.ZeroEngine, train_step: Callable[[], object]
+) -> dict[str, int]:
     """Take two steps. Returns this rank's model states before the second update."""
     states: dict[str, int] = {}
     update = engine.step
@@ -282,7 +314,9 @@ def states_of_second_step(engine: zero.ZeroEngine, train_step: Callable[[], obje
     for _ in range(2):
         train_step()
     engine.destroy()
-    return states | {"states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))}
+    return states | {
+        "states": sum(states[name] for name in ("parameters", "gradients", "optimizer"))
+    }
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.init_memory`: builds the model as a Trainer script with ZeRO-3 does, reports its memory."""
+"""One rank of `benchmarks.init_memory`: builds the model as a Trainer script with ZeRO-3 does,
+reports its memory.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,13 @@ from benchmarks.t5 import T5_1B, t5_config  # noqa: E402
 
 
 def main() -> None:
-    zero.comm.init_distributed(dist_backend="gloo")
+    zero.comm.communicator.init_distributed(dist_backend="gloo")
     imported = psutil.Process().memory_info().rss
     start = time.perf_counter()
     # transformers builds models inside zero.Init while this object is alive.
-    ds_config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+    ds_config = HfDeepSpeedConfig(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    )
     model = AutoModelForSeq2SeqLM.from_config(t5_config(T5_1B))
     seconds = time.perf_counter() - start
     del ds_config
@@ -38,7 +42,8 @@ def main() -> None:
             "rss_imported": imported,
             "rss_built": psutil.Process().memory_info().rss,
             # kilobytes on Linux, bytes on macOS
-            "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024),
         }
     )
     dist.destroy_process_group()

@@ -1,4 +1,6 @@
-"""Starts a benchmark worker on N processes of a chosen Python environment, and collects the ranks' reports."""
+"""Starts a benchmark worker on N processes of a chosen Python environment, and collects the ranks'
+reports.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def report(result: dict[str, Any]) -> None:
 
 
 def run_ranks(
-    python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None
+    python: str,
+    command: Sequence[str],
+    nproc: int,
+    timeout: float,
+    env: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run a job whose worker calls `report`. Return the reports in the order of ranks.
 
@@ -34,25 +40,45 @@ def run_ranks(
         output = run_job(python, command, nproc, timeout, {**(env or {}), REPORT_FOLDER: folder})
         reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     if len(reports) != nproc:
-        raise RuntimeError(f"{len(reports)} of {nproc} ranks reported: {' '.join(command)}\n{output[-4000:]}")
+        raise RuntimeError(
+            f"{len(reports)} of {nproc} ranks reported: {' '.join(command)}\n{output[-4000:]}"
+        )
     return reports
 
 
-def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env: dict[str, str] | None = None) -> str:
+def run_job(
+    python: str,
+    command: Sequence[str],
+    nproc: int,
+    timeout: float,
+    env: dict[str, str] | None = None,
+) -> str:
     """Run `python command...` in `nproc` processes, as torchrun would, in the repository's root.
 
-    torchrun itself would take three seconds more for each job. Every process has one compute thread and no network.
-    Returns the job's output. Raises RuntimeError with the end of the output if a process fails, or if the job takes
-    more than `timeout` seconds. Then all are ended.
-    """
-    print(f"on {nproc} processes: {' '.join(command)}", file=sys.stderr, flush=True)  # the only line for minutes
+    torchrun itself would take three seconds more for each job. Every process has one compute thread
+    and no network. Returns the job's output. Raises RuntimeError with the end of the output if a
+    process fails, or if the job takes more than `timeout` seconds. Then all are ended."""
+    print(
+        f"on {nproc} processes: {' '.join(command)}", file=sys.stderr, flush=True
+    )  # the only line for minutes
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(nproc)}
+    variables |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(nproc),
+    }
     variables |= {"LOCAL_WORLD_SIZE": str(nproc), **(env or {})}
     with tempfile.TemporaryFile("w+") as log:
-        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": REPOSITORY}
+        settings: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": log,
+            "stderr": log,
+            "cwd": REPOSITORY,
+        }
         processes = [
-            subprocess.Popen([python, *command], env=variables | {"RANK": rank, "LOCAL_RANK": rank}, **settings)
+            subprocess.Popen(
+                [python, *command], env=variables | {"RANK": rank, "LOCAL_RANK": rank}, **settings
+            )
             for rank in map(str, range(nproc))
         ]
         try:
@@ -62,7 +88,9 @@ def run_job(python: str, command: Sequence[str], nproc: int, timeout: float, env
         log.seek(0)
         output = log.read()
     if code is None:
-        raise RuntimeError(f"not finished after {timeout:g} s: {' '.join(command)}\n{output[-4000:]}")
+        raise RuntimeError(
+            f"not finished after {timeout:g} s: {' '.join(command)}\n{output[-4000:]}"
+        )
     if code:
         raise RuntimeError(f"exit code {code}: {' '.join(command)}\n{output[-4000:]}")
     return output
@@ -86,7 +114,9 @@ def _wait(processes: Sequence[subprocess.Popen], timeout: float) -> int | None:
 
 
 def _end(processes: Sequence[subprocess.Popen]) -> None:
-    """End those that still run: by SIGTERM, which lets them end their own children, then by SIGKILL."""
+    """End those that still run: by SIGTERM, which lets them end their own children, then by
+    SIGKILL.
+    """
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + 10

@@ -1,8 +1,9 @@
-"""One rank of one variant of the mesh benchmark: trains a Llama on synthetic batches and reports each step's cost.
+"""One rank of one variant of the mesh benchmark: trains a Llama on synthetic batches and reports
+each step's cost.
 
-`benchmarks.meshes` starts it on each rank. A variant is a function from a mesh to `train_step(ids) -> loss`. Both use
-torch's fused AdamW and clip gradients to a global norm of 1.0. Both cut layers in the same places.
-"""
+`benchmarks.meshes` starts it on each rank. A variant is a function from a mesh to `train_step(ids)
+-> loss`. Both use torch's fused AdamW and clip gradients to a global norm of 1.0. Both cut layers
+in the same places."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zero
 from benchmarks.launch import report
-from zero.pipeline import Pipeline, next_token_loss, split
+from zero.parallel.pipeline import Pipeline, next_token_loss, split
 
 LLAMA = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
@@ -51,7 +52,9 @@ def ours(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
         "zero_optimization": {"stage": args.stage},
     }
     model = split(build(), mesh) if args.pipeline > 1 else build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True
+    )
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)
     if args.pipeline > 1:
         pipe = Pipeline(engine, mesh, args.length, Schedule1F1B)
@@ -68,7 +71,9 @@ def ours(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
 
 def cut_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
     """Tensor parallelism by torch's styles, where transformers' plan for Llama has them."""
-    layer = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel)
+    layer = dict.fromkeys(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ColwiseParallel
+    )
     layer |= {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
     layer |= {"mlp.gate_proj": ColwiseParallel, "mlp.up_proj": ColwiseParallel}
     for each in model.model.layers:
@@ -81,7 +86,10 @@ def cut_by_torch(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_by_torch(root: nn.Module, model: nn.Module, mesh: DeviceMesh, stage: int) -> None:
-    """`fully_shard` on each layer and on the root. Stage 1: weights stay from forward to backward."""
+    """`fully_shard` on each layer and on the root.
+
+    Stage 1: weights stay from forward to backward.
+    """
     for layer in model.model.layers:
         if next(layer.parameters(), None) is not None:  # the other layers are on other ranks
             fully_shard(layer, mesh=mesh, reshard_after_forward=stage == 3)
@@ -89,16 +97,26 @@ def shard_by_torch(root: nn.Module, model: nn.Module, mesh: DeviceMesh, stage: i
 
 
 def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each mesh. Norms are not cut over `tp`, and torch's lists of DTensors must have one mesh."""
+    """The parameters of each mesh.
+
+    Norms are not cut over `tp`, and torch's lists of DTensors must have one mesh.
+    """
     found: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for param in model.parameters():
-        found.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        found.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(
+            param
+        )
     return list(found.values())
 
 
 def clip(params: list[list[nn.Parameter]], pipelines: dist.ProcessGroup | None) -> None:
-    """Clip to the norm over all parameters, of all stages: (torch's own function knows one mesh and one stage)."""
-    norms = [torch.nn.utils.get_total_norm([param.grad for param in group], foreach=True) for group in params]
+    """Clip to the norm over all parameters, of all stages: (torch's own function knows one mesh and
+    one stage).
+    """
+    norms = [
+        torch.nn.utils.get_total_norm([param.grad for param in group], foreach=True)
+        for group in params
+    ]
     local = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     squares = torch.stack(local).square().sum()
     if pipelines is not None:
@@ -108,7 +126,10 @@ def clip(params: list[list[nn.Parameter]], pipelines: dist.ProcessGroup | None) 
 
 
 def fsdp2(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
-    """torch's own parts: `parallelize_module`, or a `PipelineStage`, and `fully_shard` over the rest."""
+    """torch's own parts:
+
+    `parallelize_module`, or a `PipelineStage`, and `fully_shard` over the rest.
+    """
     model = split(build(), mesh) if args.pipeline > 1 else build()
     if args.tensor > 1:
         cut_by_torch(model, mesh["tp"])
@@ -117,7 +138,9 @@ def fsdp2(mesh: DeviceMesh, args: argparse.Namespace) -> TrainStep:
     params = by_mesh(root)
     groups = [{"params": group} for group in params]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    forward = pipeline_of_torch(root, mesh, args) if args.pipeline > 1 else partial(whole_model, root)
+    forward = (
+        pipeline_of_torch(root, mesh, args) if args.pipeline > 1 else partial(whole_model, root)
+    )
     pipelines = mesh.get_group("pp") if args.pipeline > 1 else None
 
     def train_step(ids: torch.Tensor) -> float:
@@ -148,7 +171,9 @@ class Stage(nn.Module):
         return self.model(**{self.name: tensor}, use_cache=False).logits
 
 
-def pipeline_of_torch(stage: Stage, mesh: DeviceMesh, args: argparse.Namespace) -> Callable[[torch.Tensor], float]:
+def pipeline_of_torch(
+    stage: Stage, mesh: DeviceMesh, args: argparse.Namespace
+) -> Callable[[torch.Tensor], float]:
     """torch's 1F1B over the ranks of `pp`."""
     group, rows = mesh.get_group("pp"), args.batch // MICRO_BATCHES
     number = mesh.get_coordinate()[0]
@@ -160,12 +185,17 @@ def pipeline_of_torch(stage: Stage, mesh: DeviceMesh, args: argparse.Namespace) 
     of_torch = PipelineStage(stage, number, args.pipeline, torch.device("cpu"), *ends, group=group)
     tokens = args.batch * (args.length - 1)
     schedule = Schedule1F1B(
-        of_torch, MICRO_BATCHES, lambda out, labels: next_token_loss(out, labels) / tokens, scale_grads=False
+        of_torch,
+        MICRO_BATCHES,
+        lambda out, labels: next_token_loss(out, labels) / tokens,
+        scale_grads=False,
     )
 
     def run(batch: torch.Tensor) -> float:
         losses: list[torch.Tensor] = []
-        schedule.step(*([batch] if is_first else []), target=batch if is_last else None, losses=losses)
+        schedule.step(
+            *([batch] if is_first else []), target=batch if is_last else None, losses=losses
+        )
         return sum(loss.item() for loss in losses)
 
     return run

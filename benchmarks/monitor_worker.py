@@ -15,7 +15,17 @@ from benchmarks.t5 import T5_42M, build_t5, synthetic_batches
 
 # The sizes of a T5, and sentences of 32 + 32 tokens on each rank.
 MODELS = {
-    "small": ({"d_model": 128, "d_ff": 512, "num_layers": 2, "num_heads": 4, "d_kv": 32, "vocab_size": 1024}, 8),
+    "small": (
+        {
+            "d_model": 128,
+            "d_ff": 512,
+            "num_layers": 2,
+            "num_heads": 4,
+            "d_kv": 32,
+            "vocab_size": 1024,
+        },
+        8,
+    ),
     "42M": (T5_42M, 8),
 }
 WARM_UP = 4
@@ -28,14 +38,17 @@ class TimedMonitor:
     """The engine's monitor, with the seconds of its last `end_step`."""
 
     def __init__(self, monitor: Any):
-        self._monitor, self.wall, self.cpu = monitor, 0.0, 0.0
+        self._monitor = monitor
+        self.wall = 0.0
+        self.cpu = 0.0
         self.loss = monitor.loss
 
     def end_step(self) -> None:
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         self._monitor.end_step()
-        self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self.wall = time.perf_counter() - wall
+        self.cpu = time.process_time() - cpu
 
 
 def main() -> None:

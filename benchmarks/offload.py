@@ -1,29 +1,34 @@
-"""A training step with parameters and optimizer in host memory or in files, compared with a lower bound.
+"""A training step with parameters and optimizer in host memory or in files, compared with a lower
+bound.
 
     python -m benchmarks.offload
     python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
     python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK           # on a GPU, bf16
 
-Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half of the optimizer
-state on the device (`ratio`); all in files, with the update inside the step; all in files, with reads ahead, late
-writes and the update during the next forward. "8-bit": with `zero_quantized_moments`. Peers: FSDP2 with
-`CPUOffloadPolicy`, and DeepSpeed with all in host memory. Without a GPU, FSDP2 runs without offload, and "ours" in host
-memory is the same as without offload. DeepSpeed's files need async_io, which has to be built: they are not run.
+Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half
+of the optimizer state on the device (`ratio`); all in files, with the update inside the step; all
+in files, with reads ahead, late writes and the update during the next forward. "8-bit": with
+`zero_quantized_moments`. Peers: FSDP2 with `CPUOffloadPolicy`, and DeepSpeed with all in host
+memory. Without a GPU, FSDP2 runs without offload, and "ours" in host memory is the same as without
+offload. DeepSpeed's files need async_io, which has to be built: they are not run.
 
-All variants train the same model on the same batches, in new processes, in turns. Ratios are formed within a round. The
-losses must agree with those of "ours" without offload. Peaks of memory are those of the counted steps.
+All variants train the same model on the same batches, in new processes, in turns. Ratios are formed
+within a round. The losses must agree with those of "ours" without offload. Peaks of memory are
+those of the counted steps.
 
 `floor` is the lower bound, the largest of these times:
 
 - plain torch's forward and backward, measured;
-- 28 bytes a parameter (16 with 8-bit moments) for Adam in host memory (the part that is there), over the bandwidth of
+- 28 bytes a parameter (16 with 8-bit moments) for Adam in host memory (the part that is there),
+over the bandwidth of
   a triad;
 - bytes to and from files, over the file's bandwidths;
-- on a GPU: gathered and reduced bytes, over the bandwidths to and from the GPU (for a peer: the bytes of "ours").
+- on a GPU: gathered and reduced bytes, over the bandwidths to and from the GPU (for a peer: the
+bytes of "ours").
 
-On a CPU, compute and update take the same cores, so no step reaches the floor. `cpu s`: seconds of all threads of a
-rank. `/ comp.`: their ratio to plain torch's forward and backward. On a shared machine, compare these two.
-"""
+On a CPU, compute and update take the same cores, so no step reaches the floor. `cpu s`: seconds of
+all threads of a rank. `/ comp.`: their ratio to plain torch's forward and backward. On a shared
+machine, compare these two."""
 
 from __future__ import annotations
 
@@ -42,14 +47,16 @@ import torch
 from benchmarks.arguments import Parser, interpreter, result_file
 from benchmarks.launch import REPOSITORY, run_ranks
 from benchmarks.offload_worker import MODELS, VARIANTS
-from zero.arguments import count
+from zero.tools.arguments import count
 
 REFERENCE, IN_MEMORY = "no offload", "cpu"
-# Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master, moments, parameter.
+# Bytes of Adam for a parameter. Read: gradient (16-bit or fp32), master, moments. Written: master,
+# moments, parameter.
 ADAM_BYTES, ADAM_BYTES_8_BIT = 28, 16
 # Bytes of an element of a reduced gradient that is copied to the host.
 GRADIENT_BYTES = 4
-# Largest relative difference of a loss. In fp32 the order of sums differs, in bf16 the places of rounding.
+# Largest relative difference of a loss. In fp32 the order of sums differs, in bf16 the places of
+# rounding.
 LOSS_TOLERANCE = {4: 1e-3, 2: 2e-2}
 
 Row = dict[str, Any]
@@ -58,17 +65,35 @@ Row = dict[str, Any]
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="t5-small")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run")
-    parser.add_argument("--deepspeed-python", type=interpreter, help="interpreter of an environment that has deepspeed")
-    parser.add_argument("--ranks", type=count, default=1, help="one for each GPU, if there are GPUs")
-    parser.add_argument("--threads", type=count, help="compute threads of a process; default: its part of the cores")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), help="default: all that can run"
+    )
+    parser.add_argument(
+        "--deepspeed-python",
+        type=interpreter,
+        help="interpreter of an environment that has deepspeed",
+    )
+    parser.add_argument(
+        "--ranks", type=count, default=1, help="one for each GPU, if there are GPUs"
+    )
+    parser.add_argument(
+        "--threads", type=count, help="compute threads of a process; default: its part of the cores"
+    )
     parser.add_argument("--batch", type=count, default=1, help="sentences per process and step")
-    parser.add_argument("--length", type=count, default=128, help="tokens of each source and of each target")
+    parser.add_argument(
+        "--length", type=count, default=128, help="tokens of each source and of each target"
+    )
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count, per round")
     parser.add_argument("--steps", type=count, default=5, help="steps counted, per round")
-    parser.add_argument("--folder", type=Path, help="folder for the offload files; default: the folder of the output")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "offload.json")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder for the offload files; default: the folder of the output",
+    )
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "offload.json"
+    )
     args = parser.parse_args()
     args.threads = args.threads or max(1, (os.cpu_count() or 1) // args.ranks)
     args.variants = list(dict.fromkeys([REFERENCE, *(args.variants or VARIANTS)]))
@@ -83,7 +108,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list[Row]:
     """Run one job. `benchmarks.offload_worker` says what a rank reports."""
-    options = {name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")}
+    options = {
+        name: getattr(args, name) for name in ("model", "batch", "length", "warmup", "steps")
+    }
     command = ["-m", "benchmarks.offload_worker", "--variant", variant, "--folder", folder]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     env = {"OMP_NUM_THREADS": str(args.threads)}
@@ -95,7 +122,9 @@ def run(variant: str, ranks: int, folder: str, args: argparse.Namespace) -> list
 
 
 def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
-    """Return figures of a job's step: seconds, tokens/s, memory of the largest rank, bytes moved by all ranks."""
+    """Return figures of a job's step: seconds, tokens/s, memory of the largest rank, bytes moved by
+    all ranks.
+    """
     seconds = statistics.median(second for rank in ranks for second in rank["seconds"])
     moved = [rank["moved"] for rank in ranks if rank["moved"] is not None]
     item, parameters = ranks[0]["item"], ranks[0]["parameters"]
@@ -109,7 +138,9 @@ def row_of(variant: str, ranks: list[Row], args: argparse.Namespace) -> Row:
         "device": max(rank["device"] for rank in ranks),
         "phases": ranks[0]["phases"],
         "waits": ranks[0]["waits"],
-        "adam_on_host": host_share(variant) * (ADAM_BYTES_8_BIT if "8-bit" in variant else ADAM_BYTES) * parameters,
+        "adam_on_host": host_share(variant)
+        * (ADAM_BYTES_8_BIT if "8-bit" in variant else ADAM_BYTES)
+        * parameters,
     }
     if moved:
         # A rank counts whole buffers. Each rank sends only its own part of them.
@@ -150,14 +181,23 @@ def check_losses(variant: str, ranks: list[Row], reference: list[Row]) -> None:
         pairs = zip(rank["losses"], other["losses"], strict=True)
         difference = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
         if not difference <= tolerance:
-            sys.exit(f"error: {variant}: losses differ from {REFERENCE!r} by {difference:.1e}: another training")
+            sys.exit(
+                f"error: {variant}: losses differ from {REFERENCE!r} by {difference:.1e}: another "
+                "training"
+            )
 
 
 def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) -> dict[str, Row]:
-    """Run every variant once, and the floor. Failed ones go to `missing`, with the line that names the cause."""
+    """Run every variant once, and the floor.
+
+    Failed ones go to `missing`, with the line that names the cause.
+    """
     rows, reference = {}, []
     limits = run("floor", 1, folder, args)[0]
-    print(f"  floor: {', '.join(f'{name} {of_limit(name, value)}' for name, value in limits.items())}", flush=True)
+    print(
+        f"  floor: {', '.join(f'{name} {of_limit(name, value)}' for name, value in limits.items())}",
+        flush=True,
+    )
     for variant in args.variants:
         if variant in missing:
             continue
@@ -170,9 +210,15 @@ def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) ->
         reference = reference or ranks
         check_losses(variant, ranks, reference)
         rows[variant] = row_of(variant, ranks, args)
-        print(f"  {variant}: {rows[variant]['seconds']:.3f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+        print(
+            f"  {variant}: {rows[variant]['seconds']:.3f} s, load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
     if REFERENCE not in rows:
-        sys.exit(f"error: {REFERENCE!r}, to which the others are compared, did not run: {missing[REFERENCE]}")
+        sys.exit(
+            f"error: {REFERENCE!r}, to which the others are compared, did not run: "
+            f"{missing[REFERENCE]}"
+        )
     add_floors(rows, limits)
     return rows
 
@@ -194,7 +240,9 @@ def over_rounds(rounds: list[dict[str, Row]]) -> dict[str, Row]:
     for variant in rounds[-1]:
         each = [found[variant] for found in rounds]
         rows[variant] = {
-            name: statistics.median(row[name] for row in each) if isinstance(value, (int, float)) else value
+            name: statistics.median(row[name] for row in each)
+            if isinstance(value, (int, float))
+            else value
             for name, value in each[-1].items()
         }
     return rows
@@ -215,10 +263,20 @@ def table(rows: dict[str, Row]) -> str:
         "gathered",
         "reduced",
     ]
-    lines = ["  ".join([f"{'variant':<14}", *(f"{title:>8}" for title in (*titles, "read", "written")), "bound by"])]
+    lines = [
+        "  ".join(
+            [
+                f"{'variant':<14}",
+                *(f"{title:>8}" for title in (*titles, "read", "written")),
+                "bound by",
+            ]
+        )
+    ]
     for variant, row in rows.items():
         cells = [f"{row['seconds']:8.3f}", f"{row['tokens_per_s']:8.1f}", f"{row['floor']:8.3f}"]
-        cells += [f"{row[name]:8.2f}" for name in ("to_floor", "to_reference", "cpu", "cpu_to_compute")]
+        cells += [
+            f"{row[name]:8.2f}" for name in ("to_floor", "to_reference", "cpu", "cpu_to_compute")
+        ]
         for name in ("device", "host", "gathered", "reduced", "read", "written"):
             cells.append(f"{row[name] / 1e6:8.0f}" if name in row else f"{'':>8}")
         lines.append("  ".join([f"{variant:<14}", *cells, row["bound_by"]]))
@@ -231,8 +289,14 @@ def table_of_waits(rows: dict[str, Row]) -> str:
     for variant, row in rows.items():
         parts = []
         for phase, spent in row["phases"].items():
-            waits = [f"{name.split(': ')[1]} {s:.3f}" for name, s in row["waits"].items() if name.startswith(phase)]
-            parts.append(f"{phase} {spent:.3f}" + (f" (waits: {', '.join(waits)})" if waits else ""))
+            waits = [
+                f"{name.split(': ')[1]} {s:.3f}"
+                for name, s in row["waits"].items()
+                if name.startswith(phase)
+            ]
+            parts.append(
+                f"{phase} {spent:.3f}" + (f" (waits: {', '.join(waits)})" if waits else "")
+            )
         if parts:
             lines.append(f"{variant:<14}  {'; '.join(parts)}")
     return "\n".join(lines)
@@ -249,12 +313,22 @@ def plot(rows: dict[str, Row], path: Path) -> None:
     names = list(rows)
     places = range(len(names))
     left.barh(places, [rows[name]["seconds"] for name in names], color="C0", label="step")
-    left.barh(places, [rows[name]["floor"] for name in names], height=0.3, color="black", label="floor")
+    left.barh(
+        places, [rows[name]["floor"] for name in names], height=0.3, color="black", label="floor"
+    )
     left.set(xlabel="seconds", title="a step", yticks=places, yticklabels=names)
-    right.barh(places, [rows[name]["host"] / 1e9 for name in names], height=0.4, color="C1", label="host")
+    right.barh(
+        places, [rows[name]["host"] / 1e9 for name in names], height=0.4, color="C1", label="host"
+    )
     if any(row["device"] for row in rows.values()):
         above = [place + 0.4 for place in places]
-        right.barh(above, [rows[name]["device"] / 1e9 for name in names], height=0.4, color="C2", label="device")
+        right.barh(
+            above,
+            [rows[name]["device"] / 1e9 for name in names],
+            height=0.4,
+            color="C2",
+            label="device",
+        )
     right.set(xlabel="GB", title="memory at its peak", yticks=places, yticklabels=names)
     for axis in (left, right):
         axis.invert_yaxis()
@@ -273,17 +347,34 @@ def main() -> None:
             rounds.append(one_round(folder, missing, args))
     rows = over_rounds(rounds)
     some = rows[REFERENCE]
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU: fsdp2 runs without offload"
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else "no GPU: fsdp2 runs without offload"
+    )
     print(
-        f"\n{args.model}, {some['parameters'] / 1e6:.1f}M parameters, {'bf16' if some['item'] == 2 else 'fp32'}, "
-        f"{args.batch} x ({args.length} + {args.length}) tokens, {args.ranks} rank(s); {where}\n\n{table(rows)}\n\n"
-        f"seconds of a step by phase\n{table_of_waits(rows)}\n\nDeepSpeed with files: not run, async_io is not built"
+        f"\n{args.model}, {some['parameters'] / 1e6:.1f}M parameters, "
+        f"{'bf16' if some['item'] == 2 else 'fp32'}, "
+        f"{args.batch} x ({args.length} + {args.length}) tokens, {args.ranks} rank(s); "
+        f"{where}\n\n{table(rows)}\n\n"
+        f"seconds of a step by phase\n{table_of_waits(rows)}\n\nDeepSpeed with files: not run, "
+        "async_io is not built"
     )
     for variant, reason in missing.items():
         print(f"{variant}: failed: {reason}")
-    settings = {name: str(value) for name, value in vars(args).items() if name not in ("output", "deepspeed_python")}
+    settings = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name not in ("output", "deepspeed_python")
+    }
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    result = {"settings": settings, "versions": versions, "missing": missing, "rows": rows, "rounds": rounds}
+    result = {
+        "settings": settings,
+        "versions": versions,
+        "missing": missing,
+        "rows": rows,
+        "rounds": rounds,
+    }
     args.output.write_text(json.dumps(result, indent=2))
     plot(rows, args.output.with_suffix(".png"))
     print(f"\nwritten: {args.output}, {args.output.with_suffix('.png')}")

@@ -1,10 +1,11 @@
-"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` on each rank in a new process.
+"""One rank of one variant of the offload benchmark, started by `benchmarks.offload` on each rank in
+a new process.
 
-A variant trains a T5 with random weights, with this engine or with DeepSpeed in its own environment, and reports the
-cost of its steps. `floor` does not train. It measures the lower bounds: plain torch's forward and backward, and the
-bandwidths of host memory, of a file, and to and from the GPU. Parameters are bf16 on a GPU and fp32 on a CPU, because
-most CPUs have no instructions for bf16.
-"""
+A variant trains a T5 with random weights, with this engine or with DeepSpeed in its own
+environment, and reports the cost of its steps. `floor` does not train. It measures the lower
+bounds: plain torch's forward and backward, and the bandwidths of host memory, of a file, and to and
+from the GPU. Parameters are bf16 on a GPU and fp32 on a CPU, because most CPUs have no instructions
+for bf16."""
 
 from __future__ import annotations
 
@@ -29,16 +30,38 @@ from benchmarks.t5 import T5_42M, build_t5, synthetic_batches
 
 MODELS = {
     # For trials.
-    "t5-10m": {"d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4, "d_kv": 64, "vocab_size": 8192},
+    "t5-10m": {
+        "d_model": 256,
+        "d_ff": 1024,
+        "num_layers": 4,
+        "num_heads": 4,
+        "d_kv": 64,
+        "vocab_size": 8192,
+    },
     "t5-42m": T5_42M,
     # The shapes of the published t5-small and t5-3b: 60.5 and 2852 million parameters.
-    "t5-small": {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "d_kv": 64, "vocab_size": 32128},
-    "t5-3b": {"d_model": 1024, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "d_kv": 128, "vocab_size": 32128},
+    "t5-small": {
+        "d_model": 512,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_heads": 8,
+        "d_kv": 64,
+        "vocab_size": 32128,
+    },
+    "t5-3b": {
+        "d_model": 1024,
+        "d_ff": 16384,
+        "num_layers": 24,
+        "num_heads": 32,
+        "d_kv": 128,
+        "vocab_size": 32128,
+    },
 }
 BUILD_SEED = 1
 CLIP = 1.0
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-# Elements of the triad's fp32 vectors; bytes of a tensor in a file, and their number; how often each is measured.
+# Elements of the triad's fp32 vectors; bytes of a tensor in a file, and their number; how often
+# each is measured.
 TRIAD_NUMEL, PIECE, PIECES, TRIES = 30_000_000, 64 << 20, 4, 5
 
 Batch = dict[str, torch.Tensor]
@@ -74,7 +97,10 @@ def ds_config(args: argparse.Namespace, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def initialized(package: Any, model: nn.Module, config: dict[str, Any]) -> tuple[TrainStep, Any]:
-    """Return the step of an engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
+    """Return the step of an engine with DeepSpeed's interface.
+
+    `package`: `zero` or the real `deepspeed`.
+    """
     engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def train_step(batch: Batch) -> torch.Tensor:
@@ -93,7 +119,8 @@ def ours(parameters: str, optimizer: str, coded: bool = False, **settings: Any) 
     """
 
     def build(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, Any]:
-        import zero  # imported here, because DeepSpeed's environment may lack packages that it needs
+        # imported here, because DeepSpeed's environment may lack packages that it needs
+        import zero
 
         path = {"nvme_path": str(args.folder)}
         away = {
@@ -119,15 +146,25 @@ def deepspeed(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, No
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace) -> tuple[TrainStep, None]:
-    """`fully_shard` on each T5 block and on the root. With `CPUOffloadPolicy` on a GPU, without offload on a CPU."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    """`fully_shard` on each T5 block and on the root.
+
+    With `CPUOffloadPolicy` on a GPU, without offload on a CPU.
+    """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     mesh = dist.init_device_mesh("cuda" if on_gpu else "cpu", (dist.get_world_size(),))
     policies = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype(), reduce_dtype=compute_dtype()),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype(), reduce_dtype=compute_dtype()
+        ),
         "offload_policy": CPUOffloadPolicy() if on_gpu else OffloadPolicy(),
     }
     for block in [*model.encoder.block, *model.decoder.block]:
@@ -152,8 +189,12 @@ VARIANTS = {
     "cpu, 8-bit": ours("cpu", "cpu", coded=True),
     "cpu, half": ours("cpu", "cpu", ratio=0.5),
     "nvme": ours("nvme", "nvme", overlap_step=False),
-    "nvme, behind": ours("nvme", "nvme", overlap_step=True, pipeline_read=True, pipeline_write=True),
-    "nvme, 8-bit": ours("nvme", "nvme", coded=True, overlap_step=True, pipeline_read=True, pipeline_write=True),
+    "nvme, behind": ours(
+        "nvme", "nvme", overlap_step=True, pipeline_read=True, pipeline_write=True
+    ),
+    "nvme, 8-bit": ours(
+        "nvme", "nvme", coded=True, overlap_step=True, pipeline_read=True, pipeline_write=True
+    ),
     "fsdp2": fsdp2,
     "deepspeed cpu": deepspeed,
 }
@@ -163,9 +204,15 @@ VARIANTS = {
 
 
 def of_this_process(path: str) -> dict[str, int]:
-    """Read a file of lines `name: number`, such as /proc/self/io (bytes) and /proc/self/status (kB)."""
+    """Read a file of lines `name: number`, such as /proc/self/io (bytes) and /proc/self/status
+    (kB).
+    """
     lines = (line.split(":", 1) for line in Path(path).read_text().splitlines())
-    return {name: int(words[0]) for name, text in lines if (words := text.split()) and words[0].isdigit()}
+    return {
+        name: int(words[0])
+        for name, text in lines
+        if (words := text.split()) and words[0].isdigit()
+    }
 
 
 def forget_peaks() -> None:
@@ -178,10 +225,15 @@ def forget_peaks() -> None:
 
 
 def moved(engine: Any) -> dict[str, int]:
-    """Return elements gathered and reduced, and bytes read and written on disks, by this process so far."""
+    """Return elements gathered and reduced, and bytes read and written on disks, by this process so
+    far.
+    """
     if engine is not None:
         engine.optimizer.wait()  # for updates of the last step that still run
-    storage, elements = of_this_process("/proc/self/io"), engine.comm.elements if engine is not None else {}
+    storage, elements = (
+        of_this_process("/proc/self/io"),
+        engine.comm.elements if engine is not None else {},
+    )
     return {
         "gathered": elements.get("all_gather", 0),
         "reduced": elements.get("reduce_scatter", 0),
@@ -197,7 +249,11 @@ def batches_of(args: argparse.Namespace, seed: int) -> Iterator[Batch]:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train. Return losses, wall and CPU seconds of the counted steps, peaks of memory, bytes and waits of a step."""
+    """Train.
+
+    Return losses, wall and CPU seconds of the counted steps, peaks of memory, bytes and waits of a
+    step.
+    """
     model = build_t5(MODELS[args.model], BUILD_SEED)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train_step, engine = VARIANTS[args.variant](model, args)
@@ -215,7 +271,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     cpu = time.process_time() - cpu
     clock = engine.comm.clock if engine is not None else None
-    waits = {f"{phase}: {what}": spent for (phase, what), spent in clock.waits.items()} if clock else {}
+    waits = (
+        {f"{phase}: {what}": spent for (phase, what), spent in clock.waits.items()} if clock else {}
+    )
     phases = dict(clock.phases) if clock else {}
     after = moved(engine)
     return {
@@ -226,7 +284,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "cpu": cpu / args.steps,
         "host": of_this_process("/proc/self/status")["VmHWM"] << 10,
         "device": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-        "moved": {name: (after[name] - before[name]) / args.steps for name in after} if engine is not None else None,
+        "moved": {name: (after[name] - before[name]) / args.steps for name in after}
+        if engine is not None
+        else None,
         "phases": {name: spent / args.steps for name, spent in phases.items()},
         "waits": {name: spent / args.steps for name, spent in waits.items()},
     }
@@ -279,15 +339,17 @@ def threads(number: int) -> Iterator[None]:
 
 def disk(folder: Path) -> tuple[float, float]:
     """Measure reads and writes through `ScratchFile`, with all pieces in flight."""
-    from zero.offload.files import ScratchFile
-    from zero.offload.memory import HostMemory
+    from zero.offload.nvme import ScratchFile
+    from zero.offload.pinned import HostMemory
 
     file, memory = ScratchFile(folder), HostMemory()
     tensors = [file.empty(PIECE // 4, torch.float32) for _ in range(PIECES)]
     buffers = [memory.like(tensor).fill_(1.0) for tensor in tensors]
 
     def move(start: Callable) -> None:
-        for transfer in [start(tensor, buffer) for tensor, buffer in zip(tensors, buffers, strict=True)]:
+        for transfer in [
+            start(tensor, buffer) for tensor, buffer in zip(tensors, buffers, strict=True)
+        ]:
             transfer.wait()
 
     written = fastest(lambda: move(file.write), PIECES * PIECE)
@@ -303,10 +365,18 @@ def pcie() -> tuple[float, float]:
 
 
 def floor(args: argparse.Namespace) -> dict[str, Any]:
-    """Return wall and CPU seconds of plain compute, and bytes per second of memory, a file, and GPU copies."""
+    """Return wall and CPU seconds of plain compute, and bytes per second of memory, a file, and GPU
+    copies.
+    """
     read, written = disk(args.folder)
     compute, cpu = compute_seconds(args)
-    found = {"compute": compute, "compute_cpu": cpu, "triad": triad(), "read": read, "written": written}
+    found = {
+        "compute": compute,
+        "compute_cpu": cpu,
+        "triad": triad(),
+        "read": read,
+        "written": written,
+    }
     if torch.cuda.is_available():
         found["to_device"], found["from_device"] = pcie()
     return found

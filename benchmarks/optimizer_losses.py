@@ -2,12 +2,12 @@
 
     python -m benchmarks.optimizer_losses
 
-A small Llama learns the bytes of this project's documentation. All variants see the same batches of 16 x 64 bytes, in
-the same order. A line of the table gives the mean of the last 20 losses, of both runs, and their largest relative
-difference in the first 10 steps and in all steps. Rounding differs between one process and two, and training amplifies
-it. The picture has the losses of all variants: lines for the engine, dots for plain torch. bf16 variants have no plain
-run of their own, nor have 8-bit moments of this engine: they are compared with AdamW in fp32.
-"""
+A small Llama learns the bytes of this project's documentation. All variants see the same batches of
+16 x 64 bytes, in the same order. A line of the table gives the mean of the last 20 losses, of both
+runs, and their largest relative difference in the first 10 steps and in all steps. Rounding differs
+between one process and two, and training amplifies it. The picture has the losses of all variants:
+lines for the engine, dots for plain torch. bf16 variants have no plain run of their own, nor have
+8-bit moments of this engine: they are compared with AdamW in fp32."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 import zero
 from benchmarks.arguments import Parser, result_file
 from benchmarks.launch import REPOSITORY, report, run_ranks
-from zero.arguments import count
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
+from zero.tools.arguments import count
 
 RANKS, ROWS, LENGTH = 2, 16, 64
 BF16: dict[str, Any] = {"enabled": True}
@@ -47,7 +47,10 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     hidden, others = [], []
     for name, param in model.named_parameters():
         (hidden if is_hidden_matrix(param, name) else others).append(param)
-    groups = [{"params": hidden, "use_muon": True, "lr": 0.01}, {"params": others, "use_muon": False, "lr": 2e-3}]
+    groups = [
+        {"params": hidden, "use_muon": True, "lr": 0.01},
+        {"params": others, "use_muon": False, "lr": 2e-3},
+    ]
     return MuonWithAdamW(groups)
 
 
@@ -79,8 +82,11 @@ def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
 
 CODED: dict[str, Any] = {"zero_quantized_moments": True}
 
-# Name -> (function that makes the optimizer, section bf16 of the configuration, keys of zero_optimization).
-VARIANTS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any], dict[str, Any]]] = {
+# Name -> (function that makes the optimizer, section bf16 of the configuration, keys of
+# zero_optimization).
+VARIANTS: dict[
+    str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any], dict[str, Any]]
+] = {
     "AdamW": (adamw, {}, {}),
     "Adafactor": (adafactor, {}, {}),
     "Muon": (muon, {}, {}),
@@ -91,11 +97,20 @@ VARIANTS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str
     "AdamW, schedule-free": (schedule_free, {}, {}),
     "AdamW, bf16": (adamw, BF16, {}),
     "AdamW, bf16 without masters": (adamw, NO_MASTERS, {}),
-    "AdamW, bf16 without masters, 8-bit": (adamw, NO_MASTERS | {"bf16_optimizer_states": False}, CODED),
+    "AdamW, bf16 without masters, 8-bit": (
+        adamw,
+        NO_MASTERS | {"bf16_optimizer_states": False},
+        CODED,
+    ),
 }
 # What variants without a plain run of their own are compared with.
 REFERENCE = dict.fromkeys(
-    ("AdamW, 8-bit moments (ours)", "AdamW, bf16", "AdamW, bf16 without masters", "AdamW, bf16 without masters, 8-bit"),
+    (
+        "AdamW, 8-bit moments (ours)",
+        "AdamW, bf16",
+        "AdamW, bf16 without masters",
+        "AdamW, bf16 without masters, 8-bit",
+    ),
     "AdamW",
 )
 
@@ -105,7 +120,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument(
-        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json"
+        "--output",
+        type=result_file,
+        default=REPOSITORY / "benchmarks" / "out" / "optimizer_losses.json",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -113,14 +130,22 @@ def parse_arguments() -> argparse.Namespace:
 
 def build() -> nn.Module:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
 
 
 def batches(steps: int) -> Iterator[torch.Tensor]:
     """Yield bytes of the documentation, int64, (ROWS, LENGTH)."""
     text = b"".join(path.read_bytes() for path in sorted((REPOSITORY / "docs").glob("*.md")))
-    values, generator = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.Generator().manual_seed(3)
+    values, generator = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8),
+        torch.Generator().manual_seed(3),
+    )
     for _ in range(steps):
         starts = torch.randint(len(values) - LENGTH, (ROWS,), generator=generator).tolist()
         yield torch.stack([values[start : start + LENGTH] for start in starts]).long()
@@ -178,8 +203,13 @@ def summarize(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> l
     for name, losses in ours.items():
         expected = theirs[REFERENCE.get(name, name)]
         apart = [abs(a / b - 1) for a, b in zip(losses, expected, strict=True)]
-        ends = {"engine": statistics.mean(losses[-20:]), "plain torch": statistics.mean(expected[-20:])}
-        rows.append({"optimizer": name, **ends, "first 10 steps": max(apart[:10]), "all steps": max(apart)})
+        ends = {
+            "engine": statistics.mean(losses[-20:]),
+            "plain torch": statistics.mean(expected[-20:]),
+        }
+        rows.append(
+            {"optimizer": name, **ends, "first 10 steps": max(apart[:10]), "all steps": max(apart)}
+        )
     return rows
 
 
@@ -194,8 +224,18 @@ def draw(ours: dict[str, list[float]], theirs: dict[str, list[float]], path: Pat
         axes.plot(losses, color=f"C{number}", linewidth=1, label=name)
         if name in theirs:
             places = range(0, len(losses), 10)
-            axes.plot(places, [theirs[name][place] for place in places], ".", color=f"C{number}", markersize=5)
-    axes.set(xlabel="step", ylabel="loss", title="Lines: two ranks at stage 3. Dots: plain torch, one process")
+            axes.plot(
+                places,
+                [theirs[name][place] for place in places],
+                ".",
+                color=f"C{number}",
+                markersize=5,
+            )
+    axes.set(
+        xlabel="step",
+        ylabel="loss",
+        title="Lines: two ranks at stage 3. Dots: plain torch, one process",
+    )
     axes.set_ylim(top=max(losses[5] for losses in ours.values()))
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -219,15 +259,25 @@ def main() -> None:
         *args.variants,
     ]
     ours = run_ranks(sys.executable, command, RANKS, timeout=3600)[0]
-    theirs = {name: plain(name, args.steps) for name in {REFERENCE.get(name, name): None for name in ours}}
+    theirs = {
+        name: plain(name, args.steps) for name in {REFERENCE.get(name, name): None for name in ours}
+    }
     rows = summarize(ours, theirs)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"rows": rows, "engine": ours, "plain torch": theirs}, indent=1) + "\n")
-    print("| optimizer | engine, last 20 losses | plain torch | apart, first 10 steps | apart, all steps |")
+    args.output.write_text(
+        json.dumps({"rows": rows, "engine": ours, "plain torch": theirs}, indent=1) + "\n"
+    )
+    print(
+        "| optimizer | engine, last 20 losses | plain torch | apart, first 10 steps | apart, all "
+        "steps |"
+    )
     print("|---|---|---|---|---|")
     for row in rows:
         ends = f"{row['engine']:.4f} | {row['plain torch']:.4f}"
-        print(f"| {row['optimizer']} | {ends} | {row['first 10 steps']:.1e} | {row['all steps']:.1e} |")
+        print(
+            f"| {row['optimizer']} | {ends} | {row['first 10 steps']:.1e} | {row['all steps']:.1e} "
+            "|"
+        )
     draw(ours, theirs, args.output.with_suffix(".png"))
 
 

@@ -1,9 +1,9 @@
-"""One rank of one system of the optimizer benchmark: trains a small Llama by several optimizers, at several stages.
+"""One rank of one system of the optimizer benchmark: trains a small Llama by several optimizers, at
+several stages.
 
-`benchmarks.optimizers` starts it on each rank, in this environment or (system `deepspeed`) in one that has DeepSpeed.
-A system is a function from a plain model, an optimizer's name and a stage to a `Trained`. All systems train in fp32 on
-the same global batches, without clipping.
-"""
+`benchmarks.optimizers` starts it on each rank, in this environment or (system `deepspeed`) in one
+that has DeepSpeed. A system is a function from a plain model, an optimizer's name and a stage to a
+`Trained`. All systems train in fp32 on the same global batches, without clipping."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.launch import report
 
 # 7.4M parameters; 56 of its matrices, 6.3M parameters, belong to Muon.
-SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
 VOCABULARY, LENGTH, BUILD_SEED = 2048, 32, 1
 LR, MUON_LR = 1e-3, 0.02
-MUON = {"type": "Muon", "params": {"lr": MUON_LR, "adam_lr": LR, "momentum": 0.95, "weight_decay": 0.0}}
+MUON = {
+    "type": "Muon",
+    "params": {"lr": MUON_LR, "adam_lr": LR, "momentum": 0.95, "weight_decay": 0.0},
+}
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}  # beside Muon; DeepSpeed's values
 
 Batch = dict[str, torch.Tensor]
@@ -35,8 +43,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Trained:
-    """A model in training. Attributes: step: trains on this rank's rows, gives their loss. state: the optimizer's, as
-    this rank has it. end: frees what the system holds."""
+    """A model in training. Attributes: step: trains on this rank's rows, gives their loss. state:
+    the optimizer's, as this rank has it. end: frees what the system holds."""
 
     step: Callable[[Batch], torch.Tensor]
     state: Callable[[], Any]
@@ -93,7 +101,9 @@ def _in_torch(model: nn.Module, name: str) -> Trained:
             optimizer.zero_grad()
         return loss
 
-    return Trained(step, lambda: [each for optimizer in optimizers for each in optimizer.state.values()])
+    return Trained(
+        step, lambda: [each for optimizer in optimizers for each in optimizer.state.values()]
+    )
 
 
 def plain(model: nn.Module, name: str, stage: int) -> Trained:
@@ -102,7 +112,10 @@ def plain(model: nn.Module, name: str, stage: int) -> Trained:
 
 
 def fsdp2(model: nn.Module, name: str, stage: int) -> Trained:
-    """`fully_shard` on each block and on the root. Stage 2: parameters stay gathered from forward to backward."""
+    """`fully_shard` on each block and on the root.
+
+    Stage 2: parameters stay gathered from forward to backward.
+    """
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -113,11 +126,17 @@ def fsdp2(model: nn.Module, name: str, stage: int) -> Trained:
 
 def _initialized(package: Any, model: nn.Module, name: str, sections: dict[str, Any]) -> Any:
     """An engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **sections}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        **sections,
+    }
     config["zero_allow_untested_optimizer"] = True
     if name == "Muon":
         config["optimizer"] = MUON
-        return package.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        return package.initialize(model=model, model_parameters=model.parameters(), config=config)[
+            0
+        ]
     (optimizer,) = OPTIMIZERS[name](model)
     return package.initialize(model=model, optimizer=optimizer, config=config)[0]
 
@@ -153,7 +172,9 @@ SYSTEMS = {"plain": plain, "ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all tensors in a state that this rank holds: of a DTensor its local part, of a wrapper what it wraps."""
+    """Bytes of all tensors in a state that this rank holds: of a DTensor its local part, of a
+    wrapper what it wraps.
+    """
     total = 0
     for value in tree_leaves(state):
         if isinstance(value, dist.tensor.DTensor):
@@ -178,15 +199,21 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def measure(system: str, name: str, stage: int, rows: int, warmup: int, steps: int) -> dict[str, Any]:
-    """CPU (all threads) and wall seconds of each counted step, the losses of all steps, and bytes of state."""
+def measure(
+    system: str, name: str, stage: int, rows: int, warmup: int, steps: int
+) -> dict[str, Any]:
+    """CPU (all threads) and wall seconds of each counted step, the losses of all steps, and bytes
+    of state.
+    """
     torch.manual_seed(BUILD_SEED)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **SIZES))
     parameters = sum(param.numel() for param in model.parameters())
     trained = SYSTEMS[system](model, name, stage)
     found: dict[str, Any] = {"cpu": [], "wall": [], "losses": [], "parameters": parameters}
     for batch in batches(rows, warmup + steps):
-        own = {key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()}
+        own = {
+            key: value.chunk(dist.get_world_size())[dist.get_rank()] for key, value in batch.items()
+        }
         dist.barrier()
         cpu, wall = cpu_seconds(), time.perf_counter()
         loss = trained.step(own)
@@ -224,7 +251,12 @@ def main() -> None:
     else:
         dist.init_process_group("gloo")
     cases = [(name, stage) for name in args.optimizers for stage in args.stages]
-    report({f"{n}, {s}": outcome(args.system, n, s, args.rows, args.warmup, args.steps) for n, s in cases})
+    report(
+        {
+            f"{n}, {s}": outcome(args.system, n, s, args.rows, args.warmup, args.steps)
+            for n, s in cases
+        }
+    )
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
-"""One rank of one engine of the parity run: 20 steps with `initialize`, `backward` and `step`. Reports the curve.
+"""One rank of one engine of the parity run: 20 steps with `initialize`, `backward` and `step`.
+Reports the curve.
 
-`benchmarks.parity_deepspeed` starts it on each rank in each environment. Only the package's name differs.
-"""
+`benchmarks.parity_deepspeed` starts it on each rank in each environment. Only the package's name
+differs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from benchmarks.launch import report
 from benchmarks.t5 import build_t5, synthetic_batches
 
 VOCABULARY = 256
-T5 = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": VOCABULARY}
+T5 = {
+    "d_model": 64,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 16,
+    "vocab_size": VOCABULARY,
+}
 BATCH, SOURCE_LENGTH, TARGET_LENGTH = 4, 12, 9
 
 
@@ -51,15 +59,25 @@ def main() -> None:
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": args.accumulation,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 2e-3, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01},
+        },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 2e-3, "warmup_num_steps": 5, "warmup_type": "linear"},
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 2e-3,
+                "warmup_num_steps": 5,
+                "warmup_type": "linear",
+            },
         },
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100},
     }
     engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
-    batches = synthetic_batches(VOCABULARY, BATCH, SOURCE_LENGTH, TARGET_LENGTH, seed=dist.get_rank())
+    batches = synthetic_batches(
+        VOCABULARY, BATCH, SOURCE_LENGTH, TARGET_LENGTH, seed=dist.get_rank()
+    )
     curve = []
     for _ in range(args.steps):
         losses = []
@@ -68,7 +86,9 @@ def main() -> None:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        curve.append({"loss": sum(losses) / len(losses), "grad_norm": float(engine.get_global_grad_norm())})
+        curve.append(
+            {"loss": sum(losses) / len(losses), "grad_norm": float(engine.get_global_grad_norm())}
+        )
     report({"curve": curve})
     dist.destroy_process_group()
 

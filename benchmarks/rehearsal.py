@@ -1,9 +1,10 @@
-"""The program of one training step: what the engine computes, gathers, waits for and reduces, and in which order.
+"""The program of one training step: what the engine computes, gathers, waits for and reduces, and
+in which order.
 
-`rehearse` runs the engine's own hooks and policies (`zero.hooks`, `zero.gathering`, `zero.reduction`) over a model, on
-units that move nothing and write down what is asked of them. The model may be one on the meta device, of any size.
-`tests/accelerator/test_timeline.py` compares such programs with what the engine does on the simulated accelerator.
-"""
+`rehearse` runs the engine's own hooks and policies (`zero.core.hooks`, `zero.core.gathering`,
+`zero.core.reduction`) over a model, on groups that move nothing and write down what is asked of
+them. The model may be one on the meta device, of any size. `tests/accelerator/test_timeline.py`
+compares such programs with what the engine does on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -16,35 +17,41 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero.build import make_schedule
 from zero.config import Config
-from zero.construction import make_schedule
-from zero.estimate.activation_trace import enable_checkpointing, operations
-from zero.estimate.states import Home, homes
-from zero.estimate.step import NO_COMMUNICATOR, CountedUnit
-from zero.gathering import Gathering
-from zero.hooks import ModuleHooks
-from zero.layout import UnitLayout, UnitPlan, plan_units
-from zero.reduction import ReductionOrder
-from zero.schedule import Residency
-from zero.unit import State
+from zero.core.gathering import Gathering
+from zero.core.hooks import ModuleHooks
+from zero.core.layout import GroupLayout, GroupPlan, plan_groups
+from zero.core.param_group import State
+from zero.core.reduction import ReductionOrder
+from zero.core.schedule import Residency
+from zero.tools.estimate.activation_trace import enable_checkpointing, operations
+from zero.tools.estimate.states import Home, homes
+from zero.tools.estimate.step import NO_COMMUNICATOR, CountedGroup
 
 
 class Op(NamedTuple):
-    """`kind`: "compute" (`cost`: operations or seconds), "gather", "use", "reduce", "backward ends" or "step"."""
+    """`kind`: "compute" (`cost`: operations or seconds), "gather", "use", "reduce", "backward ends"
+    or "step".
+    """
 
     kind: str
-    unit: int = -1
+    group: int = -1
     cost: float = 0.0
 
 
 class Operations(TorchDispatchMode):
-    """Counts floating-point operations, by torch's formulas, in `total`. (torch's own counter takes twice as long.)"""
+    """Counts floating-point operations, by torch's formulas, in `total`. (torch's own counter takes
+    twice as long.)
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return True  # a question about a mask's values
         out = func(*args, **(kwargs or {}))
@@ -56,24 +63,41 @@ class Program:
     """Collects operations. `clock` gives the operations or seconds that were computed so far."""
 
     def __init__(self, clock: Callable[[], float]):
-        self.clock, self.ops, self._before = clock, [], clock()
+        self.clock = clock
+        self.ops = []
+        self._before = clock()
 
-    def add(self, kind: str, unit: int = -1) -> None:
+    def add(self, kind: str, group: int = -1) -> None:
         now = self.clock()
         if now > self._before:
             self.ops.append(Op("compute", -1, now - self._before))
-        self.ops.append(Op(kind, unit))
+        self.ops.append(Op(kind, group))
         self._before = self.clock()
 
 
-class RehearsedUnit(CountedUnit):
-    """As much of a unit as the hooks and policies see. It moves nothing, and writes down what is asked for."""
+class RehearsedGroup(CountedGroup):
+    """As much of a group as the hooks and policies see.
 
-    def __init__(self, number: int, plan: UnitPlan, layout: UnitLayout, config: Config, residency: Residency):
+    It moves nothing, and writes down what is asked for.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: GroupPlan,
+        layout: GroupLayout,
+        config: Config,
+        residency: Residency,
+    ):
         persistent = plan.persistent or config.zero_optimization.stage < 3
         super().__init__(layout, persistent, residency)
-        self.number, self.modules, self.params, self.param_names = number, plan.modules, plan.params, plan.param_names
-        self.shared, self.trainable, self.full = plan.shared, plan.params[0].requires_grad, torch.empty(1)
+        self.number = number
+        self.modules = plan.modules
+        self.params = plan.params
+        self.param_names = plan.param_names
+        self.shared = plan.shared
+        self.trainable = plan.params[0].requires_grad
+        self.full = torch.empty(1)
         self.program: Program | None = None
         self.home: Home | None = None
 
@@ -101,20 +125,21 @@ class RehearsedReducer:
     """As much of a `GradientReducer` as the order of reductions sees."""
 
     def __init__(self, program: Program, reduces_now: Callable[[], bool]):
-        self._program, self._reduces_now = program, reduces_now
-        self._collected: set[RehearsedUnit] = set()
+        self._program = program
+        self._reduces_now = reduces_now
+        self._collected: set[RehearsedGroup] = set()
 
-    def collect(self, unit: RehearsedUnit, index: int) -> None:
-        unit.params[index].grad = None
-        self._collected.add(unit)
+    def collect(self, group: RehearsedGroup, index: int) -> None:
+        group.params[index].grad = None
+        self._collected.add(group)
 
-    def has_pending(self, unit: RehearsedUnit) -> bool:
-        return unit in self._collected
+    def has_pending(self, group: RehearsedGroup) -> bool:
+        return group in self._collected
 
-    def reduce(self, unit: RehearsedUnit) -> None:
-        self._collected.discard(unit)
+    def reduce(self, group: RehearsedGroup) -> None:
+        self._collected.discard(group)
         if self._reduces_now():
-            self._program.add("reduce", unit.number)
+            self._program.add("reduce", group.number)
 
     def end_backward(self) -> None:
         self._program.add("backward ends")
@@ -122,55 +147,68 @@ class RehearsedReducer:
 
 def rehearse(
     model: nn.Module,
-    units: Sequence[RehearsedUnit],
+    groups: Sequence[RehearsedGroup],
     config: Config,
     loss: Callable[[], torch.Tensor],
     clock: Callable[[], float],
     on_accelerator: bool,
 ) -> list[Op]:
-    """The program of the second step, after which nothing changes any more. `loss` runs the model's forward."""
-    program, residency, stage = Program(clock), units[0].residency, config.zero_optimization.stage
+    """The program of the second step, after which nothing changes any more.
+
+    `loss` runs the model's forward.
+    """
+    program, residency, stage = Program(clock), groups[0].residency, config.zero_optimization.stage
     micro_batches, at = config.gradient_accumulation_steps or 1, SimpleNamespace(micro=0)
     comm = SimpleNamespace(
-        **vars(NO_COMMUNICATOR), matches_by_order=on_accelerator, device="cpu", broadcast=lambda tensor, src: None
+        **vars(NO_COMMUNICATOR),
+        matches_by_order=on_accelerator,
+        device="cpu",
+        broadcast=lambda tensor, src: None,
     )
 
     def is_last() -> bool:
         return at.micro == micro_batches - 1
 
     reducer = RehearsedReducer(program, lambda: stage >= 2 or is_last())
-    order = ReductionOrder(units, reducer, comm)
-    gathering = Gathering(units, make_schedule(units, config), comm, residency, order.before_use)
-    hooks = ModuleHooks(model, units, gathering, order, is_last, lambda: None)
-    for unit in units:
-        unit.program = program
+    order = ReductionOrder(groups, reducer, comm)
+    gathering = Gathering(groups, make_schedule(groups, config), comm, residency, order.before_use)
+    hooks = ModuleHooks(model, groups, gathering, order, is_last, lambda: None)
+    for group in groups:
+        group.program = program
     try:
         for _ in range(2):
             program.ops = []
             for at.micro in range(micro_batches):
                 loss().backward()
             program.add("step")
-            for unit in units:
-                if unit.state is not State.SHARDED:
-                    unit.reshard()
+            for group in groups:
+                if group.state is not State.SHARDED:
+                    group.reshard()
     finally:
         hooks.remove()
     return program.ops
 
 
-def make_units(model: nn.Module, config: Config, ranks: int) -> list[RehearsedUnit]:
-    """The units of the model on this number of ranks. UsageError if groups of shards do not divide it."""
+def make_groups(model: nn.Module, config: Config, ranks: int) -> list[RehearsedGroup]:
+    """The groups of the model on this number of ranks.
+
+    UsageError if groups of shards do not divide it.
+    """
     zero, residency = config.zero_optimization, Residency()
     threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
-    plans = plan_units(model, threshold, zero.stage3_model_persistence_threshold)
+    plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold)
     shards = zero.shards_over(ranks)
-    layouts = [UnitLayout([param.shape for param in plan.params], shards, zero.stage == 0) for plan in plans]
-    units = [
-        RehearsedUnit(number, *each, config, residency) for number, each in enumerate(zip(plans, layouts, strict=True))
+    layouts = [
+        GroupLayout([param.shape for param in plan.params], shards, zero.stage == 0)
+        for plan in plans
     ]
-    for unit, home in zip(units, homes(plans, layouts, config), strict=True):
-        unit.home = home
-    return units
+    groups = [
+        RehearsedGroup(number, *each, config, residency)
+        for number, each in enumerate(zip(plans, layouts, strict=True))
+    ]
+    for group, home in zip(groups, homes(plans, layouts, config), strict=True):
+        group.home = home
+    return groups
 
 
 def rehearse_meta(
@@ -193,11 +231,13 @@ def rehearse_meta(
     if checkpointing:
         enable_checkpointing(model)
     ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-    zero = config.zero_optimization  # the program is the same on any number of ranks that the groups divide
-    units = make_units(model, config, max(2, zero.mics_shard_size, zero.zero_hpz_partition_size))
+    zero = (
+        config.zero_optimization
+    )  # the program is the same on any number of ranks that the groups divide
+    groups = make_groups(model, config, max(2, zero.mics_shard_size, zero.zero_hpz_partition_size))
     with Operations() as done:
 
         def loss() -> torch.Tensor:
             return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-        return model, rehearse(model, units, config, loss, lambda: done.total, on_accelerator)
+        return model, rehearse(model, groups, config, loss, lambda: done.total, on_accelerator)

@@ -1,14 +1,15 @@
-"""All experiments of the published guides on this machine, one after the other, and one report of them.
+"""All experiments of the published guides on this machine, one after the other, and one report of
+them.
 
     python -m benchmarks.reproduce --quick                       # small sizes: under ten minutes on two cores
     python -m benchmarks.reproduce                               # the sizes of the guides: hours
     python -m benchmarks.reproduce --disk FOLDER_ON_A_FAST_DISK  # with T5-3B, which needs 60 GB there
     python -m benchmarks.reproduce --quick --only three_d gathering
 
-The report is `report.md`, with its pictures and JSON beside it (`--output`). Each experiment is a benchmark, an example
-or a command of its own; `benchmarks/reproduce_experiments.py` lists them. A failed one is shown in its section, and the
-others still run: then the exit code is 1. `--only` runs some, and keeps the other sections of an earlier report.
-"""
+The report is `report.md`, with its pictures and JSON beside it (`--output`). Each experiment is a
+benchmark, an example or a command of its own; `benchmarks/reproduce_experiments.py` lists them. A
+failed one is shown in its section, and the others still run: then the exit code is 1. `--only` runs
+some, and keeps the other sections of an earlier report."""
 
 from __future__ import annotations
 
@@ -45,10 +46,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes")
     names = [experiment.name for experiment in EXPERIMENTS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--disk", type=Path, help="folder on a fast disk, for what is offloaded to files")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "reproduction")
-    parser.add_argument("--json", action="store_true", help="print the report's JSON at the end, progress to stderr")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
+    )
+    parser.add_argument(
+        "--disk", type=Path, help="folder on a fast disk, for what is offloaded to files"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY / "benchmarks" / "out" / "reproduction"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the report's JSON at the end, progress to stderr"
+    )
     return parser.parse_args(argv)
 
 
@@ -57,7 +66,10 @@ def say(text: str) -> None:
 
 
 def run_command(command: list[str], log: Path) -> int:
-    """Run one command with its output in `log`, and return its exit code. Says every minute how far it is."""
+    """Run one command with its output in `log`, and return its exit code.
+
+    Says every minute how far it is.
+    """
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -84,7 +96,10 @@ def run_command(command: list[str], log: Path) -> int:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command with all that it started. SIGTERM first, so that torchrun ends its workers: it takes 30 seconds."""
+    """End a command with all that it started.
+
+    SIGTERM first, so that torchrun ends its workers: it takes 30 seconds.
+    """
     group, deadline = process.pid, time.monotonic() + 35
     number = signal.SIGTERM
     try:
@@ -109,7 +124,10 @@ def cpu_seconds() -> float:
 
 
 def run(experiment: Experiment, sizes: Sizes) -> Section:
-    """Run the experiment's commands, and return its section of the report. `error` is there if something failed."""
+    """Run the experiment's commands, and return its section of the report.
+
+    `error` is there if something failed.
+    """
     folder = sizes.folder / experiment.name
     if folder.exists():  # what an earlier run left could be taken for this one's
         shutil.rmtree(folder)
@@ -140,23 +158,32 @@ def run(experiment: Experiment, sizes: Sizes) -> Section:
         except subprocess.TimeoutExpired:
             code = f"none after {TIMEOUT} s"
         if code:
-            section["error"] = f"exit code {code}: {shown(command)}\n" + "\n".join(last_lines(log, LAST_LINES))
+            section["error"] = f"exit code {code}: {shown(command)}\n" + "\n".join(
+                last_lines(log, LAST_LINES)
+            )
             break
     else:
         try:
             section["tables"] = [table._asdict() for table in experiment.collect(folder, logs)]
-        except Exception:  # a file that is missing, or has another form: it belongs into this section
+        except (
+            Exception
+        ):  # a file that is missing, or has another form: it belongs into this section
             section["error"] = "the result cannot be read:\n" + traceback.format_exc(limit=-3)
     if "error" in section:
         section["state"] = "**failed**"
     section |= {"seconds": time.monotonic() - began, "cpu_seconds": cpu_seconds() - cpu}
-    section["pictures"] = [str(path.relative_to(folder.parent)) for path in sorted(folder.glob("*.png"))]
+    section["pictures"] = [
+        str(path.relative_to(folder.parent)) for path in sorted(folder.glob("*.png"))
+    ]
     return section
 
 
 def shown(command: list[str]) -> str:
     """Return the command as a user would write it in the repository."""
-    words = ["python" if word == sys.executable else word.replace(f"{REPOSITORY}/", "") for word in command]
+    words = [
+        "python" if word == sys.executable else word.replace(f"{REPOSITORY}/", "")
+        for word in command
+    ]
     return shlex.join(words).replace("python -m torch.distributed.run --standalone", "torchrun")
 
 
@@ -189,7 +216,12 @@ def cell(value: object) -> str:
 
 def table_lines(table: dict[str, Any]) -> list[str]:
     rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
-    return ["", table["caption"], "", *("| " + " | ".join(cell(value) for value in row) + " |" for row in rows)]
+    return [
+        "",
+        table["caption"],
+        "",
+        *("| " + " | ".join(cell(value) for value in row) + " |" for row in rows),
+    ]
 
 
 def section_lines(section: Section) -> list[str]:
@@ -212,29 +244,51 @@ def section_lines(section: Section) -> list[str]:
 
 def report(result: dict[str, Any]) -> str:
     """Return the report in Markdown. `result` is what `report.json` has."""
-    about = ", ".join(f"{name.replace('_gb', ' GB')} {value}" for name, value in result["machine"].items())
+    about = ", ".join(
+        f"{name.replace('_gb', ' GB')} {value}" for name, value in result["machine"].items()
+    )
     sections = result["sections"]
     lines = ["# Published experiments, run again", "", f"Machine: {about}.", ""]
     lines.append(
-        "Times of a busy machine are long. Compare CPU seconds there. Bytes, losses and errors do not depend on it."
+        "Times of a busy machine are long. Compare CPU seconds there. Bytes, losses and errors do "
+        "not depend on it."
     )
     lines += ["", "| experiment | state | seconds | CPU seconds |", "|---|---|---|---|"]
     for section in sections.values():
-        figures = [section["title"], section["state"], f"{section['seconds']:.0f}", f"{section['cpu_seconds']:.0f}"]
+        figures = [
+            section["title"],
+            section["state"],
+            f"{section['seconds']:.0f}",
+            f"{section['cpu_seconds']:.0f}",
+        ]
         lines.append("| " + " | ".join(figures) + " |")
-    together = (f"{sum(section[key] for section in sections.values()):.0f}" for key in ("seconds", "cpu_seconds"))
+    together = (
+        f"{sum(section[key] for section in sections.values()):.0f}"
+        for key in ("seconds", "cpu_seconds")
+    )
     lines.append(f"| together | | {' | '.join(together)} |")
-    return "\n".join([*lines, *(line for section in sections.values() for line in section_lines(section))]) + "\n"
+    return (
+        "\n".join(
+            [*lines, *(line for section in sections.values() for line in section_lines(section))]
+        )
+        + "\n"
+    )
 
 
 def earlier_sections(output: Path) -> dict[str, Section]:
-    """Return an earlier report's sections. Exits with 2 if the folder has other things: they could be lost."""
+    """Return an earlier report's sections.
+
+    Exits with 2 if the folder has other things: they could be lost.
+    """
     output.mkdir(parents=True, exist_ok=True)
     path = output / "report.json"
     if path.exists():
         return json.loads(path.read_text())["sections"]
     if any(output.iterdir()):
-        say(f"error: --output {output}: the folder has files, but no report.json; give a new or empty folder")
+        say(
+            f"error: --output {output}: the folder has files, but no report.json; give a new or "
+            "empty folder"
+        )
         sys.exit(2)
     return {}
 
@@ -254,13 +308,19 @@ def main(argv: list[str] | None = None) -> None:
     began = time.monotonic()
     write(args.output, found)
     for number, experiment in enumerate(chosen, start=1):
-        say(f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {experiment.name}: {experiment.title}")
+        say(
+            f"[{number}/{len(chosen)}, {time.monotonic() - began:.0f} s] {experiment.name}: "
+            f"{experiment.title}"
+        )
         found[experiment.name] = run(experiment, Sizes(args.output, args.quick, args.disk))
         if "error" in found[experiment.name]:
             say("  FAILED\n" + found[experiment.name]["error"])
         write(args.output, found)  # each time, so that an interrupted run leaves a report
     failed = [each.name for each in chosen if "error" in found[each.name]]
-    say(f"written: {args.output / 'report.md'}, report.json" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    say(
+        f"written: {args.output / 'report.md'}, report.json"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     if args.json:
         print((args.output / "report.json").read_text())
     sys.exit(1 if failed else 0)

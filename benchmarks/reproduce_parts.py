@@ -1,4 +1,6 @@
-"""What an experiment of `benchmarks.reproduce` is, and helpers for its commands, tables and pictures."""
+"""What an experiment of `benchmarks.reproduce` is, and helpers for its commands, tables and
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Commands = list[list[str]]
 
 
 class Sizes(NamedTuple):
-    """Where an experiment writes, whether it is to be short, and a folder on a fast disk for what is offloaded."""
+    """Where an experiment writes, whether it is to be short, and a folder on a fast disk for what
+    is offloaded.
+    """
 
     folder: Path
     quick: bool
@@ -26,7 +30,10 @@ class Table(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """`collect` gets the experiment's folder and the output files of its commands. It may draw pictures there."""
+    """`collect` gets the experiment's folder and the output files of its commands.
+
+    It may draw pictures there.
+    """
 
     name: str
     title: str
@@ -63,11 +70,18 @@ def percent(part: float) -> str:
 
 def chosen(caption: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> Table:
     """A table of some entries of each row: `columns` has their titles by key."""
-    return Table(caption, list(columns.values()), [[row.get(key) for key in columns] for row in rows])
+    return Table(
+        caption, list(columns.values()), [[row.get(key) for key in columns] for row in rows]
+    )
 
 
-def curves(path: Path, title: str, axes: tuple[str, str], lines: dict[str, tuple[list[float], list[float]]]) -> None:
-    """Draw lines of (x, y) by their names. Later ones are thinner, because equal ones lie on each other."""
+def curves(
+    path: Path, title: str, axes: tuple[str, str], lines: dict[str, tuple[list[float], list[float]]]
+) -> None:
+    """Draw lines of (x, y) by their names.
+
+    Later ones are thinner, because equal ones lie on each other.
+    """
     import matplotlib  # imported here, so that the list of experiments needs no matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""One process of `python -m benchmarks.scaling --check`: the median seconds of a step of a small Llama at stage 3.
+"""One process of `python -m benchmarks.scaling --check`: the median seconds of a step of a small
+Llama at stage 3.
 
 "step" is all of it. "update" is the part in `engine.step()`, with the wait for other ranks.
 """
@@ -50,7 +51,9 @@ def shape() -> transformers.PretrainedConfig:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--zero", type=json.loads, default={}, help="changes of zero_optimization, as JSON")
+    parser.add_argument(
+        "--zero", type=json.loads, default={}, help="changes of zero_optimization, as JSON"
+    )
     config = keys(parser.parse_args().zero)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -64,7 +67,9 @@ def main() -> None:
         engine.step()
         steps.append(time.perf_counter() - begin)
         updates.append(time.perf_counter() - computed)
-    report({"step": statistics.median(steps[WARMUP:]), "update": statistics.median(updates[WARMUP:])})
+    report(
+        {"step": statistics.median(steps[WARMUP:]), "update": statistics.median(updates[WARMUP:])}
+    )
 
 
 if __name__ == "__main__":

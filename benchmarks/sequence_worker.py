@@ -1,4 +1,6 @@
-"""The worker of `benchmarks.sequence`: the longest sequence of each setting, on one rank or shared by all of them."""
+"""The worker of `benchmarks.sequence`: the longest sequence of each setting, on one rank or shared
+by all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zero
 from benchmarks.launch import report
 from benchmarks.stages_worker import PeakMemory, let_go
-from zero.sequence import SequenceGroup, current_group, tile_mlps, tiled_loss
-from zero.world import init_distributed
+from zero.comm.world import init_distributed
+from zero.parallel.sequence import SequenceGroup, current_group, tile_mlps, tiled_loss
 
 MLP_TILES, LOSS_TILES = 8, 16
 STEP = 128  # tokens; lengths are multiples of it
@@ -32,7 +34,8 @@ class WithLoss(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.llama = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))
-        self.config, self.tiled = self.llama.config, "tiled loss" in setting
+        self.config = self.llama.config
+        self.tiled = "tiled loss" in setting
         if "tiled MLP" in setting:
             tile_mlps(self.llama, MLP_TILES)
         if "checkpointing" in setting:
@@ -47,8 +50,17 @@ class WithLoss(nn.Module):
 
 def peak_of_step(engine: Any, length: int, ranks: SequenceGroup | None) -> tuple[int, float, float]:
     """(bytes above those before the step, loss, seconds), the largest of all ranks."""
-    ids = torch.randint(8, engine.module.config.vocab_size, (1, length + 1), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "position_ids": torch.arange(length)[None]}
+    ids = torch.randint(
+        8,
+        engine.module.config.vocab_size,
+        (1, length + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
+    inputs = {
+        "input_ids": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "position_ids": torch.arange(length)[None],
+    }
     if ranks is not None:
         inputs = {key: value.chunk(ranks.size, dim=1)[ranks.rank] for key, value in inputs.items()}
     let_go()
@@ -65,11 +77,19 @@ def peak_of_step(engine: Any, length: int, ranks: SequenceGroup | None) -> tuple
 
 
 def longest(setting: list[str], sizes: dict[str, int], limit: int, most: int) -> dict[str, Any]:
-    """Doubles the length until the limit is passed, then halves the interval down to a sixteenth of the length."""
+    """Doubles the length until the limit is passed, then halves the interval down to a sixteenth of
+    the length.
+    """
     shared = dist.get_world_size() if "sharing" in setting else 1
     model = WithLoss(sizes, setting)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "sequence_parallel_size": shared}
-    engine, *_ = zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), config=config)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "sequence_parallel_size": shared,
+    }
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), config=config
+    )
     ranks = current_group() if shared > 1 else None
     _, loss, _ = peak_of_step(engine, STEP, ranks)  # also makes what is made once
     tried: dict[int, tuple[int, float]] = {}
@@ -91,7 +111,13 @@ def longest(setting: list[str], sizes: dict[str, int], limit: int, most: int) ->
         good, bad = (middle, bad) if fits(middle) else (good, middle)
     engine.destroy()
     peak, seconds = tried.get(good, (0, 0.0))
-    return {"setting": setting, "tokens": good, "peak": peak, "seconds": seconds, "first_loss": loss}
+    return {
+        "setting": setting,
+        "tokens": good,
+        "peak": peak,
+        "seconds": seconds,
+        "first_loss": loss,
+    }
 
 
 def main() -> None:
@@ -99,7 +125,9 @@ def main() -> None:
     parser.add_argument("--task", type=json.loads, required=True)
     task = parser.parse_args().task
     init_distributed()
-    report({"rows": [longest(s, task["sizes"], task["limit"], task["most"]) for s in task["settings"]]})
+    report(
+        {"rows": [longest(s, task["sizes"], task["limit"], task["most"]) for s in task["settings"]]}
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """One rank of the stages benchmark, started by `benchmarks.stages` on each rank.
 
-`--task cost` measures memory in two bf16 steps of each stage with accumulation 2. Then it measures time in rounds of
-fp32 steps. The stages take turns, so that a busy machine disturbs all of them alike.
-`--task train` runs a short training in plain torch, and the same one at each stage in fp32 and bf16, for the losses.
-"""
+`--task cost` measures memory in two bf16 steps of each stage with accumulation 2. Then it measures
+time in rounds of fp32 steps. The stages take turns, so that a busy machine disturbs all of them
+alike. `--task train` runs a short training in plain torch, and the same one at each stage in fp32
+and bf16, for the losses."""
 
 from __future__ import annotations
 
@@ -32,13 +32,22 @@ STAGES = [0, 1, 2, 3]
 ACCUMULATION = 2
 WARMUP = 1
 # A T5 that learns to repeat 16 tokens out of a vocabulary of 32 in about 200 steps.
-T5_TINY = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 32}
+T5_TINY = {
+    "d_model": 64,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_kv": 16,
+    "vocab_size": 32,
+}
 ROWS, LENGTH = 32, 6
 
 Batch = dict[str, torch.Tensor]
 
 
-def start(model: nn.Module, stage: int, bf16: bool, lr: float = 1e-4, accumulation: int = 1) -> zero.ZeroEngine:
+def start(
+    model: nn.Module, stage: int, bf16: bool, lr: float = 1e-4, accumulation: int = 1
+) -> zero.ZeroEngine:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -73,12 +82,17 @@ def bytes_of(tensors: Iterable[torch.Tensor | None]) -> dict[int, int]:
 
 def state_bytes(engine: zero.ZeroEngine) -> dict[str, int]:
     """Return the bytes of model states that this rank holds now. No storage counts twice."""
-    units, shards = engine.units, engine.optimizer.shards.values()
-    moments = [value for state in engine.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    groups, shards = engine.groups, engine.optimizer.shards.values()
+    moments = [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
     parts = {
-        "parameters": bytes_of(tensor for unit in units for tensor in (unit.full, unit.shard)),
+        "parameters": bytes_of(tensor for group in groups for tensor in (group.full, group.shard)),
         "gradients": bytes_of(shard.grad for shard in shards),
-        "accumulated": bytes_of(engine.reducer.carried(unit) for unit in units),
+        "accumulated": bytes_of(engine.reducer.carried(group) for group in groups),
         "optimizer": bytes_of([*(shard.master for shard in shards), *moments]),
     }
     for address in parts["parameters"]:
@@ -90,7 +104,8 @@ class PeakMemory:
     """A context that samples this process's resident memory. `bytes` is the largest sample."""
 
     def __enter__(self) -> PeakMemory:
-        self.bytes, self._done = 0, threading.Event()
+        self.bytes = 0
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         return self
@@ -133,7 +148,9 @@ def measure_memory(stage: int) -> dict[str, Any]:
 def measure_time(stage: int, args: argparse.Namespace) -> dict[str, Any]:
     """Return losses, and wall and CPU seconds of this process for each counted step, in fp32."""
     let_go()
-    batches = synthetic_batches(T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank())
+    batches = synthetic_batches(
+        T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank()
+    )
     engine = start(build_t5(T5_42M, BUILD_SEED), stage, bf16=False)
     losses, wall, cpu = [], [], []
     for batch in islice(batches, WARMUP + args.steps):
@@ -159,7 +176,9 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
 
 def copies(steps: int, rows: int) -> Iterator[Batch]:
     """Yield random sequences that are their own targets. They are the same on every rank."""
-    for batch in islice(synthetic_batches(T5_TINY["vocab_size"], rows, LENGTH, LENGTH, seed=0), steps):
+    for batch in islice(
+        synthetic_batches(T5_TINY["vocab_size"], rows, LENGTH, LENGTH, seed=0), steps
+    ):
         yield {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
@@ -182,7 +201,9 @@ def train_stage(stage: int, bf16: bool, steps: int, lr: float) -> list[float]:
     engine = start(build_t5(T5_TINY, BUILD_SEED), stage, bf16, lr)
     rank, world_size, losses = dist.get_rank(), dist.get_world_size(), []
     for batch in copies(steps, ROWS):
-        loss = train_step(engine, {name: value.chunk(world_size)[rank] for name, value in batch.items()})
+        loss = train_step(
+            engine, {name: value.chunk(world_size)[rank] for name, value in batch.items()}
+        )
         losses.append(loss)
     engine.destroy()
     total = torch.tensor(losses, dtype=torch.float64)

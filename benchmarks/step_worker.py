@@ -1,9 +1,9 @@
-"""One rank of one variant of the step benchmark: trains a T5 on synthetic batches and reports the cost of each step.
+"""One rank of one variant of the step benchmark: trains a T5 on synthetic batches and reports the
+cost of each step.
 
-`benchmarks.step` starts it on each rank, in this environment or (variant `deepspeed`) in one that has DeepSpeed. A
-variant is a function from a plain model to `train_step(batch) -> loss`. All use torch's fused AdamW, and clip gradients
-to a global norm of 1.0.
-"""
+`benchmarks.step` starts it on each rank, in this environment or (variant `deepspeed`) in one that
+has DeepSpeed. A variant is a function from a plain model to `train_step(batch) -> loss`. All use
+torch's fused AdamW, and clip gradients to a global norm of 1.0."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def ddp(model: nn.Module, args: argparse.Namespace) -> TrainStep:
 
 
 def fsdp2(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """`fully_shard` on each T5 block and on the root, resharded after forward. bf16: its mixed-precision policy."""
+    """`fully_shard` on each T5 block and on the root, resharded after forward. bf16: its
+    mixed-precision policy.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
@@ -76,8 +78,13 @@ def fsdp2(model: nn.Module, args: argparse.Namespace) -> TrainStep:
     return train_step
 
 
-def _initialized(package: Any, model: nn.Module, args: argparse.Namespace, zero: dict[str, Any]) -> TrainStep:
-    """Return the step of an engine with DeepSpeed's interface. `package`: `zero` or the real `deepspeed`."""
+def _initialized(
+    package: Any, model: nn.Module, args: argparse.Namespace, zero: dict[str, Any]
+) -> TrainStep:
+    """Return the step of an engine with DeepSpeed's interface.
+
+    `package`: `zero` or the real `deepspeed`.
+    """
     config = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
@@ -99,17 +106,24 @@ def _initialized(package: Any, model: nn.Module, args: argparse.Namespace, zero:
 
 
 def zero3(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """This engine at stage 3 with DeepSpeed's default limits: units may stay gathered from forward to backward."""
+    """This engine at stage 3 with DeepSpeed's default limits: groups may stay gathered from forward
+    to backward.
+    """
     import zero
 
     return _initialized(zero, model, args, {})
 
 
 def zero3_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
-    """This engine at stage 3. Every unit is resharded after each use, in forward and in backward."""
+    """This engine at stage 3.
+
+    Every group is resharded after each use, in forward and in backward.
+    """
     import zero
 
-    return _initialized(zero, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0})
+    return _initialized(
+        zero, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    )
 
 
 def deepspeed(model: nn.Module, args: argparse.Namespace) -> TrainStep:
@@ -123,7 +137,9 @@ def deepspeed_strict(model: nn.Module, args: argparse.Namespace) -> TrainStep:
     """DeepSpeed at stage 3, with limits that ask for a release after each use."""
     import deepspeed
 
-    return _initialized(deepspeed, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0})
+    return _initialized(
+        deepspeed, model, args, {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    )
 
 
 VARIANTS = {
@@ -137,7 +153,9 @@ VARIANTS = {
 
 
 def measure(train_step: TrainStep, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return wall, user and system seconds of one step of this process (all threads), its loss, and RSS (MB)."""
+    """Return wall, user and system seconds of one step of this process (all threads), its loss, and
+    RSS (MB).
+    """
     dist.barrier()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     loss = train_step(batch)
@@ -165,10 +183,16 @@ def main() -> None:
     model = build_t5(T5_42M, BUILD_SEED)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train_step = VARIANTS[args.variant](model, args)
-    batches = synthetic_batches(T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank())
+    batches = synthetic_batches(
+        T5_42M["vocab_size"], args.batch, args.length, args.length, seed=dist.get_rank()
+    )
     steps = [measure(train_step, batch) for batch in islice(batches, args.warmup + args.steps)]
     # kilobytes on Linux, bytes on macOS
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
+    peak = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        / 1e6
+    )
     report({"parameters": parameters, "rss_imported": imported, "rss_peak": peak, "steps": steps})
     dist.destroy_process_group()
 

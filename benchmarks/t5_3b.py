@@ -1,9 +1,10 @@
-"""T5-3B (random weights) with run_translation.py and offload: to host memory with a GPU, to files without one.
+"""T5-3B (random weights) with run_translation.py and offload: to host memory with a GPU, to files
+without one.
 
     python -m benchmarks.t5_3b --folder FAST_DISK [--steps 1] [--device nvme] [--small]
 
-Run it by hand: without a GPU a step takes some minutes and 60 GB of disk. Peak resident memory is sampled over all
-processes of the job. The job's own output (progress, seconds by phase) is shown.
+Run it by hand: without a GPU a step takes some minutes and 60 GB of disk. Peak resident memory is
+sampled over all processes of the job. The job's own output (progress, seconds by phase) is shown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import T5Config
 
 from benchmarks.arguments import Parser, result_file
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
-from zero.arguments import count
+from zero.tools.arguments import count
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -64,11 +65,16 @@ def prepare(work: Path, arguments: argparse.Namespace) -> list[str]:
     """Write configuration, tokenizer and text to `work`. Return the command."""
     config = t5_3b(arguments.small)
     config.save_pretrained(work / "model")
-    lines = [f"sentence number {i} speaks of {i * i} things and of {i + 7} more" for i in range(400)]
-    t5_tokenizer(scored_pieces(train_sentencepiece(lines, 300, 1.0))).save_pretrained(work / "model")
+    lines = [
+        f"sentence number {i} speaks of {i * i} things and of {i + 7} more" for i in range(400)
+    ]
+    t5_tokenizer(scored_pieces(train_sentencepiece(lines, 300, 1.0))).save_pretrained(
+        work / "model"
+    )
     # Long enough to be cut to 128 tokens on both sides.
     records = [
-        {"translation": {"en": " ".join(lines[i : i + 40]), "de": " ".join(lines[i : i + 40])}} for i in range(99)
+        {"translation": {"en": " ".join(lines[i : i + 40]), "de": " ".join(lines[i : i + 40])}}
+        for i in range(99)
     ]
     (work / "text.json").write_text("\n".join(json.dumps(record) for record in records))
     (work / "ds_config.json").write_text(json.dumps(ds_config(arguments.device, arguments.folder)))
@@ -98,7 +104,10 @@ class Sampler:
     """A thread that samples the resident memory of a process and its children."""
 
     def __init__(self, process: psutil.Process):
-        self.process, self.peak, self.peak_anonymous, self._ended = process, 0, 0, threading.Event()
+        self.process = process
+        self.peak = 0
+        self.peak_anonymous = 0
+        self._ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -108,7 +117,9 @@ class Sampler:
                 family = [self.process, *self.process.children(recursive=True)]
                 infos = [each.memory_info() for each in family]
                 self.peak = max(self.peak, sum(info.rss for info in infos))
-                self.peak_anonymous = max(self.peak_anonymous, sum(info.rss - info.shared for info in infos))
+                self.peak_anonymous = max(
+                    self.peak_anonymous, sum(info.rss - info.shared for info in infos)
+                )
             except psutil.NoSuchProcess:
                 continue
 
@@ -121,15 +132,23 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder for the offload files")
     parser.add_argument("--steps", type=count, default=1)
-    parser.add_argument("--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme")
-    parser.add_argument("--small", action="store_true", help="a model of 16 million parameters, to try the command")
-    parser.add_argument("--output", type=result_file, default=REPOSITORY / "benchmarks" / "t5_3b.json")
+    parser.add_argument(
+        "--device", choices=["nvme", "cpu"], default="cpu" if torch.cuda.is_available() else "nvme"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a model of 16 million parameters, to try the command"
+    )
+    parser.add_argument(
+        "--output", type=result_file, default=REPOSITORY / "benchmarks" / "t5_3b.json"
+    )
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         command = prepare(Path(work), arguments)
         before, start = psutil.disk_io_counters(), time.perf_counter()
-        process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        )
         sampler = Sampler(psutil.Process(process.pid))
         code = process.wait()
         sampler.stop()

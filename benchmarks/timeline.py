@@ -1,10 +1,11 @@
-"""A model of a training step: what the engine waits for on N devices, by links and sizes that are given.
+"""A model of a training step: what the engine waits for on N devices, by links and sizes that are
+given.
 
-    python -m benchmarks.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks 8 64 --batch 1 --seq 2048
+    python -m benchmarks.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks 8 64
+    --batch 1 --seq 2048
 
-`benchmarks/rehearsal.py` has the engine's own policies write down the program of a step. This file gives each operation
-its time on N devices. Every run prints what is assumed for that.
-"""
+`benchmarks/rehearsal.py` has the engine's own policies write down the program of a step. This file
+gives each operation its time on N devices. Every run prints what is assumed for that."""
 
 from __future__ import annotations
 
@@ -20,15 +21,21 @@ import torch
 import transformers
 
 from benchmarks.arguments import Parser
-from benchmarks.rehearsal import Op, RehearsedUnit, make_units, rehearse_meta
-from zero.arguments import above_zero, count
-from zero.compression import message_bytes
+from benchmarks.rehearsal import Op, RehearsedGroup, make_groups, rehearse_meta
+from zero.build import overlaps_step
+from zero.comm.quantized import message_bytes
 from zero.config import Config, load_config
 from zero.config.offload import OffloadOptimizerConfig
-from zero.construction import overlaps_step
 from zero.errors import UsageError
-from zero.estimate.rank import DEVICE, DISK, HOST, fill_in, read_config
-from zero.estimate.traffic import COMPUTE_SPEED, DISK_SPEED, HOST_SPEED, HOST_UPDATE_SPEED, NETWORK_SPEED
+from zero.tools.arguments import above_zero, count
+from zero.tools.estimate.rank import DEVICE, DISK, HOST, fill_in, read_config
+from zero.tools.estimate.traffic import (
+    COMPUTE_SPEED,
+    DISK_SPEED,
+    HOST_SPEED,
+    HOST_UPDATE_SPEED,
+    NETWORK_SPEED,
+)
 
 ASSUMPTIONS = """\
 assumptions
@@ -50,24 +57,35 @@ assumptions
 class Machine:
     """Speeds, each of one direction. The help of the command line says what each one is."""
 
-    flops: float = field(default=COMPUTE_SPEED, metadata={"help": "operations per second that a device reaches"})
+    flops: float = field(
+        default=COMPUTE_SPEED, metadata={"help": "operations per second that a device reaches"}
+    )
     within: float = field(default=300e9, metadata={"help": "bytes/s between the devices of a node"})
     between: float = field(
-        default=8 * NETWORK_SPEED, metadata={"help": "bytes/s between nodes, of all links of a node together"}
+        default=8 * NETWORK_SPEED,
+        metadata={"help": "bytes/s between nodes, of all links of a node together"},
     )
     per_node: int = field(default=8, metadata={"help": "devices of a node"})
     latency_within: float = field(default=2e-6, metadata={"help": "seconds a hop within a node"})
     latency_between: float = field(default=8e-6, metadata={"help": "seconds a hop between nodes"})
-    pcie: float = field(default=HOST_SPEED, metadata={"help": "bytes/s between a device and host memory"})
-    disk: float = field(default=DISK_SPEED, metadata={"help": "bytes/s of a rank's share of the disk"})
-    host_adam: float = field(
-        default=HOST_UPDATE_SPEED, metadata={"help": "elements/s that a rank's share of the CPU updates"}
+    pcie: float = field(
+        default=HOST_SPEED, metadata={"help": "bytes/s between a device and host memory"}
     )
-    device_memory_bandwidth: float = field(default=2e12, metadata={"help": "bytes/s of the device's memory"})
+    disk: float = field(
+        default=DISK_SPEED, metadata={"help": "bytes/s of a rank's share of the disk"}
+    )
+    host_adam: float = field(
+        default=HOST_UPDATE_SPEED,
+        metadata={"help": "elements/s that a rank's share of the CPU updates"},
+    )
+    device_memory_bandwidth: float = field(
+        default=2e12, metadata={"help": "bytes/s of the device's memory"}
+    )
     direct: bool = False
 
     def collective(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather or reduce-scatter of groups of `ranks`, which are `stride` apart.
+        """Seconds of an all-gather or reduce-scatter of groups of `ranks`, which are `stride`
+        apart.
 
         Args: nbytes: of the full buffer of one group.
         """
@@ -81,7 +99,9 @@ class Machine:
         return nbytes * (ranks - 1) / ranks / speed + latency
 
     def exchange(self, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds in which each rank of such groups sends a message to each other one, `nbytes / ranks` long."""
+        """Seconds in which each rank of such groups sends a message to each other one, `nbytes /
+        ranks` long.
+        """
         if ranks == 1:
             return 0.0
         nodes, of_node = self._nodes(ranks, stride), min(ranks * stride, self.per_node)
@@ -96,35 +116,44 @@ class Machine:
 
 
 class Timeline:
-    """Plays a program step after step, with `units` of this number of ranks.
+    """Plays a program step after step, with `groups` of this number of ranks.
 
-    Attributes, all in seconds: now: of the compute stream; waits: its waits, by cause; busy: by stream. A stream runs
-    one operation after another. An operation starts when its stream is free and what it needs is there.
+    Attributes, all in seconds: now: of the compute stream; waits: its waits, by cause; busy: by
+    stream. A stream runs one operation after another. An operation starts when its stream is free
+    and what it needs is there.
 
-    Args: ranks: of the job. The units' layouts say over how many of them a unit is cut.
+    Args: ranks: of the job. The groups' layouts say over how many of them a group is cut.
     """
 
     def __init__(
         self,
-        units: Sequence[RehearsedUnit],
+        groups: Sequence[RehearsedGroup],
         config: Config,
         machine: Machine,
         ranks: int,
         on_accelerator: bool = True,
     ):
-        self.units, self.config, self.machine, self.ranks = units, config, machine, ranks
-        self.now, self.waits, self.busy = 0.0, Counter[str](), Counter[str]()
+        self.groups = groups
+        self.config = config
+        self.machine = machine
+        self.ranks = ranks
+        self.now = 0.0
+        self.waits = Counter[str]()
+        self.busy = Counter[str]()
         self._free = Counter[str]()
         self._gathers: dict[int, float] = {}
-        self._late: dict[int, float] = {}  # when a unit's late update ends
-        self._in_flight: deque[tuple[RehearsedUnit, float]] = deque()
+        self._late: dict[int, float] = {}  # when a group's late update ends
+        self._in_flight: deque[tuple[RehearsedGroup, float]] = deque()
         self._offloading: deque[float] = deque()
-        self._fresh: set[RehearsedUnit] = set()
-        self._second: set[RehearsedUnit] = set()  # the units that have a second shard (hpZ)
-        self._item, self._grad_item = config.compute_dtype.itemsize, config.gradient_bytes(sums_have_16_bits=True)
+        self._fresh: set[RehearsedGroup] = set()
+        self._second: set[RehearsedGroup] = set()  # the groups that have a second shard (hpZ)
+        self._item = config.compute_dtype.itemsize
+        self._grad_item = config.gradient_bytes(sums_have_16_bits=True)
         self._sent_item = (config.communication_data_type or config.compute_dtype).itemsize
         offload = config.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
-        self._updates_late = overlaps_step(offload, torch.device("cuda" if on_accelerator else "cpu"))
+        self._updates_late = overlaps_step(
+            offload, torch.device("cuda" if on_accelerator else "cpu")
+        )
 
     def run(self, stream: str, seconds: float, after: float) -> float:
         """Give an operation to a stream; the time of its end."""
@@ -136,28 +165,41 @@ class Timeline:
         self.waits[cause] += max(0.0, end - self.now)
         self.now = max(self.now, end)
 
-    def _all_gather(self, unit: RehearsedUnit, after: float) -> float:
-        """The end of an all-gather that may start at `after`. With hpZ only the first one since an update is wide."""
-        zero, layout = self.config.zero_optimization, unit.layout
+    def _all_gather(self, group: RehearsedGroup, after: float) -> float:
+        """The end of an all-gather that may start at `after`.
+
+        With hpZ only the first one since an update is wide.
+        """
+        zero, layout = self.config.zero_optimization, group.layout
         ranks, second = layout.world_size, zero.second_shards_over(self.ranks)
-        is_coded = zero.zero_quantized_weights or (zero.zero_quantized_nontrainable_weights and not unit.trainable)
-        if second and unit in self._second:  # these are sent as they are
+        is_coded = zero.zero_quantized_weights or (
+            zero.zero_quantized_nontrainable_weights and not group.trainable
+        )
+        if second and group in self._second:  # these are sent as they are
             ranks, is_coded = second, False
-        self._second.add(unit)
+        self._second.add(group)
         shard = layout.padded // ranks
         message = message_bytes(shard, 8) if is_coded else shard * self._item
         return self.run("network", self.machine.collective(ranks * message, ranks), after)
 
-    def _reduction(self, unit: RehearsedUnit) -> float:
-        """The end of a reduction that starts now: over the shard group, then over the ranks with the same shard."""
-        zero, layout, machine = self.config.zero_optimization, unit.layout, self.machine
+    def _reduction(self, group: RehearsedGroup) -> float:
+        """The end of a reduction that starts now: over the shard group, then over the ranks with
+        the same shard.
+        """
+        zero, layout, machine = self.config.zero_optimization, group.layout, self.machine
         ranks, shard = layout.world_size, layout.padded // layout.world_size
         seconds = machine.collective(layout.padded * self._sent_item, ranks)
         if zero.zero_quantized_gradients:
             nbytes = ranks * message_bytes(shard, zero.zero_quantized_gradient_bits)
-            near = machine.per_node if ranks % machine.per_node == 0 else ranks  # else one exchange among all
-            seconds = machine.exchange(nbytes, near) + machine.exchange(nbytes / near, ranks // near, stride=near)
-        seconds += 2 * machine.collective(shard * self._sent_item, self.ranks // ranks, stride=ranks)
+            near = (
+                machine.per_node if ranks % machine.per_node == 0 else ranks
+            )  # else one exchange among all
+            seconds = machine.exchange(nbytes, near) + machine.exchange(
+                nbytes / near, ranks // near, stride=near
+            )
+        seconds += 2 * machine.collective(
+            shard * self._sent_item, self.ranks // ranks, stride=ranks
+        )
         return self.run("network", seconds, self.now)
 
     def _compute(self, seconds: float, stream: str = "compute") -> None:
@@ -172,60 +214,67 @@ class Timeline:
             elif op.kind == "backward ends":
                 self._drain()
             elif op.kind == "step":
-                self._update([op.unit for op in program if op.kind == "use"])
+                self._update([op.group for op in program if op.kind == "use"])
             else:
-                act[op.kind](self.units[op.unit])
+                act[op.kind](self.groups[op.group])
 
     # -- weights
 
-    def _gather(self, unit: RehearsedUnit) -> None:
-        nbytes, ready = unit.layout.shard_numel * self._item, self.now
-        if unit.number in self._late:
-            self.wait(self._late.pop(unit.number), "optimizer")
-        if unit.home.weights == DISK:  # the all-gather starts at the use
-            self._gathers[unit.number] = self.run("disk", nbytes / self.machine.disk, self.now)
+    def _gather(self, group: RehearsedGroup) -> None:
+        nbytes, ready = group.layout.shard_numel * self._item, self.now
+        if group.number in self._late:
+            self.wait(self._late.pop(group.number), "optimizer")
+        if group.home.weights == DISK:  # the all-gather starts at the use
+            self._gathers[group.number] = self.run("disk", nbytes / self.machine.disk, self.now)
             return
         ready = self.now
-        if unit.home.weights == HOST:
+        if group.home.weights == HOST:
             ready = self.run("to device", nbytes / self.machine.pcie, ready)
-        self._gathers[unit.number] = self._all_gather(unit, ready)
+        self._gathers[group.number] = self._all_gather(group, ready)
 
-    def _use(self, unit: RehearsedUnit) -> None:
-        end = self._gathers.pop(unit.number)
-        if unit.home.weights == DISK:
+    def _use(self, group: RehearsedGroup) -> None:
+        end = self._gathers.pop(group.number)
+        if group.home.weights == DISK:
             self.wait(end, "file")
-            end = self.run("to device", unit.layout.shard_numel * self._item / self.machine.pcie, self.now)
-            end = self._all_gather(unit, end)
+            end = self.run(
+                "to device", group.layout.shard_numel * self._item / self.machine.pcie, self.now
+            )
+            end = self._all_gather(group, end)
         self.wait(end, "gather")
 
     # -- gradients
 
-    def _reduce(self, unit: RehearsedUnit) -> None:
-        zero, numel = self.config.zero_optimization, unit.layout.padded
-        while self._in_flight and sum(u.layout.padded for u, _ in self._in_flight) + numel > zero.reduce_bucket_size:
+    def _reduce(self, group: RehearsedGroup) -> None:
+        zero, numel = self.config.zero_optimization, group.layout.padded
+        while (
+            self._in_flight
+            and sum(u.layout.padded for u, _ in self._in_flight) + numel > zero.reduce_bucket_size
+        ):
             self._finish_oldest()
-        if unit in self._fresh and unit.home.optimizer != DEVICE:
+        if group in self._fresh and group.home.optimizer != DEVICE:
             self._drain()
-            nbytes = unit.layout.shard_numel * self._grad_item
+            nbytes = group.layout.shard_numel * self._grad_item
             self.wait(self.run("to device", nbytes / self.machine.pcie, self.now), "gradients in")
-        self._fresh.add(unit)
-        self._in_flight.append((unit, self._reduction(unit)))
+        self._fresh.add(group)
+        self._in_flight.append((group, self._reduction(group)))
         if not zero.overlap_comm:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        unit, end = self._in_flight.popleft()
+        group, end = self._in_flight.popleft()
         self.wait(end, "reduce")
-        if unit.layout.replicated:  # the second half of an all-reduce
-            seconds = self.machine.collective(unit.layout.padded * self._grad_item, unit.layout.world_size)
+        if group.layout.replicated:  # the second half of an all-reduce
+            seconds = self.machine.collective(
+                group.layout.padded * self._grad_item, group.layout.world_size
+            )
             self.wait(self.run("network", seconds, self.now), "reduce")
-        if unit.home.optimizer == DEVICE:
+        if group.home.optimizer == DEVICE:
             return
         if len(self._offloading) == 2:
             self.wait(self._offloading.popleft(), "gradients out")
-        nbytes = unit.layout.shard_numel * self._grad_item
+        nbytes = group.layout.shard_numel * self._grad_item
         end = self.run("from device", nbytes / self.machine.pcie, self.now)
-        if unit.home.optimizer == DISK:
+        if group.home.optimizer == DISK:
             end = self.run("disk", nbytes / self.machine.disk, end)
         self._offloading.append(end)
 
@@ -238,56 +287,84 @@ class Timeline:
     # -- the optimizer
 
     def _update(self, order: Sequence[int]) -> None:
-        """The step: the norm, the updates that cannot be late, persistent units gathered again, late updates."""
+        """The step: the norm, the updates that cannot be late, persistent groups gathered again,
+        late updates.
+        """
         self._fresh.clear()
-        self._second = {unit for unit in self._second if not unit.trainable}
+        self._second = {group for group in self._second if not group.trainable}
         collective = self.machine.collective
         self.wait(self.now + 2 * collective(0, self.ranks), "norm")
-        trained = [unit for unit in self.units if unit.trainable]
-        late = {unit.number: unit for unit in trained if self._updates_late and not unit.persistent}
-        for end in self._updates([unit for unit in trained if unit.number not in late]):
+        trained = [group for group in self.groups if group.trainable]
+        late = {
+            group.number: group for group in trained if self._updates_late and not group.persistent
+        }
+        for end in self._updates([group for group in trained if group.number not in late]):
             self.wait(end, "update")
-        for unit in trained:
-            if unit.persistent and unit.layout.shard_numel < unit.layout.padded:
-                seconds = collective(unit.layout.padded * self._item, unit.layout.world_size)
+        for group in trained:
+            if group.persistent and group.layout.shard_numel < group.layout.padded:
+                seconds = collective(group.layout.padded * self._item, group.layout.world_size)
                 self.wait(self.run("network", seconds, self.now), "gather")
         ordered = [late[number] for number in dict.fromkeys([*order, *late]) if number in late]
-        self._late = dict(zip([unit.number for unit in ordered], self._updates(ordered), strict=True))
+        self._late = dict(
+            zip([group.number for group in ordered], self._updates(ordered), strict=True)
+        )
 
-    def _updates(self, units: Sequence[RehearsedUnit]) -> list[float]:
-        """When the update of each unit ends, if they begin now, one after another."""
-        offload, machine, read, ends = self.config.zero_optimization.offload_optimizer, self.machine, {}, []
-        for position, unit in enumerate(units):
-            for ahead in units[position : position + 1 + bool(offload and offload.pipeline_read)]:
+    def _updates(self, groups: Sequence[RehearsedGroup]) -> list[float]:
+        """When the update of each group ends, if they begin now, one after another."""
+        offload, machine, read, ends = (
+            self.config.zero_optimization.offload_optimizer,
+            self.machine,
+            {},
+            [],
+        )
+        for position, group in enumerate(groups):
+            for ahead in groups[position : position + 1 + bool(offload and offload.pipeline_read)]:
                 if ahead.home.optimizer == DISK and ahead.number not in read:
-                    nbytes = ahead.layout.shard_numel * (self._grad_item + 12)  # gradient, master, two moments
+                    nbytes = ahead.layout.shard_numel * (
+                        self._grad_item + 12
+                    )  # gradient, master, two moments
                     read[ahead.number] = self.run("disk", nbytes / machine.disk, self.now)
-            shard = unit.layout.shard_numel
-            if unit.home.optimizer == DEVICE:  # reads all four, writes master, moments and the rounded weights
-                seconds = shard * (self._grad_item + 24 + self._item) / machine.device_memory_bandwidth
+            shard = group.layout.shard_numel
+            if (
+                group.home.optimizer == DEVICE
+            ):  # reads all four, writes master, moments and the rounded weights
+                seconds = (
+                    shard * (self._grad_item + 24 + self._item) / machine.device_memory_bandwidth
+                )
                 ends.append(self.run("update on the device", seconds, self.now))
                 continue
-            end = self.run("update on the host", shard / machine.host_adam, read.get(unit.number, self.now))
-            if unit.home.weights == DEVICE:
+            end = self.run(
+                "update on the host", shard / machine.host_adam, read.get(group.number, self.now)
+            )
+            if group.home.weights == DEVICE:
                 end = self.run("to device", shard * self._item / machine.pcie, end)
-            if unit.home.optimizer == DISK:
-                in_file = 12 + self._item * (unit.home.weights == DISK)
+            if group.home.optimizer == DISK:
+                in_file = 12 + self._item * (group.home.weights == DISK)
                 end = self.run("disk", shard * in_file / machine.disk, end)
             ends.append(end)
         return ends
 
 
 def predict(
-    units: Sequence[RehearsedUnit], program: Sequence[Op], config: Config, machine: Machine, ranks: int, **others: Any
+    groups: Sequence[RehearsedGroup],
+    program: Sequence[Op],
+    config: Config,
+    machine: Machine,
+    ranks: int,
+    **others: Any,
 ) -> dict[str, Any]:
     """Seconds of a step that follows others: "step", "waits" by cause, and "busy" by stream."""
-    timeline = Timeline(units, config, machine, ranks, **others)
+    timeline = Timeline(groups, config, machine, ranks, **others)
     for _ in range(3):
         begin = timeline.now
         timeline.waits.clear()
         timeline.busy.clear()
         timeline.step(program)
-    return {"step": timeline.now - begin, "waits": dict(timeline.waits), "busy": dict(timeline.busy)}
+    return {
+        "step": timeline.now - begin,
+        "waits": dict(timeline.waits),
+        "busy": dict(timeline.busy),
+    }
 
 
 # -- the command
@@ -302,12 +379,22 @@ SHAPES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 def _t5(d_ff: int, heads: int) -> transformers.PretrainedConfig:
-    sizes = {"d_model": 1024, "d_kv": 128, "num_layers": 24, "vocab_size": 32128, "decoder_start_token_id": 0}
+    sizes = {
+        "d_model": 1024,
+        "d_kv": 128,
+        "num_layers": 24,
+        "vocab_size": 32128,
+        "decoder_start_token_id": 0,
+    }
     architectures = ["T5ForConditionalGeneration"]
-    return transformers.T5Config(d_ff=d_ff, num_heads=heads, dropout_rate=0.0, architectures=architectures, **sizes)
+    return transformers.T5Config(
+        d_ff=d_ff, num_heads=heads, dropout_rate=0.0, architectures=architectures, **sizes
+    )
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int) -> transformers.PretrainedConfig:
+def _llama(
+    hidden: int, intermediate: int, layers: int, heads: int, vocabulary: int
+) -> transformers.PretrainedConfig:
     return transformers.LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -328,12 +415,24 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add an option for each speed of a `Machine`, and those of the batch."""
     for each in fields(Machine):
         if each.metadata:
-            kind = {"type": count if each.type == "int" else above_zero, "metavar": "X", "default": each.default}
+            kind = {
+                "type": count if each.type == "int" else above_zero,
+                "metavar": "X",
+                "default": each.default,
+            }
             parser.add_argument(
-                f"--{each.name.replace('_', '-')}", **kind, help=f"{each.metadata['help']}; %(default)g"
+                f"--{each.name.replace('_', '-')}",
+                **kind,
+                help=f"{each.metadata['help']}; %(default)g",
             )
-    parser.add_argument("--direct", action="store_true", help="ranks send to each other directly, as on gloo: no ring")
-    parser.add_argument("--batch", type=count, default=1, help="sequences of a micro-batch on a rank")
+    parser.add_argument(
+        "--direct",
+        action="store_true",
+        help="ranks send to each other directly, as on gloo: no ring",
+    )
+    parser.add_argument(
+        "--batch", type=count, default=1, help="sequences of a micro-batch on a rank"
+    )
     parser.add_argument("--seq", type=count, default=2048, help="tokens of a sequence")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -345,7 +444,9 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("model", help=f"a model's folder or config.json, or one of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "model", help=f"a model's folder or config.json, or one of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--ds-config", required=True, help="a ds_config.json")
     parser.add_argument("--ranks", type=count, nargs="+", default=[8], help="numbers of devices")
     add_machine(parser)
@@ -353,11 +454,13 @@ def main() -> None:
     try:
         shape = shape_of(args.model)
         config = fill_in(load_config(args.ds_config, allow_auto=True), shape)
-        model, program = rehearse_meta(shape, config, args.batch, args.seq, not args.no_checkpointing)
+        model, program = rehearse_meta(
+            shape, config, args.batch, args.seq, not args.no_checkpointing
+        )
     except UsageError as error:
         parser.error(str(error))
     found = {
-        ranks: predict(make_units(model, config, ranks), program, config, machine_of(args), ranks)
+        ranks: predict(make_groups(model, config, ranks), program, config, machine_of(args), ranks)
         for ranks in args.ranks
     }
     if args.json:
@@ -366,11 +469,15 @@ def main() -> None:
     print(ASSUMPTIONS, f"machine: {machine_of(args)}", "", sep="\n")
     for ranks, times in found.items():
         print(
-            f"{args.model} on {ranks} ranks: {times['step']:.3f} s a step, computing {times['busy']['compute']:.3f} s"
+            f"{args.model} on {ranks} ranks: {times['step']:.3f} s a step, computing "
+            f"{times['busy']['compute']:.3f} s"
         )
         for part in ("waits", "busy"):
             listed = sorted(times[part].items(), key=lambda each: -each[1])
-            print(f"  {part:<6}" + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in listed if seconds > 5e-4))
+            print(
+                f"  {part:<6}"
+                + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in listed if seconds > 5e-4)
+            )
 
 
 if __name__ == "__main__":

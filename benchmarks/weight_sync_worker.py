@@ -25,7 +25,9 @@ CONFIG = {
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def measure(pass_over: Callable[[], Weights], rounds: int, count: Callable[[], int]) -> dict[str, float]:
+def measure(
+    pass_over: Callable[[], Weights], rounds: int, count: Callable[[], int]
+) -> dict[str, float]:
     seconds, memory, before = [], 0, count()
     for _ in range(rounds):
         dist.barrier()
@@ -36,14 +38,20 @@ def measure(pass_over: Callable[[], Weights], rounds: int, count: Callable[[], i
             dist.barrier()
             seconds.append(time.perf_counter() - start)
         memory = max(memory, peak.extra)
-    return {"seconds": statistics.median(seconds), "memory": memory, "gathers": (count() - before) // rounds}
+    return {
+        "seconds": statistics.median(seconds),
+        "memory": memory,
+        "gathers": (count() - before) // rounds,
+    }
 
 
 def main() -> None:
     name, rounds = sys.argv[1], int(sys.argv[2])
     package = importlib.import_module(name)
     package.comm.init_distributed(dist_backend="gloo")
-    gathered = package.zero.GatheredParameters if name == "deepspeed" else package.GatheredParameters
+    gathered = (
+        package.zero.GatheredParameters if name == "deepspeed" else package.GatheredParameters
+    )
     init = package.zero.Init if name == "deepspeed" else package.Init
     with init(config_dict_or_path=CONFIG):
         model = T5ForConditionalGeneration(t5_config(T5_1B))
@@ -59,7 +67,10 @@ def main() -> None:
             for key, param in model.named_parameters():
                 yield key, param.data
 
-    ways: dict[str, Callable[[], Weights]] = {"a parameter at a time": one_by_one, "all at once": all_at_once}
+    ways: dict[str, Callable[[], Weights]] = {
+        "a parameter at a time": one_by_one,
+        "all at once": all_at_once,
+    }
     if name == "zero":
         for megabytes in (64, 512):
             ways[f"stream_weights, {megabytes} MB"] = lambda m=megabytes: package.stream_weights(
@@ -67,7 +78,11 @@ def main() -> None:
             )
 
     def count() -> int:
-        return engine.comm.calls["all_gather"] + engine.comm.calls["broadcast"] if name == "zero" else 0
+        return (
+            engine.comm.calls["all_gather"] + engine.comm.calls["broadcast"]
+            if name == "zero"
+            else 0
+        )
 
     measured = {way: measure(pass_over, rounds, count) for way, pass_over in ways.items()}
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())

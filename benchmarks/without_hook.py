@@ -1,4 +1,5 @@
-"""Runs a script of this project with DeepSpeed on CPUs. `zero.hf.enable()` in the script does nothing then.
+"""Runs a script of this project with DeepSpeed on CPUs. `zero.hf.enable()` in the script does
+nothing then.
 
 torchrun --nproc_per_node 2 -m benchmarks.without_hook run_translation.py ARGS...
 """
@@ -13,7 +14,8 @@ import zero.hf
 
 if __name__ == "__main__":
     zero.hf.enable = lambda: None
-    # DeepSpeed's Init assumes one rank until its comm module is set up. On CPUs accelerate does not set it up.
+    # DeepSpeed's Init assumes one rank until its comm module is set up. On CPUs accelerate does not
+    # set it up.
     deepspeed.init_distributed(dist_backend="gloo")
     sys.argv = sys.argv[1:]
     # As `python SCRIPT` does: modules of the script's folder can be imported.

@@ -1,4 +1,6 @@
-"""One text read by two tokenizers: which tokens of one follow the same text as which tokens of the other."""
+"""One text read by two tokenizers: which tokens of one follow the same text as which tokens of the
+other.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from distill.data import Segment, encode
 from translation.records import InputError
 
 
-def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """Return for each token of `encode(segments)` the bytes of text before it; -1 if these end within a character.
+def prefix_ends(
+    segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[int]:
+    """Return for each token of `encode(segments)` the bytes of text before it; -1 if these end
+    within a character.
 
-    The bytes are counted to the end of the token before. Starts of tokens cannot be compared, because tokenizers differ
-    about the place of a leading space.
-    """
+    The bytes are counted to the end of the token before. Starts of tokens cannot be compared,
+    because tokenizers differ about the place of a leading space."""
     ends, before = [0], 0
     for segment in segments:
-        offsets = tokenizer(segment.text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        offsets = tokenizer(segment.text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         at_byte = [0]
         for character in segment.text:
             at_byte.append(at_byte[-1] + len(character.encode()))
@@ -31,9 +37,13 @@ def prefix_ends(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase,
 
 
 def encode_twice(
-    segments: Sequence[Segment], student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int
+    segments: Sequence[Segment],
+    student: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    max_length: int,
 ) -> dict[str, list[int]]:
-    """Encode by the student's tokenizer, and add `teacher_input_ids` and `teacher_positions` (see `Batch.of`).
+    """Encode by the student's tokenizer, and add `teacher_input_ids` and `teacher_positions` (see
+    `Batch.of`).
 
     Raises:
         InputError: a tokenizer that gives no offsets.
@@ -41,11 +51,16 @@ def encode_twice(
     for whose, tokenizer in (("student", student), ("teacher", teacher)):
         if not tokenizer.is_fast:
             raise InputError(
-                f"loss_type uld needs the offset of each token in the text, and the {whose}'s tokenizer gives none:"
+                f"loss_type uld needs the offset of each token in the text, and the {whose}'s "
+                "tokenizer gives none:"
                 " use a fast tokenizer"
             )
     ours, theirs = encode(segments, student), encode(segments, teacher)["input_ids"][:max_length]
-    at = {end: index for index, end in enumerate(prefix_ends(segments, teacher, len(theirs))) if end >= 0}
+    at = {
+        end: index
+        for index, end in enumerate(prefix_ends(segments, teacher, len(theirs)))
+        if end >= 0
+    }
     ends = prefix_ends(segments, student, len(ours["input_ids"]))
     positions = [at.get(end, -1) if end >= 0 else -1 for end in ends]
     return {

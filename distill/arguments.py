@@ -24,17 +24,26 @@ class ModelArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Student: a model folder or hub name. Without model, teacher and data: a demonstration."},
+        metadata={
+            "help": "Student: a model folder or hub name. Without model, teacher and data: a "
+            "demonstration."
+        },
     )
     student_config: str | None = field(
         default=None,
-        metadata={"help": "Configuration (folder, JSON file, hub name) of a student to make from scratch."},
+        metadata={
+            "help": "Configuration (folder, JSON file, hub name) of a student to make from scratch."
+        },
     )
     init_student_from_teacher: str | None = field(
-        default=None, metadata={"help": "Make the student of these layers of the teacher, such as 0,5,11."}
+        default=None,
+        metadata={"help": "Make the student of these layers of the teacher, such as 0,5,11."},
     )
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "The student's tokenizer. Default: that of its model, else the teacher's."}
+        default=None,
+        metadata={
+            "help": "The student's tokenizer. Default: that of its model, else the teacher's."
+        },
     )
 
 
@@ -44,28 +53,55 @@ class DataArguments:
 
     train_file: str | None = field(
         default=None,
-        metadata={"help": "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's name."},
+        metadata={
+            "help": "Training data: .txt, .json, .jsonl, a folder of text files, or a dataset's "
+            "name."
+        },
     )
-    validation_file: str | None = field(default=None, metadata={"help": "Held-out data, in the same formats."})
-    test_file: str | None = field(default=None, metadata={"help": "Data for --do_predict, in the same formats."})
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Held-out data, in the same formats."}
+    )
+    test_file: str | None = field(
+        default=None, metadata={"help": "Data for --do_predict, in the same formats."}
+    )
     source_column: str | None = field(
         default=None,
-        metadata={"help": "Key of the text that an encoder-decoder model reads. Dots for nested keys: translation.en."},
+        metadata={
+            "help": "Key of the text that an encoder-decoder model reads. Dots for nested keys: "
+            "translation.en."
+        },
     )
-    target_column: str | None = field(default=None, metadata={"help": "Key of the text that it learns to write."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."})
+    target_column: str | None = field(
+        default=None, metadata={"help": "Key of the text that it learns to write."}
+    )
+    max_length: int = field(
+        default=512, metadata={"help": "Tokens of a block. Without packing: limit of an example."}
+    )
     packing: bool = field(
         default=True,
-        metadata={"help": "Fill blocks with several examples that do not see each other (causal models)."},
+        metadata={
+            "help": "Fill blocks with several examples that do not see each other (causal models)."
+        },
     )
-    max_train_tokens: int | None = field(default=None, metadata={"help": "Use only this many training tokens."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many validation blocks."})
-    teacher_steps: int = field(default=1200, metadata={"help": "Training steps of the demonstration's teacher."})
+    max_train_tokens: int | None = field(
+        default=None, metadata={"help": "Use only this many training tokens."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Use only this many validation blocks."}
+    )
+    teacher_steps: int = field(
+        default=1200, metadata={"help": "Training steps of the demonstration's teacher."}
+    )
     export_dtype: str = field(
         default="bfloat16",
-        metadata={"help": "Dtype of the exported student.", "choices": ("bfloat16", "float16", "float32")},
+        metadata={
+            "help": "Dtype of the exported student.",
+            "choices": ("bfloat16", "float16", "float32"),
+        },
     )
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Write into a folder that has files in it."})
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Write into a folder that has files in it."}
+    )
 
 
 Arguments = tuple[ModelArguments, DataArguments, DistillationConfig]
@@ -118,12 +154,16 @@ def fail(message: str) -> NoReturn:
 
 def is_demonstration(given) -> bool:
     """Whether neither a model, a teacher nor data is named."""
-    names = "model_name_or_path student_config train_file validation_file teacher_model_name_or_path teacher_cache"
+    names = (
+        "model_name_or_path student_config train_file validation_file "
+        "teacher_model_name_or_path teacher_cache"
+    )
     return not any(getattr(given, name) for name in names.split())
 
 
 def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) -> Arguments:
-    """Parse and check the command line. Training arguments are made last, because they may start the process group.
+    """Parse and check the command line. Training arguments are made last, because they may start
+    the process group.
 
     `caching`: the command line is that of `run_distill.py cache_teacher`.
 
@@ -155,7 +195,10 @@ def parse_arguments(argv: Sequence[str] | None = None, caching: bool = False) ->
 
 
 def _settings_in(path: str) -> dict[str, object]:
-    """Return the Trainer's arguments that a ds_config sets. They become defaults, because both must agree."""
+    """Return the Trainer's arguments that a ds_config sets.
+
+    They become defaults, because both must agree.
+    """
     try:
         config = read(path)[1]
     except ValueError as error:
@@ -199,26 +242,40 @@ def _check_caching(given: argparse.Namespace) -> None:
         if not getattr(given, argument):
             raise InputError(f"cache_teacher needs --{argument}")
     if not given.top_k:
-        raise InputError("cache_teacher needs --top_k: how many of the teacher's probabilities to store for each token")
+        raise InputError(
+            "cache_teacher needs --top_k: how many of the teacher's probabilities to store for "
+            "each token"
+        )
 
 
 def _check_job(given: argparse.Namespace) -> None:
     if not (given.do_train or given.do_eval or given.do_predict):
-        raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+        raise InputError(
+            "nothing to do: give at least one of --do_train, --do_eval and --do_predict"
+        )
     wanted = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
     for stage, argument in wanted.items():
         if getattr(given, stage) and not getattr(given, argument):
             raise InputError(f"--{stage} needs data: give --{argument}")
     if given.model_name_or_path and (given.student_config or given.init_student_from_teacher):
-        raise InputError("--model_name_or_path is a trained student: leave out --student_config and --init_student_...")
+        raise InputError(
+            "--model_name_or_path is a trained student: leave out --student_config and "
+            "--init_student_..."
+        )
     if not (given.model_name_or_path or given.student_config or given.init_student_from_teacher):
         raise InputError(
-            "there is no student: give --model_name_or_path, --student_config or --init_student_from_teacher 0,2,..."
+            "there is no student: give --model_name_or_path, --student_config or "
+            "--init_student_from_teacher 0,2,..."
         )
     if given.init_student_from_teacher and not given.teacher_model_name_or_path:
         raise InputError("--init_student_from_teacher needs --teacher_model_name_or_path")
-    if DistillationConfig.needs_teacher(given) and not (given.teacher_model_name_or_path or given.teacher_cache):
-        raise InputError("there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or --kd_alpha 0")
+    if DistillationConfig.needs_teacher(given) and not (
+        given.teacher_model_name_or_path or given.teacher_cache
+    ):
+        raise InputError(
+            "there is no teacher: give --teacher_model_name_or_path or --teacher_cache, or "
+            "--kd_alpha 0"
+        )
 
 
 def _check_output_is_new(given: argparse.Namespace) -> None:
@@ -227,6 +284,7 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
         return
     if folder and os.path.isdir(folder) and os.listdir(folder):
         raise InputError(
-            f"--output_dir {folder} has files in it: name another folder, give --overwrite_output_dir, or resume from a"
+            f"--output_dir {folder} has files in it: name another folder, give "
+            "--overwrite_output_dir, or resume from a"
             f" checkpoint with --resume_from_checkpoint"
         )

@@ -8,24 +8,37 @@ from dataclasses import dataclass
 import torch
 
 IGNORED = -100
-_READ_BY_MODELS = ("input_ids", "attention_mask", "position_ids", "decoder_input_ids", "decoder_attention_mask")
+_READ_BY_MODELS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+)
 _TEACHER = "teacher_"
 
 
 def target_mask(labels: torch.Tensor, shifted: bool) -> torch.Tensor:
-    """Return (batch, length) bool: positions whose output predicts a label. `shifted`: position t predicts t + 1."""
+    """Return (batch, length) bool: positions whose output predicts a label.
+
+    `shifted`: position t predicts t + 1.
+    """
     mask = labels != IGNORED
-    return mask.roll(-1, dims=1).index_fill(1, torch.tensor([-1], device=labels.device), False) if shifted else mask
+    return (
+        mask.roll(-1, dims=1).index_fill(1, torch.tensor([-1], device=labels.device), False)
+        if shifted
+        else mask
+    )
 
 
 @dataclass
 class Batch:
     """The N tokens with a target among (batch, length) positions.
 
-    Attributes: student, teacher: the models' inputs. rows: (N,) position of each target's prediction in the student's
-    flattened batch. labels: (N,). examples: (N,) the example that each belongs to. size: number of examples.
-    teacher_rows: (N,) as `rows`, in the teacher's flattened batch. has_teacher: (N,) bool; None: the teacher has all.
-    """
+    Attributes: student, teacher: the models' inputs. rows: (N,) position of each target's
+    prediction in the student's flattened batch. labels: (N,). examples: (N,) the example that each
+    belongs to. size: number of examples. teacher_rows: (N,) as `rows`, in the teacher's flattened
+    batch. has_teacher: (N,) bool; None: the teacher has all."""
 
     student: dict[str, torch.Tensor]
     teacher: dict[str, torch.Tensor]
@@ -38,12 +51,13 @@ class Batch:
 
     @classmethod
     def of(cls, inputs: Mapping[str, torch.Tensor], shifted: bool) -> Batch:
-        """Make a batch of `inputs`. `labels` are those of transformers: -100 where there is no target.
+        """Make a batch of `inputs`. `labels` are those of transformers: -100 where there is no
+        target.
 
-        If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are the same text in its
-        tokens. `teacher_positions` (batch, length) has for each label the position of the teacher's token that begins
-        at the same place of the text, or -1 if none begins there.
-        """
+        If the teacher has another tokenizer, `teacher_input_ids` and `teacher_attention_mask` are
+        the same text in its tokens. `teacher_positions` (batch, length) has for each label the
+        position of the teacher's token that begins at the same place of the text, or -1 if none
+        begins there."""
         labels = inputs["labels"]
         mask = target_mask(labels, shifted).flatten()
         rows = mask.nonzero().squeeze(-1)
@@ -53,22 +67,39 @@ class Batch:
         teacher, teacher_rows, has_teacher = student, rows, None
         if "teacher_positions" in inputs:
             teacher = {
-                name: inputs[_TEACHER + name] for name in _READ_BY_MODELS if inputs.get(_TEACHER + name) is not None
+                name: inputs[_TEACHER + name]
+                for name in _READ_BY_MODELS
+                if inputs.get(_TEACHER + name) is not None
             }
             positions = inputs["teacher_positions"].flatten()[label_rows]
             has_teacher = positions >= int(shifted)
-            width = teacher["decoder_input_ids" if "decoder_input_ids" in teacher else "input_ids"].shape[1]
+            width = teacher[
+                "decoder_input_ids" if "decoder_input_ids" in teacher else "input_ids"
+            ].shape[1]
             teacher_rows = (rows // length) * width + (positions - int(shifted)).clamp_min(0)
         return cls(
-            student, teacher, rows, labels.flatten()[label_rows], rows // length, len(labels), teacher_rows, has_teacher
+            student,
+            teacher,
+            rows,
+            labels.flatten()[label_rows],
+            rows // length,
+            len(labels),
+            teacher_rows,
+            has_teacher,
         )
 
     def visible(self) -> torch.Tensor:
-        """Return (batch, length, length) bool: the tokens that each token of a causal model or decoder may see."""
+        """Return (batch, length, length) bool: the tokens that each token of a causal model or
+        decoder may see.
+        """
         read = self.student
         ids = read.get("decoder_input_ids", read["input_ids"])
         length = ids.shape[1]
-        visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril().expand(len(ids), -1, -1)
+        visible = (
+            torch.ones(length, length, dtype=torch.bool, device=ids.device)
+            .tril()
+            .expand(len(ids), -1, -1)
+        )
         if "position_ids" in read and "decoder_input_ids" not in read:
             document = (read["position_ids"] == 0).cumsum(-1)
             visible = visible & (document.unsqueeze(1) == document.unsqueeze(2))

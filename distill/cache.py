@@ -1,12 +1,13 @@
-"""The teacher's probabilities in files, so that students can learn from a teacher that is not loaded.
+"""The teacher's probabilities in files, so that students can learn from a teacher that is not
+loaded.
 
-[Note: what is in a cache]
-`cache.json` has the teacher and its revision, tokenizer, temperature and k. Each `part-*.safetensors` holds E examples
-with T targets in all: `keys` (E, 32) uint8, `starts` (E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is
-the mass of all other tokens) and `cross_entropy` (T,). The key of an example is a hash of its token ids, labels and
-positions. So order and padding do not matter, and another text or tokenizer gives other keys. A missing example is an
-error. Each part appears by one rename, and an interrupted run goes on with the missing examples.
-"""
+[Note: what is in a cache] `cache.json` has the teacher and its revision, tokenizer, temperature and
+k. Each `part-*.safetensors` holds E examples with T targets in all: `keys` (E, 32) uint8, `starts`
+(E + 1), `indices` (T, k), `log_p` (T, k + 1; the last column is the mass of all other tokens) and
+`cross_entropy` (T,). The key of an example is a hash of its token ids, labels and positions. So
+order and padding do not matter, and another text or tokenizer gives other keys. A missing example
+is an error. Each part appears by one rename, and an interrupted run goes on with the missing
+examples."""
 
 from __future__ import annotations
 
@@ -31,12 +32,18 @@ _EDGE = 2**20
 
 
 class CacheError(ValueError):
-    """A teacher cache cannot give the right targets. The message names the file or setting, and the remedy."""
+    """A teacher cache cannot give the right targets.
+
+    The message names the file or setting, and the remedy.
+    """
 
 
 @dataclass(frozen=True)
 class Description:
-    """The contents of `cache.json`. The probabilities at `temperature` are over the first `tokens` ids."""
+    """The contents of `cache.json`.
+
+    The probabilities at `temperature` are over the first `tokens` ids.
+    """
 
     teacher: str
     revision: str
@@ -47,7 +54,10 @@ class Description:
 
 
 def teacher_revision(name: str, commit: str | None) -> str:
-    """Return the hub's commit. For a folder: a hash of its configuration, and of size, start and end of each file."""
+    """Return the hub's commit.
+
+    For a folder: a hash of its configuration, and of size, start and end of each file.
+    """
     folder = Path(name)
     if not folder.is_dir():
         return commit or "unknown"
@@ -65,10 +75,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def example_keys(inputs: Mapping[str, torch.Tensor]) -> list[bytes]:
-    """Return the key of each example of a batch: a hash of its ids, labels and positions without padding."""
+    """Return the key of each example of a batch: a hash of its ids, labels and positions without
+    padding.
+    """
     batch = {name: inputs[name].cpu() for name in ("input_ids", "labels") if name in inputs}
     mask = inputs.get("attention_mask")
-    lengths = [batch["input_ids"].shape[1]] * len(batch["input_ids"]) if mask is None else mask.sum(1).tolist()
+    lengths = (
+        [batch["input_ids"].shape[1]] * len(batch["input_ids"])
+        if mask is None
+        else mask.sum(1).tolist()
+    )
     keys = []
     for row, length in enumerate(lengths):
         labels = batch["labels"][row]
@@ -94,7 +110,8 @@ class TeacherCache:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.description = _read_description(self.folder)
-        self._files, self._where = [], {}
+        self._files = []
+        self._where = {}
         for path in sorted(self.folder.glob("part-*.safetensors")):
             self._add(path)
 
@@ -104,10 +121,15 @@ class TeacherCache:
             keys, starts = file.get_tensor("keys"), file.get_tensor("starts").tolist()
         except (SafetensorError, OSError) as error:
             raise CacheError(
-                f"{path}: damaged ({error}); delete this file and run cache_teacher again, which adds what is missing"
+                f"{path}: damaged ({error}); delete this file and run cache_teacher again, which "
+                "adds what is missing"
             ) from error
         for index, key in enumerate(keys):
-            self._where[key.numpy().tobytes()] = (len(self._files), starts[index], starts[index + 1])
+            self._where[key.numpy().tobytes()] = (
+                len(self._files),
+                starts[index],
+                starts[index + 1],
+            )
         self._files.append(file)
 
     def __contains__(self, key: bytes) -> bool:
@@ -117,12 +139,16 @@ class TeacherCache:
         return len(self._where)
 
     def check(self, **expected: object) -> None:
-        """Raise CacheError if the description differs from the `expected` values. None accepts any value."""
+        """Raise CacheError if the description differs from the `expected` values.
+
+        None accepts any value.
+        """
         for name, value in expected.items():
             found = getattr(self.description, name)
             if value is not None and value != found:
                 raise CacheError(
-                    f"teacher_cache {self.folder} was made with another {name}: {found!r}, and not {value!r};"
+                    f"teacher_cache {self.folder} was made with another {name}: {found!r}, and not "
+                    f"{value!r};"
                     f" run cache_teacher again into another folder, or use the same {name}"
                 )
 
@@ -139,18 +165,24 @@ class TeacherCache:
                 continue
             if key not in self._where:
                 raise CacheError(
-                    f"teacher_cache {self.folder} does not hold an example of this data (it holds {len(self)} others):"
+                    f"teacher_cache {self.folder} does not hold an example of this data (it holds "
+                    f"{len(self)} others):"
                     f" run cache_teacher with the same data, tokenizer, max_length and packing"
                 )
             part, start, end = self._where[key]
             if end - start != count:
-                raise CacheError(f"teacher_cache {self.folder}: {end - start} targets are stored, {count} are needed")
+                raise CacheError(
+                    f"teacher_cache {self.folder}: {end - start} targets are stored, {count} are "
+                    "needed"
+                )
             names = ("indices", "log_p", "cross_entropy")
             rows.append(tuple(self._files[part].get_slice(name)[start:end] for name in names))
         device = batch.labels.device
         if not rows:
             k = self.description.top_k
-            return StoredTeacher(*(torch.zeros(0, width, device=device) for width in (k, k + 1)), torch.zeros(0))
+            return StoredTeacher(
+                *(torch.zeros(0, width, device=device) for width in (k, k + 1)), torch.zeros(0)
+            )
         return StoredTeacher(*(torch.cat(parts).to(device) for parts in zip(*rows, strict=True)))
 
 
@@ -158,16 +190,22 @@ def _read_description(folder: Path) -> Description:
     try:
         return Description(**json.loads((folder / "cache.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise CacheError(f"teacher_cache {folder}: there is no cache.json in it; run cache_teacher first") from None
+        raise CacheError(
+            f"teacher_cache {folder}: there is no cache.json in it; run cache_teacher first"
+        ) from None
     except (json.JSONDecodeError, TypeError) as error:
-        raise CacheError(f"{folder / 'cache.json'}: damaged ({error}); make the cache again") from error
+        raise CacheError(
+            f"{folder / 'cache.json'}: damaged ({error}); make the cache again"
+        ) from error
 
 
 class CacheWriter:
     """Writes the examples of one rank, in parts of `PART_EXAMPLES`."""
 
     def __init__(self, folder: Path, rank: int):
-        self.folder, self.rank, self.number = folder, rank, 0
+        self.folder = folder
+        self.rank = rank
+        self.number = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -186,15 +224,21 @@ class CacheWriter:
         if not self.keys:
             return
         counts = torch.tensor([0, *(len(rows[2]) for rows in self.rows)])
-        indices, log_p, cross_entropy = (torch.cat(parts).contiguous() for parts in zip(*self.rows, strict=True))
+        indices, log_p, cross_entropy = (
+            torch.cat(parts).contiguous() for parts in zip(*self.rows, strict=True)
+        )
         tensors = {
-            "keys": torch.frombuffer(bytearray(b"".join(self.keys)), dtype=torch.uint8).view(-1, 32),
+            "keys": torch.frombuffer(bytearray(b"".join(self.keys)), dtype=torch.uint8).view(
+                -1, 32
+            ),
             "starts": counts.cumsum(0),
             "indices": indices,
             "log_p": log_p,
             "cross_entropy": cross_entropy,
         }
-        while (path := self.folder / f"part-{self.rank:03d}-{self.number:05d}.safetensors").exists():
+        while (
+            path := self.folder / f"part-{self.rank:03d}-{self.number:05d}.safetensors"
+        ).exists():
             self.number += 1
         partial = path.with_suffix(".partial")
         save_file(tensors, partial)
@@ -214,10 +258,12 @@ def write_cache(
     world_size: int = 1,
     show_progress: bool = True,
 ) -> int:
-    """Store the teacher's probabilities for the `examples` that the cache does not hold yet. Returns their number.
+    """Store the teacher's probabilities for the `examples` that the cache does not hold yet.
+    Returns their number.
 
-    `ask(batch)` runs the teacher on a collated batch. It returns the `Batch`, and a function that gives the logits
-    (n, V) of a slice of its targets. All ranks call it equally often, because the teacher may be sharded.
+    `ask(batch)` runs the teacher on a collated batch. It returns the `Batch`, and a function that
+    gives the logits (n, V) of a slice of its targets. All ranks call it equally often, because the
+    teacher may be sharded.
 
     Raises:
         CacheError: the folder holds another or a damaged cache.
@@ -227,7 +273,9 @@ def write_cache(
         TeacherCache(folder).check(**asdict(description))
     elif rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cache.json").write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
+        (folder / "cache.json").write_text(
+            json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8"
+        )
     held = TeacherCache(folder) if (folder / "cache.json").exists() else ()
     missing = [example for example in examples if example_keys(collate([example]))[0] not in held]
     writer = CacheWriter(folder, rank)
@@ -235,7 +283,9 @@ def write_cache(
     steps = range(0, len(missing), stride)
     for start in tqdm(steps, desc="caching the teacher", disable=not show_progress, unit="batch"):
         own = missing[start + rank * batch_size : start + (rank + 1) * batch_size]
-        inputs = collate(own or missing[:1])  # a rank without examples takes part in the all-gathers
+        inputs = collate(
+            own or missing[:1]
+        )  # a rank without examples takes part in the all-gathers
         batch, logits_of = ask(inputs)
         stored = _store(batch, logits_of, description)
         for index, key in enumerate(example_keys(inputs) if own else ()):
@@ -250,7 +300,11 @@ def _store(batch: Batch, logits_of: Callable, description: Description) -> tuple
     for start in range(0, max(1, len(batch.labels)), chunk):
         rows = slice(start, start + chunk)
         logits = logits_of(rows)[:, : description.tokens].float()
-        bins = top_k_with_tail(log_probabilities(logits, description.temperature), description.top_k)
-        cross_entropy = torch.nn.functional.cross_entropy(logits, batch.labels[rows], reduction="none")
+        bins = top_k_with_tail(
+            log_probabilities(logits, description.temperature), description.top_k
+        )
+        cross_entropy = torch.nn.functional.cross_entropy(
+            logits, batch.labels[rows], reduction="none"
+        )
         parts.append((bins.indices.int(), bins.log_p, cross_entropy))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

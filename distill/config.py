@@ -1,4 +1,6 @@
-"""`DistillationConfig`: the Trainer's arguments and those of distillation, checked before anything is loaded."""
+"""`DistillationConfig`: the Trainer's arguments and those of distillation, checked before anything
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -24,42 +26,75 @@ class DistillationConfig(Seq2SeqTrainingArguments):
 
     teacher_model_name_or_path: str | None = _field(None, "Teacher: a model folder or a hub name.")
     teacher_deepspeed: str | None = _field(
-        None, "The teacher's ds_config. Default: stage and precision of --deepspeed, with offloaded parameters."
+        None,
+        "The teacher's ds_config. Default: stage and precision of --deepspeed, with offloaded "
+        "parameters.",
     )
     teacher_device: str | None = _field(
-        None, "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device."
+        None,
+        "Device of a teacher that is not sharded, such as cuda:1. Default: the student's device.",
     )
-    teacher_cache: str | None = _field(None, "Folder written by cache_teacher. It replaces the teacher.")
-    loss_type: str = _field("forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES)
+    teacher_cache: str | None = _field(
+        None, "Folder written by cache_teacher. It replaces the teacher."
+    )
+    loss_type: str = _field(
+        "forward_kl", "Divergence between student and teacher.", choices=LOSS_TYPES
+    )
     beta: float = _field(0.5, "Weight of the teacher in generalised JSD, above 0 and below 1.")
     skew_alpha: float = _field(
-        0.1, "Share of the first distribution that a skew loss mixes into the second, from 0 to below 1."
+        0.1,
+        "Share of the first distribution that a skew loss mixes into the second, from 0 to below "
+        "1.",
     )
-    temperature: float = _field(1.0, "Temperature T of both softmaxes. The loss is multiplied by T^2.")
-    temperature_schedule: str = _field("constant", "How T moves to --final_temperature.", choices=SCHEDULES)
-    final_temperature: float = _field(1.0, "T at the end of training, unless the schedule is constant.")
+    temperature: float = _field(
+        1.0, "Temperature T of both softmaxes. The loss is multiplied by T^2."
+    )
+    temperature_schedule: str = _field(
+        "constant", "How T moves to --final_temperature.", choices=SCHEDULES
+    )
+    final_temperature: float = _field(
+        1.0, "T at the end of training, unless the schedule is constant."
+    )
     kd_alpha: float = _field(
-        0.9, "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence. With 0 no teacher is needed."
+        0.9,
+        "loss = (1 - kd_alpha) cross-entropy + kd_alpha divergence. With 0 no teacher is needed.",
     )
     top_k: int = _field(
-        0, "Compare the teacher's k most probable tokens, and the mass of all others as one. 0: all tokens."
+        0,
+        "Compare the teacher's k most probable tokens, and the mass of all others as one. 0: all "
+        "tokens.",
     )
     hidden_loss_weight: float = _field(0.0, "Weight of the loss on hidden states.")
-    hidden_loss_type: str = _field("mse", "Loss on hidden states, after a learned projection.", choices=HIDDEN_LOSSES)
-    layer_mapping: str | None = _field(
-        None, "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings). Default: evenly spread."
+    hidden_loss_type: str = _field(
+        "mse", "Loss on hidden states, after a learned projection.", choices=HIDDEN_LOSSES
     )
-    attn_relation_weight: float = _field(0.0, "Weight of MiniLM's relations of queries, keys and values.")
-    chunk_size: int = _field(0, "Tokens whose logits are in memory at a time. 0: chosen by the size of the vocabulary.")
+    layer_mapping: str | None = _field(
+        None,
+        "Pairs student:teacher of layers to match, such as 1:3,2:6 (0: embeddings). Default: "
+        "evenly spread.",
+    )
+    attn_relation_weight: float = _field(
+        0.0, "Weight of MiniLM's relations of queries, keys and values."
+    )
+    chunk_size: int = _field(
+        0, "Tokens whose logits are in memory at a time. 0: chosen by the size of the vocabulary."
+    )
     vocab_policy: str = _field(
         "common",
-        "common: compare the ids that both tokenizers know. strict: refuse vocabularies that differ.",
+        "common: compare the ids that both tokenizers know. strict: refuse vocabularies that "
+        "differ.",
         choices=VOCAB_POLICIES,
     )
-    lmbda: float = _field(0.0, "Fraction of batches that the student generates (GKD, arXiv 2306.13649).")
-    seq_kd: bool = _field(False, "Let the teacher generate the other batches (sequence-level distillation).")
+    lmbda: float = _field(
+        0.0, "Fraction of batches that the student generates (GKD, arXiv 2306.13649)."
+    )
+    seq_kd: bool = _field(
+        False, "Let the teacher generate the other batches (sequence-level distillation)."
+    )
     max_new_tokens: int = _field(64, "Tokens to generate for --lmbda and --seq_kd.")
-    remove_unused_columns: bool = _field(False, "Drop columns that the student's forward does not accept.")
+    remove_unused_columns: bool = _field(
+        False, "Drop columns that the student's forward does not accept."
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -67,13 +102,22 @@ class DistillationConfig(Seq2SeqTrainingArguments):
 
     def needs_teacher(self) -> bool:
         """Whether any part of the loss needs a teacher."""
-        return self.kd_alpha > 0 or self.hidden_loss_weight > 0 or self.attn_relation_weight > 0 or self.seq_kd
+        return (
+            self.kd_alpha > 0
+            or self.hidden_loss_weight > 0
+            or self.attn_relation_weight > 0
+            or self.seq_kd
+        )
 
     def temperature_at(self, progress: float) -> float:
         """Return T after the fraction `progress` of training."""
         if self.temperature_schedule == "constant":
             return self.temperature
-        done = progress if self.temperature_schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+        done = (
+            progress
+            if self.temperature_schedule == "linear"
+            else (1 - math.cos(math.pi * progress)) / 2
+        )
         return self.temperature + (self.final_temperature - self.temperature) * done
 
 
@@ -94,12 +138,20 @@ def check(given: object) -> None:
     for name in ("top_k", "chunk_size", "hidden_loss_weight", "attn_relation_weight"):
         if getattr(given, name) < 0:
             raise ValueError(f"{name} is {getattr(given, name)}: it must be 0 or more")
-    choices = {"temperature_schedule": SCHEDULES, "hidden_loss_type": HIDDEN_LOSSES, "vocab_policy": VOCAB_POLICIES}
+    choices = {
+        "temperature_schedule": SCHEDULES,
+        "hidden_loss_type": HIDDEN_LOSSES,
+        "vocab_policy": VOCAB_POLICIES,
+    }
     for name, allowed in choices.items():
         if getattr(given, name) not in allowed:
-            raise ValueError(f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}")
+            raise ValueError(
+                f"{name} is {getattr(given, name)!r}: choose one of {', '.join(allowed)}"
+            )
     if given.loss_type == "uld" and given.top_k:
-        raise ValueError("top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0")
+        raise ValueError(
+            "top_k does not go with loss_type uld, which compares sorted probabilities: set it to 0"
+        )
     aligned = {
         "lmbda": given.lmbda > 0,
         "seq_kd": given.seq_kd,
@@ -109,7 +161,8 @@ def check(given: object) -> None:
     if given.loss_type == "uld" and any(aligned.values()):
         names = ", ".join(name for name, value in aligned.items() if value)
         raise ValueError(
-            f"{names} needs one tokenizer for both models and does not go with loss_type uld: leave it out"
+            f"{names} needs one tokenizer for both models and does not go with loss_type uld: "
+            "leave it out"
         )
     if given.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {given.max_new_tokens}: it must be at least 1")
@@ -129,6 +182,7 @@ def _check_cache(given: object) -> None:
     }
     if given := [name for name, value in needs_live.items() if value]:
         raise ValueError(
-            f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a live teacher:"
+            f"teacher_cache holds probabilities at one temperature, and {', '.join(given)} needs a "
+            "live teacher:"
             f" leave out one of them"
         )

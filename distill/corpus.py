@@ -29,7 +29,8 @@ class Corpus(NamedTuple):
 
 
 def standard_library() -> Corpus:
-    """Read the running Python's standard library. Only the name of a file decides whether it is held out.
+    """Read the running Python's standard library. Only the name of a file decides whether it is
+    held out.
 
     Raises:
         ValueError: this Python has no source of its library.
@@ -44,12 +45,18 @@ def standard_library() -> Corpus:
         bucket = int(hashlib.sha256(name.as_posix().encode()).hexdigest(), 16) % _HELD_OUT_OF
         (corpus.held_out if bucket == 0 else corpus.train).append(text)
     if not corpus.train or not corpus.held_out:
-        raise ValueError(f"no source files in {root}: this Python has no library source; give --train_file instead")
+        raise ValueError(
+            f"no source files in {root}: this Python has no library source; give --train_file "
+            "instead"
+        )
     return corpus
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens. `<|end|>` ends a document, `<|pad|>` pads."""
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens.
+
+    `<|end|>` ends a document, `<|pad|>` pads.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,5 +68,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        bos_token=END,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
     )

@@ -1,8 +1,8 @@
 """From text, JSON lines, dialogues and pairs to token ids, and from token ids to batches.
 
-A causal example is a list of text segments. A segment is learnt, or only read (a user's turn). The example becomes
-`input_ids` and `labels`; labels are -100 where nothing is learnt. An encoder-decoder example is a source and a target.
-"""
+A causal example is a list of text segments. A segment is learnt, or only read (a user's turn). The
+example becomes `input_ids` and `labels`; labels are -100 where nothing is learnt. An
+encoder-decoder example is a source and a target."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ class Pair(NamedTuple):
 
 
 def read_records(name: str, split: str) -> Iterator[tuple[str, object]]:
-    """Yield (where, record) from a file, a folder of text files, or a dataset's name. Messages begin with `where`.
+    """Yield (where, record) from a file, a folder of text files, or a dataset's name. Messages
+    begin with `where`.
 
     Raises:
-        InputError: there is no such file, or its content does not have the format that its name says.
+        InputError: there is no such file, or its content does not have the format that its name
+        says.
     """
     path = Path(name)
     if path.is_file():
@@ -58,18 +60,25 @@ def _read_file(path: Path) -> Iterator[tuple[str, object]]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+        raise InputError(
+            f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+        ) from None
     if path.suffix in PLAIN_TEXT:
         yield str(path), {"text": text}
         return
     if path.suffix not in (".json", ".jsonl"):
-        raise InputError(f"{path}: unknown kind of file; its name must end in .json, .jsonl or {', '.join(PLAIN_TEXT)}")
+        raise InputError(
+            f"{path}: unknown kind of file; its name must end in .json, .jsonl or "
+            f"{', '.join(PLAIN_TEXT)}"
+        )
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             records = json.loads(text)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
-        yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
+        yield from (
+            (f"{path}, record {number}", record) for number, record in enumerate(records, start=1)
+        )
         return
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
@@ -86,12 +95,16 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
         except FileNotFoundError:
             found = datasets.load_dataset(name)
     except (OSError, ValueError) as error:
-        raise InputError(f"{name}: neither a file nor a dataset that can be loaded ({error})") from error
+        raise InputError(
+            f"{name}: neither a file nor a dataset that can be loaded ({error})"
+        ) from error
     if isinstance(found, Mapping):
         if split not in found:
             raise InputError(f"{name} has no split {split!r}, only {', '.join(found)}")
         found = found[split]
-    yield from ((f"{name}, record {number}", record) for number, record in enumerate(found, start=1))
+    yield from (
+        (f"{name}, record {number}", record) for number, record in enumerate(found, start=1)
+    )
 
 
 # -- causal models
@@ -100,8 +113,9 @@ def _read_dataset(name: str, split: str) -> Iterator[tuple[str, object]]:
 def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
     """Return the segments of one record: text, a prompt with its answer, or a dialogue.
 
-    A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and assistant in turn. The
-    assistant's turns are learnt. The tokenizer's chat template formats it; without one it becomes "role: text" lines.
+    A dialogue is `messages` (or `conversations`) with roles, or a list of texts of user and
+    assistant in turn. The assistant's turns are learnt. The tokenizer's chat template formats it;
+    without one it becomes "role: text" lines.
 
     Raises:
         InputError: the record is none of these.
@@ -118,22 +132,37 @@ def segments_of(record: object, where: str, tokenizer: PreTrainedTokenizerBase) 
             if isinstance(record.get(prompt), str) and isinstance(record.get(answer), str):
                 return _dialogue([record[prompt], record[answer]], where, tokenizer)
         found = ", ".join(map(str, record))
-        raise InputError(f"{where}: no text, messages or prompt and response in it; its keys are {found}")
+        raise InputError(
+            f"{where}: no text, messages or prompt and response in it; its keys are {found}"
+        )
     if isinstance(record, Sequence) and record:
         return _dialogue(record, where, tokenizer)
-    raise InputError(f"{where}: a record must be an object with text or messages, or a list of turns")
+    raise InputError(
+        f"{where}: a record must be an object with text or messages, or a list of turns"
+    )
 
 
-def _dialogue(turns: Sequence[object], where: str, tokenizer: PreTrainedTokenizerBase) -> list[Segment]:
-    messages = [message for number, turn in enumerate(turns) for message in _messages(turn, number, where)]
+def _dialogue(
+    turns: Sequence[object], where: str, tokenizer: PreTrainedTokenizerBase
+) -> list[Segment]:
+    messages = [
+        message for number, turn in enumerate(turns) for message in _messages(turn, number, where)
+    ]
     if not any(message["role"] == "assistant" for message in messages):
         raise InputError(f"{where}: the assistant says nothing, so there is nothing to learn")
     if tokenizer.chat_template is None:
         texts = [f"{message['role']}: {message['content']}\n" for message in messages]
     else:
-        whole = [tokenizer.apply_chat_template(messages[: i + 1], tokenize=False) for i in range(len(messages))]
-        texts = [text.removeprefix(before) for before, text in zip(["", *whole], whole, strict=False)]
-    return [Segment(text, m["role"] == "assistant") for text, m in zip(texts, messages, strict=True)]
+        whole = [
+            tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+            for i in range(len(messages))
+        ]
+        texts = [
+            text.removeprefix(before) for before, text in zip(["", *whole], whole, strict=False)
+        ]
+    return [
+        Segment(text, m["role"] == "assistant") for text, m in zip(texts, messages, strict=True)
+    ]
 
 
 def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:
@@ -144,15 +173,22 @@ def _messages(turn: object, number: int, where: str) -> list[dict[str, str]]:
         if isinstance(role, str) and isinstance(content, str):
             return [{"role": _ROLES.get(role, role), "content": content}]
         said = [
-            {"role": role, "content": turn[role]} for role in ("user", "assistant") if isinstance(turn.get(role), str)
+            {"role": role, "content": turn[role]}
+            for role in ("user", "assistant")
+            if isinstance(turn.get(role), str)
         ]
         if said:
             return said
-    raise InputError(f"{where}, turn {number + 1}: a turn must be a string or have a role and content")
+    raise InputError(
+        f"{where}, turn {number + 1}: a turn must be a string or have a role and content"
+    )
 
 
 def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """Return `input_ids` and `labels` of one example, with the end token. No token spans two segments."""
+    """Return `input_ids` and `labels` of one example, with the end token.
+
+    No token spans two segments.
+    """
     ids: list[int] = []
     labels: list[int] = []
     for segment in segments:
@@ -165,12 +201,14 @@ def encode(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase) -> d
     return {"input_ids": ids, "labels": labels}
 
 
-def pack(examples: Iterable[Mapping[str, list[int]]], length: int, pad: int) -> list[dict[str, list[int]]]:
-    """Fill blocks of `length` tokens with one example after another. An example is cut where a block ends.
+def pack(
+    examples: Iterable[Mapping[str, list[int]]], length: int, pad: int
+) -> list[dict[str, list[int]]]:
+    """Fill blocks of `length` tokens with one example after another. An example is cut where a
+    block ends.
 
-    `position_ids` start at 0 in each example, so models see where it begins. The first token of an example has no
-    label, because nothing comes before it. The last block is padded with `pad`.
-    """
+    `position_ids` start at 0 in each example, so models see where it begins. The first token of an
+    example has no label, because nothing comes before it. The last block is padded with `pad`."""
     blocks: list[dict[str, list[int]]] = []
     ids: list[int] = []
     labels: list[int] = []
@@ -212,7 +250,10 @@ def cut(example: Mapping[str, list[int]], length: int) -> dict[str, list[int]]:
 
 
 def pair_of(record: object, where: str, source: str | None, target: str | None) -> Pair:
-    """Return the two texts of a record. Columns may have dots: translation.en. InputError if a text is missing."""
+    """Return the two texts of a record.
+
+    Columns may have dots: translation.en. InputError if a text is missing.
+    """
     if source and target:
         texts = [_column(record, name, where) for name in (source, target)]
         return Pair(*texts)
@@ -220,7 +261,10 @@ def pair_of(record: object, where: str, source: str | None, target: str | None) 
         for names in _PAIRS:
             if all(isinstance(record.get(name), str) for name in names):
                 return Pair(*(record[name] for name in names))
-    raise InputError(f"{where}: name the texts by --source_column and --target_column (for instance translation.en)")
+    raise InputError(
+        f"{where}: name the texts by --source_column and --target_column (for instance "
+        "translation.en)"
+    )
 
 
 def _column(record: object, name: str, where: str) -> str:
@@ -234,12 +278,16 @@ def _column(record: object, name: str, where: str) -> str:
     return value
 
 
-def encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[int]]:
+def encode_pair(
+    pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int
+) -> dict[str, list[int]]:
     """Return `input_ids` and `labels`, each of at most `length` tokens."""
     ids = tokenizer(pair.source, truncation=True, max_length=length)["input_ids"]
     return {
         "input_ids": ids,
-        "labels": tokenizer(text_target=pair.target, truncation=True, max_length=length)["input_ids"],
+        "labels": tokenizer(text_target=pair.target, truncation=True, max_length=length)[
+            "input_ids"
+        ],
     }
 
 
@@ -249,8 +297,8 @@ def encode_pair(pair: Pair, tokenizer: PreTrainedTokenizerBase, length: int) -> 
 class Collator:
     """Pads examples on the right to the longest of the batch. `attention_mask` is 0 for padding.
 
-    Packed examples (those with `position_ids`) have one length and no mask: positions show where documents begin.
-    """
+    Packed examples (those with `position_ids`) have one length and no mask: positions show where
+    documents begin."""
 
     def __init__(self, pad_token_id: int):
         self.padding = {
@@ -260,13 +308,18 @@ class Collator:
 
     def __call__(self, examples: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
         if "position_ids" in examples[0]:
-            return {name: torch.tensor([example[name] for example in examples]) for name in examples[0]}
+            return {
+                name: torch.tensor([example[name] for example in examples]) for name in examples[0]
+            }
         examples = [self._with_masks(example) for example in examples]
         batch = {}
         for name, padding in self.padding.items():
             if name in examples[0]:
                 longest = max(len(example[name]) for example in examples)
-                rows = [example[name] + [padding] * (longest - len(example[name])) for example in examples]
+                rows = [
+                    example[name] + [padding] * (longest - len(example[name]))
+                    for example in examples
+                ]
                 batch[name] = torch.tensor(rows)
         return batch
 

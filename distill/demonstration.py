@@ -1,8 +1,9 @@
-"""`run_distill.py` without arguments: an offline demonstration on the source of Python's standard library.
+"""`run_distill.py` without arguments: an offline demonstration on the source of Python's standard
+library.
 
-A small teacher is trained, and kept for later runs. Then two equal students are trained on the same data for the same
-number of steps. One learns from the text alone, the other from the teacher as well.
-"""
+A small teacher is trained, and kept for later runs. Then two equal students are trained on the same
+data for the same number of steps. One learns from the text alone, the other from the teacher as
+well."""
 
 from __future__ import annotations
 
@@ -36,8 +37,18 @@ from translation.report import convert
 logger = logging.getLogger(__name__)
 
 VOCABULARY = 1024
-TEACHER = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 344}
-STUDENT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 172}
+TEACHER = {
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 344,
+}
+STUDENT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 172,
+}
 TEACHER_SEED = 0
 PROMPT = "def __init__(self, name, value=None):\n    "
 
@@ -51,14 +62,24 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
     teacher_folder, teacher_result = _teacher(folder, tokenizer, train, held_out, data_args, args)
     if data_args.max_train_tokens:
         train = train[: max(1, data_args.max_train_tokens // data_args.max_length)]
-    _say(args, f"students learn from {len(train) * data_args.max_length:,} tokens; {len(held_out)} blocks are held out")
+    _say(
+        args,
+        f"students learn from {len(train) * data_args.max_length:,} tokens; {len(held_out)} blocks "
+        "are held out",
+    )
     results, completions = {"teacher": teacher_result}, {}
     teacher = load_model(str(teacher_folder))
     completions["teacher"] = None
     for name, kd_alpha in (("baseline", 0.0), ("distilled", args.kd_alpha)):
         set_seed(args.seed)
-        _say(args, f"training the student {'by cross-entropy only' if not kd_alpha else 'with its teacher'}")
-        own = replace(args, output_dir=str(folder / name), kd_alpha=kd_alpha, teacher_model_name_or_path=None)
+        _say(
+            args,
+            "training the student "
+            f"{'by cross-entropy only' if not kd_alpha else 'with its teacher'}",
+        )
+        own = replace(
+            args, output_dir=str(folder / name), kd_alpha=kd_alpha, teacher_model_name_or_path=None
+        )
         student = from_config(_config(tokenizer, data_args, STUDENT))
         trainer = DistillationTrainer(
             student, teacher, own, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
@@ -77,20 +98,30 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
 
 def _write(folder: Path, results: dict[str, Result], completions, data_args, args) -> None:
     convert(folder / "distilled", data_args.export_dtype)
-    figures = {name: getattr(results["distilled"], name) for name in ("eval_loss", "eval_ppl", "top1_agreement")}
+    figures = {
+        name: getattr(results["distilled"], name)
+        for name in ("eval_loss", "eval_ppl", "top1_agreement")
+    }
     corpus = "the source of the Python standard library"
     export.write_card(folder / "distilled", args, "the demonstration's teacher", figures, corpus)
     order = ("teacher", "baseline", "baseline_best", "distilled")
     ordered = {name: results[name] for name in order}
     notes = [
-        f"loss {args.loss_type}, kd_alpha {args.kd_alpha:g}, T {args.temperature:g}, seed {args.seed}",
-        f"{args.max_steps} steps of {args.train_batch_size * args.world_size} blocks of {data_args.max_length} tokens",
+        f"loss {args.loss_type}, kd_alpha {args.kd_alpha:g}, T {args.temperature:g}, seed "
+        f"{args.seed}",
+        f"{args.max_steps} steps of {args.train_batch_size * args.world_size} blocks of "
+        f"{data_args.max_length} tokens",
     ]
-    text = report.write(str(folder), ordered, PROMPT, {name: completions[name] for name in completions}, notes)
+    text = report.write(
+        str(folder), ordered, PROMPT, {name: completions[name] for name in completions}, notes
+    )
     print(f"\n{text}\n")
     for name in ("teacher", "baseline", "distilled"):
         print(f"--- completion by the {name}\n{completions[name]}")
-    print(f"\nreport: {folder / 'report.md'}, {folder / 'report.json'}, {folder / 'held_out_loss.png'}")
+    print(
+        f"\nreport: {folder / 'report.md'}, {folder / 'report.json'}, "
+        f"{folder / 'held_out_loss.png'}"
+    )
     print(f"student: {folder / 'distilled'} ({data_args.export_dtype})")
 
 
@@ -122,7 +153,9 @@ def _prepare(
     return tokenizer, train, held_out
 
 
-def _config(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, int]) -> LlamaConfig:
+def _config(
+    tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes: dict[str, int]
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, data_args.max_length),
@@ -138,9 +171,16 @@ def _config(tokenizer: PreTrainedTokenizerBase, data_args: DataArguments, sizes:
 
 
 def _teacher(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, train: Blocks, held_out: Blocks, data_args, args
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Blocks,
+    held_out: Blocks,
+    data_args,
+    args,
 ) -> tuple[Path, Result]:
-    """Return the folder and figures of a trained teacher: of an earlier run with the same settings, or a new one."""
+    """Return the folder and figures of a trained teacher: of an earlier run with the same settings,
+    or a new one.
+    """
     settings = {
         **TEACHER,
         "steps": data_args.teacher_steps,
@@ -148,7 +188,9 @@ def _teacher(
         "learning_rate": args.learning_rate,
         "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "blocks": [len(train), len(held_out)],
-        "vocabulary": hashlib.sha256(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest(),
+        "vocabulary": hashlib.sha256(
+            json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+        ).hexdigest(),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     where = folder / f"teacher-{digest}"
@@ -157,7 +199,9 @@ def _teacher(
         broadcast_object_list(done)
     if done[0]:
         _say(args, f"the teacher is in {where} already")
-        return where, Result(**json.loads(where.joinpath("result.json").read_text(encoding="utf-8")))
+        return where, Result(
+            **json.loads(where.joinpath("result.json").read_text(encoding="utf-8"))
+        )
     _say(args, f"training the teacher for {data_args.teacher_steps} steps")
     set_seed(TEACHER_SEED)
     own = replace(
@@ -179,8 +223,16 @@ def _teacher(
 def _train(trainer: DistillationTrainer, length: int) -> Result:
     output = trainer.train()
     metrics = trainer.evaluate()
-    trained = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps * trainer.args.world_size
-    curve = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    trained = (
+        trainer.args.train_batch_size
+        * trainer.args.gradient_accumulation_steps
+        * trainer.args.world_size
+    )
+    curve = {
+        entry["step"]: entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
     seconds = output.metrics["train_runtime"] - trainer.seconds_evaluating
     return Result(
         eval_loss=metrics["eval_loss"],
@@ -196,12 +248,23 @@ def _train(trainer: DistillationTrainer, length: int) -> Result:
 def _best(last: Result) -> Result:
     """Return what early stopping would have kept: the evaluation with the smallest held-out loss."""
     step, loss = min(last.curve, key=lambda point: point[1])
-    return replace(last, eval_loss=loss, eval_ppl=float(torch.tensor(loss).exp()), step=step, top1_agreement=None)
+    return replace(
+        last,
+        eval_loss=loss,
+        eval_ppl=float(torch.tensor(loss).exp()),
+        step=step,
+        top1_agreement=None,
+    )
 
 
 @torch.no_grad()
-def _complete(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationConfig) -> str:
-    """Return the model's greedy completion of `PROMPT`. All ranks call this, because parameters may be sharded."""
+def _complete(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationConfig
+) -> str:
+    """Return the model's greedy completion of `PROMPT`.
+
+    All ranks call this, because parameters may be sharded.
+    """
     model.eval()
     ids = tokenizer(PROMPT, return_tensors="pt").to(args.device)
     sharded = is_deepspeed_zero3_enabled() and args.world_size > 1

@@ -16,13 +16,23 @@ RECIPE = (
 
 
 def write_card(
-    folder: str | Path, args: DistillationConfig, teacher: str, figures: Mapping[str, float], trained_on: str
+    folder: str | Path,
+    args: DistillationConfig,
+    teacher: str,
+    figures: Mapping[str, float],
+    trained_on: str,
 ) -> None:
-    """Write the student's model card, `README.md`: its teacher and data, the recipe, and the held-out figures."""
-    defaults = {field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()}
+    """Write the student's model card, `README.md`: its teacher and data, the recipe, and the
+    held-out figures.
+    """
+    defaults = {
+        field.name: field.default for field in DistillationConfig.__dataclass_fields__.values()
+    }
     always = ("loss_type", "kd_alpha", "temperature", "learning_rate", "seed")
     recipe = {
-        name: getattr(args, name) for name in RECIPE if name in always or getattr(args, name) != defaults.get(name)
+        name: getattr(args, name)
+        for name in RECIPE
+        if name in always or getattr(args, name) != defaults.get(name)
     }
     lines = [
         "---",
@@ -33,9 +43,20 @@ def write_card(
         "# Distilled student",
         "",
     ]
-    lines += [f"Distilled from {teacher}, on {trained_on}.", "", "## Recipe", "", "| argument | value |", "|---|---|"]
+    lines += [
+        f"Distilled from {teacher}, on {trained_on}.",
+        "",
+        "## Recipe",
+        "",
+        "| argument | value |",
+        "|---|---|",
+    ]
     lines += [f"| `{name}` | {value} |" for name, value in recipe.items()]
     lines += ["", "## Held-out figures", "", "| metric | value |", "|---|---|"]
-    lines += [f"| {name} | {value:.4g} |" for name, value in figures.items() if isinstance(value, int | float)]
+    lines += [
+        f"| {name} | {value:.4g} |"
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    ]
     lines += ["", "`loss` and `ppl` are cross-entropy in nats per token and its exponential.", ""]
     Path(folder, "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,15 +1,15 @@
-"""The fused, chunked head: the loss of a student's hidden states without a (tokens x vocabulary) tensor.
+"""The fused, chunked head: the loss of a student's hidden states without a (tokens x vocabulary)
+tensor.
 
-[Note: what is in memory]
-Whole logits need about eight tensors of tokens x vocabulary for forward KL, and fourteen for JSD. Here forward takes a
-chunk of tokens at a time. It multiplies with both heads, takes softmax in fp32, computes the closed-form gradient dz on
-the logits, and multiplies it back:
+[Note: what is in memory] Whole logits need about eight tensors of tokens x vocabulary for forward
+KL, and fourteen for JSD. Here forward takes a chunk of tokens at a time. It multiplies with both
+heads, takes softmax in fp32, computes the closed-form gradient dz on the logits, and multiplies it
+back:
 
     d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            only (chunk, V) exists, never (N, V)
 
-Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. So weights are needed in forward only, and
-an engine may reshard the head before backward.
-"""
+Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. So weights are needed
+in forward only, and an engine may reshard the head before backward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,18 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from distill.losses import LOG_ZERO, Divergence, TopK, log_probabilities, top_k_with_tail, value_and_gradient
+from distill.losses import (
+    LOG_ZERO,
+    Divergence,
+    TopK,
+    log_probabilities,
+    top_k_with_tail,
+    value_and_gradient,
+)
 
-# Elements of one (chunk, V) tensor, if `chunk_size` is not given. About eight of them exist at a time. In fp32 one has
-# 8 MiB on a CPU, which fits its caches, and 256 MiB on an accelerator, where small products are slow.
+# Elements of one (chunk, V) tensor, if `chunk_size` is not given. About eight of them exist at a
+# time. In fp32 one has 8 MiB on a CPU, which fits its caches, and 256 MiB on an accelerator, where
+# small products are slow.
 CHUNK_ELEMENTS = {"cpu": 2**21}
 CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
@@ -33,7 +41,9 @@ class Teacher(Protocol):
     """The teacher's predictions for the N tokens."""
 
     def chunk(self, rows: slice) -> torch.Tensor | StoredChunk:
-        """Return logits (chunk, teacher vocabulary) in any dtype, or the rows that a cache has stored."""
+        """Return logits (chunk, teacher vocabulary) in any dtype, or the rows that a cache has
+        stored.
+        """
 
 
 class StoredChunk(NamedTuple):
@@ -44,7 +54,9 @@ class StoredChunk(NamedTuple):
 
 
 class SharedTokens(NamedTuple):
-    """Ids of the S tokens that both models know, in the same order: (S,) each, or slices of equal length."""
+    """Ids of the S tokens that both models know, in the same order: (S,) each, or slices of equal
+    length.
+    """
 
     student: torch.Tensor | slice
     teacher: torch.Tensor | slice
@@ -55,12 +67,12 @@ class Recipe:
     """How the loss of a token is computed.
 
     Args:
-        kd_alpha: loss = (1 - kd_alpha) cross-entropy + kd_alpha T^2 divergence.
-        divergence, temperature, top_k: see `distill.losses`. top_k 0: all tokens.
-        shared: the divergence is over these tokens, renormalised. None: both models have the same vocabulary.
-        teacher_labels: (student vocabulary,) teacher id of each student token, or -1. None: the same ids.
-        chunk_size: tokens at a time. 0: as many as make `CHUNK_ELEMENTS` logits.
-        with_agreement: also compute `agreement` and `teacher_ce`, in two more passes over the logits.
+        kd_alpha: loss = (1 - kd_alpha) cross-entropy + kd_alpha T^2 divergence. divergence,
+        temperature, top_k: see `distill.losses`. top_k 0: all tokens. shared: the divergence is
+        over these tokens, renormalised. None: both models have the same vocabulary. teacher_labels:
+        (student vocabulary,) teacher id of each student token, or -1. None: the same ids.
+        chunk_size: tokens at a time. 0: as many as make `CHUNK_ELEMENTS` logits. with_agreement:
+        also compute `agreement` and `teacher_ce`, in two more passes over the logits.
     """
 
     kd_alpha: float = 0.9
@@ -92,9 +104,9 @@ class Recipe:
 class TokenLosses(NamedTuple):
     """Figures of each token, (N,) in fp32 without gradient.
 
-    ce: cross-entropy. kd: divergence times T^2. teacher_ce: the teacher's cross-entropy, or NaN if it is unknown.
-    agreement: 1 if both models have the same most probable token, 0 if not, NaN if unknown.
-    """
+    ce: cross-entropy. kd: divergence times T^2. teacher_ce: the teacher's cross-entropy, or NaN if
+    it is unknown. agreement: 1 if both models have the same most probable token, 0 if not, NaN if
+    unknown."""
 
     ce: torch.Tensor
     kd: torch.Tensor
@@ -106,8 +118,8 @@ class TokenLosses(NamedTuple):
 class Targets:
     """The targets of N tokens: labels (N,), and the teacher's predictions unless `teacher` is None.
 
-    `has_teacher` (N,) bool marks the tokens that the teacher predicts (None: all). The others have cross-entropy only.
-    """
+    `has_teacher` (N,) bool marks the tokens that the teacher predicts (None: all). The others have
+    cross-entropy only."""
 
     labels: torch.Tensor
     teacher: Teacher | None = None
@@ -117,7 +129,9 @@ class Targets:
 def chunk_loss(
     logits: torch.Tensor, rows: slice, targets: Targets, recipe: Recipe, with_gradient: bool
 ) -> tuple[TokenLosses, torch.Tensor | None]:
-    """Return the losses of a chunk's tokens for fp32 logits (chunk, V), and the gradient of their weighted sum."""
+    """Return the losses of a chunk's tokens for fp32 logits (chunk, V), and the gradient of their
+    weighted sum.
+    """
     labels = targets.labels[rows]
     log_q = log_probabilities(logits)
     ce = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -127,14 +141,19 @@ def chunk_loss(
         return TokenLosses(ce, torch.zeros_like(ce), unknown, unknown), gradient
 
     said = targets.teacher.chunk(rows)
-    teacher_ce, agreement = _compare(logits, labels, said, recipe) if recipe.with_agreement else (unknown, unknown)
+    teacher_ce, agreement = (
+        _compare(logits, labels, said, recipe) if recipe.with_agreement else (unknown, unknown)
+    )
     log_q_shared, log_p = _on_common_ground(logits, log_q, said, recipe)
     kd, kd_gradient = value_and_gradient(log_q_shared, log_p, recipe.divergence, recipe.temperature)
     alpha = torch.full_like(ce, recipe.kd_alpha)
     if targets.has_teacher is not None:
         absent = ~targets.has_teacher[rows]
         alpha, kd = alpha.masked_fill(absent, 0.0), kd.masked_fill(absent, 0.0)
-        teacher_ce, agreement = teacher_ce.masked_fill(absent, torch.nan), agreement.masked_fill(absent, torch.nan)
+        teacher_ce, agreement = (
+            teacher_ce.masked_fill(absent, torch.nan),
+            agreement.masked_fill(absent, torch.nan),
+        )
     losses = TokenLosses(ce, kd, teacher_ce, agreement)
     if not with_gradient:
         return losses, None
@@ -151,7 +170,9 @@ def chunk_loss(
     return losses, gradient
 
 
-def _cross_entropy_gradient(log_q: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+def _cross_entropy_gradient(
+    log_q: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | float
+) -> torch.Tensor:
     gradient = log_q.exp()
     gradient.scatter_add_(-1, labels.unsqueeze(-1), gradient.new_full((len(labels), 1), -1.0))
     return gradient.mul_(weight)
@@ -160,7 +181,9 @@ def _cross_entropy_gradient(log_q: torch.Tensor, labels: torch.Tensor, weight: t
 def _on_common_ground(
     logits: torch.Tensor, log_q: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor | TopK]:
-    """Return the log-probabilities of student and teacher over the shared tokens, at the recipe's temperature."""
+    """Return the log-probabilities of student and teacher over the shared tokens, at the recipe's
+    temperature.
+    """
     shared, temperature = recipe.shared, recipe.temperature
     if shared is not None:
         log_q = log_probabilities(logits[:, shared.student], temperature)
@@ -176,11 +199,15 @@ def _on_common_ground(
 def _compare(
     logits: torch.Tensor, labels: torch.Tensor, said: torch.Tensor | StoredChunk, recipe: Recipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the teacher's cross-entropy for each label, and whether both models have the same most probable token."""
+    """Return the teacher's cross-entropy for each label, and whether both models have the same most
+    probable token.
+    """
     first = logits.argmax(-1)
     if isinstance(said, StoredChunk):
         best = said.top_k.log_p[:, :-1].argmax(-1, keepdim=True)
-        return said.cross_entropy, (said.top_k.indices.gather(-1, best).squeeze(-1) == first).float()
+        return said.cross_entropy, (
+            said.top_k.indices.gather(-1, best).squeeze(-1) == first
+        ).float()
     if recipe.teacher_labels is not None:
         labels, first = recipe.teacher_labels[labels], recipe.teacher_labels[first]
     log_p = log_probabilities(said)
@@ -195,7 +222,11 @@ class _FusedHead(torch.autograd.Function):
         statistics = []
         d_hidden = torch.empty_like(hidden) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if with_gradient else None
-        d_bias = torch.zeros_like(bias, dtype=_at_least_fp32(bias)) if with_gradient and bias is not None else None
+        d_bias = (
+            torch.zeros_like(bias, dtype=_at_least_fp32(bias))
+            if with_gradient and bias is not None
+            else None
+        )
         for rows in recipe.chunks(len(hidden), len(weight), hidden.device):
             part = hidden[rows]
             logits = linear(part, weight, bias)
@@ -215,7 +246,11 @@ class _FusedHead(torch.autograd.Function):
                 d_weight += gradient.T @ part
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        statistics = torch.cat(statistics, dim=1) if statistics else hidden.new_zeros(4, 0, dtype=torch.float32)
+        statistics = (
+            torch.cat(statistics, dim=1)
+            if statistics
+            else hidden.new_zeros(4, 0, dtype=torch.float32)
+        )
         ctx.mark_non_differentiable(statistics)
         return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
 
@@ -236,12 +271,18 @@ class _FromLogits(torch.autograd.Function):
         d_logits = torch.empty_like(logits) if with_gradient else None
         for rows in recipe.chunks(*logits.shape, logits.device):
             part = logits[rows]
-            losses, gradient = chunk_loss(part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient)
+            losses, gradient = chunk_loss(
+                part.to(_at_least_fp32(part)), rows, targets, recipe, with_gradient
+            )
             statistics.append(torch.stack(losses))
             if gradient is not None:
                 d_logits[rows] = gradient
         ctx.save_for_backward(d_logits)
-        statistics = torch.cat(statistics, dim=1) if statistics else logits.new_zeros(4, 0, dtype=torch.float32)
+        statistics = (
+            torch.cat(statistics, dim=1)
+            if statistics
+            else logits.new_zeros(4, 0, dtype=torch.float32)
+        )
         ctx.mark_non_differentiable(statistics)
         return _weighted_sum(TokenLosses(*statistics), targets, recipe), statistics
 
@@ -266,19 +307,25 @@ def _weighted_sum(losses: TokenLosses, targets: Targets, recipe: Recipe) -> torc
 
 
 def fused_head_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, recipe: Recipe
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: Targets,
+    recipe: Recipe,
 ) -> tuple[torch.Tensor, TokenLosses]:
     """Return the sum of N tokens' losses under a linear head, and the losses of each token.
 
-    The sum is a scalar in fp32, differentiable in `hidden` (N, H), `weight` (V, H) and `bias` (V,). The caller divides
-    it by the number of tokens of the whole step. The gradient of `weight` is summed in fp32, whatever its dtype.
-    """
+    The sum is a scalar in fp32, differentiable in `hidden` (N, H), `weight` (V, H) and `bias` (V,).
+    The caller divides it by the number of tokens of the whole step. The gradient of `weight` is
+    summed in fp32, whatever its dtype."""
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     total, statistics = _FusedHead.apply(hidden, weight, bias, targets, recipe, with_gradient)
     return total, TokenLosses(*statistics)
 
 
-def logits_loss(logits: torch.Tensor, targets: Targets, recipe: Recipe) -> tuple[torch.Tensor, TokenLosses]:
+def logits_loss(
+    logits: torch.Tensor, targets: Targets, recipe: Recipe
+) -> tuple[torch.Tensor, TokenLosses]:
     """Do the same for logits (N, V), if the head is more than a linear map."""
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     total, statistics = _FromLogits.apply(logits, targets, recipe, with_gradient)
@@ -287,7 +334,10 @@ def logits_loss(logits: torch.Tensor, targets: Targets, recipe: Recipe) -> tuple
 
 @dataclass
 class HeadTeacher:
-    """A live teacher: hidden states (N, H) and a linear head, (V, H) and (V,) or None. Logits are made in chunks."""
+    """A live teacher: hidden states (N, H) and a linear head, (V, H) and (V,) or None.
+
+    Logits are made in chunks.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -310,7 +360,9 @@ class LogitsTeacher:
 
 @dataclass
 class StoredTeacher:
-    """Rows from a cache: token ids (N, k), log-probabilities (N, k + 1; the last is the tail), cross-entropy (N,)."""
+    """Rows from a cache: token ids (N, k), log-probabilities (N, k + 1; the last is the tail),
+    cross-entropy (N,).
+    """
 
     indices: torch.Tensor
     log_p: torch.Tensor

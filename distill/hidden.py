@@ -1,4 +1,6 @@
-"""Losses inside of the models: on hidden states after learned projections, and on attention relations (MiniLM)."""
+"""Losses inside of the models: on hidden states after learned projections, and on attention
+relations (MiniLM).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, mse_loss
 
 HIDDEN_LOSSES = ("mse", "cosine")
-# Names of the projections of query, key and value in an attention module, one row for each family of models.
+# Names of the projections of query, key and value in an attention module, one row for each family
+# of models.
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("q", "k", "v"), ("query", "key", "value"))
 
 
@@ -24,14 +27,19 @@ class LayerPair(NamedTuple):
 
 
 def layers_and_width(config: object) -> tuple[int, int]:
-    """The number of layers of a model's decoder (of all if it has no encoder), and the width of their outputs."""
+    """The number of layers of a model's decoder (of all if it has no encoder), and the width of
+    their outputs.
+    """
     config = config.get_text_config()
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     return layers, config.hidden_size
 
 
-def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: int) -> list[LayerPair]:
-    """Parse pairs of layers such as "1:3,2:6". None: pair each student layer with the teacher's at the same depth.
+def parse_layer_mapping(
+    text: str | None, student_layers: int, teacher_layers: int
+) -> list[LayerPair]:
+    """Parse pairs of layers such as "1:3,2:6". None: pair each student layer with the teacher's at
+    the same depth.
 
     Raises:
         ValueError: a part is no pair, or names a layer that does not exist.
@@ -43,10 +51,14 @@ def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: i
     for part in text.split(","):
         student, _, teacher = part.strip().partition(":")
         if not (student.isdigit() and teacher.isdigit()):
-            raise ValueError(f"layer_mapping {text!r}: {part!r} is no pair; write student:teacher, such as 1:3,2:6")
+            raise ValueError(
+                f"layer_mapping {text!r}: {part!r} is no pair; write student:teacher, such as "
+                "1:3,2:6"
+            )
         if int(student) > student_layers or int(teacher) > teacher_layers:
             raise ValueError(
-                f"layer_mapping {text!r}: {part!r} names a layer that is not there; the student has 0 to"
+                f"layer_mapping {text!r}: {part!r} names a layer that is not there; the student "
+                "has 0 to"
                 f" {student_layers} and the teacher 0 to {teacher_layers} (0: the embeddings)"
             )
         pairs.append(LayerPair(int(student), int(teacher)))
@@ -54,7 +66,8 @@ def parse_layer_mapping(text: str | None, student_layers: int, teacher_layers: i
 
 
 def hidden_loss(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the sum over N tokens of mean squared error, or of 1 - cosine, of states (N, H), at least in fp32.
+    """Return the sum over N tokens of mean squared error, or of 1 - cosine, of states (N, H), at
+    least in fp32.
 
     Sources: arXiv 1909.10351 (squared error after a projection), 1910.01108 (cosine).
     """
@@ -71,12 +84,19 @@ class HiddenMatch(nn.Module):
     It is a submodule of the student and is trained with it. It is never exported.
     """
 
-    def __init__(self, pairs: Sequence[LayerPair], student_width: int, teacher_width: int, kind: str = "mse"):
+    def __init__(
+        self, pairs: Sequence[LayerPair], student_width: int, teacher_width: int, kind: str = "mse"
+    ):
         super().__init__()
         if kind not in HIDDEN_LOSSES:
-            raise ValueError(f"hidden_loss_type {kind!r} is unknown: choose one of {', '.join(HIDDEN_LOSSES)}")
-        self.pairs, self.kind = list(pairs), kind
-        self.projections = nn.ModuleList(nn.Linear(student_width, teacher_width, bias=False) for _ in pairs)
+            raise ValueError(
+                f"hidden_loss_type {kind!r} is unknown: choose one of {', '.join(HIDDEN_LOSSES)}"
+            )
+        self.pairs = list(pairs)
+        self.kind = kind
+        self.projections = nn.ModuleList(
+            nn.Linear(student_width, teacher_width, bias=False) for _ in pairs
+        )
         if student_width == teacher_width:
             for projection in self.projections:
                 nn.init.eye_(projection.weight)
@@ -88,7 +108,10 @@ class HiddenMatch(nn.Module):
         rows: torch.Tensor,
         teacher_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the loss, summed over tokens and averaged over pairs. States: (batch, length, width). rows: (N,)."""
+        """Return the loss, summed over tokens and averaged over pairs.
+
+        States: (batch, length, width). rows: (N,).
+        """
         total = student[0].new_zeros((), dtype=torch.float32)
         for pair, projection in zip(self.pairs, self.projections, strict=True):
             ours = projection(student[pair.student].flatten(0, 1)[rows])
@@ -98,7 +121,10 @@ class HiddenMatch(nn.Module):
 
 
 class Attention(NamedTuple):
-    """The vectors of one attention layer, each (batch, length, width). Key and value may be narrower."""
+    """The vectors of one attention layer, each (batch, length, width).
+
+    Key and value may be narrower.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -106,10 +132,14 @@ class Attention(NamedTuple):
 
 
 class AttentionRecorder:
-    """Records queries, keys and values of a model's self-attention layers (of the decoder, if it has one)."""
+    """Records queries, keys and values of a model's self-attention layers (of the decoder, if it
+    has one).
+    """
 
     def __init__(self, model: nn.Module, whose: str):
-        self.modules = [found for module in model.modules() if (found := _projections_of(module)) is not None]
+        self.modules = [
+            found for module in model.modules() if (found := _projections_of(module)) is not None
+        ]
         if getattr(model.config, "is_encoder_decoder", False):
             decoder = set(model.get_decoder().modules())
             self.modules = [found for found in self.modules if found[0] in decoder][
@@ -118,12 +148,16 @@ class AttentionRecorder:
         if not self.modules:
             names = "; ".join(", ".join(names) for names in _PROJECTIONS)
             raise ValueError(
-                f"attn_relation_weight: no attention layer of the {whose} has projections named {names}; set it to 0"
+                f"attn_relation_weight: no attention layer of the {whose} has projections named "
+                f"{names}; set it to 0"
             )
 
     @contextmanager
     def recording(self, layers: Sequence[int]) -> Iterator[dict[int, Attention]]:
-        """Yield a dict. A forward inside of this context fills it, for the layers of these indices."""
+        """Yield a dict.
+
+        A forward inside of this context fills it, for the layers of these indices.
+        """
         outputs: dict[tuple[int, int], torch.Tensor] = {}
         recorded: dict[int, Attention] = {}
 
@@ -161,23 +195,32 @@ def relation_heads(widths: Sequence[int], wanted: int) -> int:
     return max(heads for heads in range(1, wanted + 1) if common % heads == 0)
 
 
-def relation_loss(student: Attention, teacher: Attention, heads: int, visible: torch.Tensor) -> torch.Tensor:
-    """Return KL(teacher's relations || student's relations) of each token: (batch, length), arXiv 2012.15828.
+def relation_loss(
+    student: Attention, teacher: Attention, heads: int, visible: torch.Tensor
+) -> torch.Tensor:
+    """Return KL(teacher's relations || student's relations) of each token: (batch, length), arXiv
+    2012.15828.
 
-    A relation is softmax(X X' / sqrt(width of a head)) for X = queries, keys or values, split into `heads`. The loss is
-    averaged over heads and the three kinds. `visible` (batch, length, length) bool: the tokens that a token may see. A
-    token must see itself.
-    """
+    A relation is softmax(X X' / sqrt(width of a head)) for X = queries, keys or values, split into
+    `heads`. The loss is averaged over heads and the three kinds. `visible` (batch, length, length)
+    bool: the tokens that a token may see. A token must see itself."""
     total = 0.0
     for ours, theirs in zip(student, teacher, strict=True):
-        log_q, log_p = _log_relations(ours, heads, visible), _log_relations(theirs.to(ours.device), heads, visible)
+        log_q, log_p = (
+            _log_relations(ours, heads, visible),
+            _log_relations(theirs.to(ours.device), heads, visible),
+        )
         total = total + (log_p.exp() * (log_p - log_q)).sum(-1).mean(1)
     return total / 3
 
 
 def _log_relations(vectors: torch.Tensor, heads: int, visible: torch.Tensor) -> torch.Tensor:
     batch, length, width = vectors.shape
-    split = vectors.to(torch.promote_types(vectors.dtype, torch.float32)).view(batch, length, heads, -1).transpose(1, 2)
+    split = (
+        vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+        .view(batch, length, heads, -1)
+        .transpose(1, 2)
+    )
     scores = split @ split.transpose(-1, -2) / math.sqrt(width / heads)
     # Not -inf: an invisible token has probability 0 in both, and 0 times a finite difference is 0.
     return torch.log_softmax(scores.masked_fill(~visible.unsqueeze(1), -1e4), dim=-1)

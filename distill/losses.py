@@ -1,13 +1,13 @@
 """Distillation losses on logits: values of each token, with closed-form gradients.
 
-[Note: how every loss is computed]
-p is the teacher's distribution, q the student's. Both are softmax(logits / T). For each token a divergence D gives its
-value and the product q u, where u = dD/dq. The chain rule through the softmax is the same for all divergences:
+[Note: how every loss is computed] p is the teacher's distribution, q the student's. Both are
+softmax(logits / T). For each token a divergence D gives its value and the product q u, where u =
+dD/dq. The chain rule through the softmax is the same for all divergences:
 
     d(T^2 D) / d(student logits) = T (q u - q sum(q u))
 
-A constant in u cancels, so u is given without constants. Softmax is computed at least in fp32, whatever the dtype of
-the logits: in bf16 it is off by tens of per cent for single tokens.
+A constant in u cancels, so u is given without constants. Softmax is computed at least in fp32,
+whatever the dtype of the logits: in bf16 it is off by tens of per cent for single tokens.
 
 Values are multiplied by T^2 (arXiv 1503.02531), so that gradients keep their size when T changes.
 """
@@ -23,12 +23,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 LOSS_TYPES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "uld")
-# The logarithm of a probability of zero. Its exp() is 0 in fp32 and fp64. It is finite, so 0 times it is 0.
+# The logarithm of a probability of zero. Its exp() is 0 in fp32 and fp64. It is finite, so 0 times
+# it is 0.
 LOG_ZERO = -1e4
 
 
 class ValueAndSlope(NamedTuple):
-    """The result of a divergence for N tokens: value (N,), and `weighted_slope` (N, V), which is q dD/dq."""
+    """The result of a divergence for N tokens: value (N,), and `weighted_slope` (N, V), which is q
+    dD/dq.
+    """
 
     value: torch.Tensor
     weighted_slope: torch.Tensor
@@ -36,10 +39,11 @@ class ValueAndSlope(NamedTuple):
 
 @dataclass(frozen=True)
 class Divergence:
-    """A loss between two distributions. Only "jsd" uses `beta`, and only the two skew losses use `skew_alpha`.
+    """A loss between two distributions. Only "jsd" uses `beta`, and only the two skew losses use
+    `skew_alpha`.
 
-    Sources: forward KL arXiv 1503.02531, reverse KL 2306.08543, generalised JSD 2306.13649, skew KL 2402.03898,
-    ULD (sorted probabilities, for different vocabularies) 2402.12030.
+    Sources: forward KL arXiv 1503.02531, reverse KL 2306.08543, generalised JSD 2306.13649, skew KL
+    2402.03898, ULD (sorted probabilities, for different vocabularies) 2402.12030.
 
     Raises:
         ValueError: the loss is unknown, or a parameter is out of its range.
@@ -51,17 +55,24 @@ class Divergence:
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"loss_type {self.loss_type!r} is unknown: choose one of {', '.join(LOSS_TYPES)}")
+            raise ValueError(
+                f"loss_type {self.loss_type!r} is unknown: choose one of {', '.join(LOSS_TYPES)}"
+            )
         if not 0 < self.beta < 1:
             raise ValueError(
-                f"beta is {self.beta}: generalised JSD needs 0 < beta < 1 (it tends to 0 at both ends);"
+                f"beta is {self.beta}: generalised JSD needs 0 < beta < 1 (it tends to 0 at both "
+                "ends);"
                 f" for the limits use loss_type forward_kl or reverse_kl"
             )
         if not 0 <= self.skew_alpha < 1:
-            raise ValueError(f"skew_alpha is {self.skew_alpha}: it must be at least 0 and less than 1")
+            raise ValueError(
+                f"skew_alpha is {self.skew_alpha}: it must be at least 0 and less than 1"
+            )
 
     def __call__(self, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
-        """Return value and slope for log-probabilities (N, V) of student and teacher. "uld" allows different V."""
+        """Return value and slope for log-probabilities (N, V) of student and teacher. "uld" allows
+        different V.
+        """
         return _FORMULAS[self.loss_type](self, log_q, log_p)
 
 
@@ -86,15 +97,21 @@ def _jsd(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> Va
     return ValueAndSlope(beta * of_teacher + weighted.sum(-1), weighted)
 
 
-def _skew_forward_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+def _skew_forward_kl(
+    divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor
+) -> ValueAndSlope:
     """KL(p || a p + (1 - a) q), arXiv 2402.03898."""
     alpha = divergence.skew_alpha
     log_m = torch.logaddexp(log_p + _log(alpha), log_q + math.log1p(-alpha))
     value = torch.linalg.vecdot(log_p.exp(), log_p - log_m)
-    return ValueAndSlope(value, torch.sub(log_p, log_m, out=log_m).add_(log_q).exp_().mul_(alpha - 1))
+    return ValueAndSlope(
+        value, torch.sub(log_p, log_m, out=log_m).add_(log_q).exp_().mul_(alpha - 1)
+    )
 
 
-def _skew_reverse_kl(divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlope:
+def _skew_reverse_kl(
+    divergence: Divergence, log_q: torch.Tensor, log_p: torch.Tensor
+) -> ValueAndSlope:
     """KL(q || a q + (1 - a) p), arXiv 2402.03898."""
     alpha = divergence.skew_alpha
     log_m = torch.logaddexp(log_q + _log(alpha), log_p + math.log1p(-alpha))
@@ -111,7 +128,9 @@ def _uld(_: Divergence, log_q: torch.Tensor, log_p: torch.Tensor) -> ValueAndSlo
     width = max(q.shape[-1], p.shape[-1])
     difference = _widen(q, width) - _widen(p, width)
     weighted = difference.sign()[:, : q.shape[-1]].mul_(q)
-    return ValueAndSlope(difference.abs().sum(-1), torch.empty_like(q).scatter_(-1, order, weighted))
+    return ValueAndSlope(
+        difference.abs().sum(-1), torch.empty_like(q).scatter_(-1, order, weighted)
+    )
 
 
 _FORMULAS: dict[str, Callable[[Divergence, torch.Tensor, torch.Tensor], ValueAndSlope]] = {
@@ -133,31 +152,45 @@ def _widen(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def log_probabilities(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return log softmax(logits / T) over the last dimension, at least in fp32. A logit of -inf gives `LOG_ZERO`."""
+    """Return log softmax(logits / T) over the last dimension, at least in fp32.
+
+    A logit of -inf gives `LOG_ZERO`.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1).clamp_min_(LOG_ZERO)
+    return torch.log_softmax(
+        logits if temperature == 1 else logits / temperature, dim=-1
+    ).clamp_min_(LOG_ZERO)
 
 
 class TopK(NamedTuple):
     """A teacher's k most probable tokens and the mass of all others.
 
-    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The bins sum to 1,
-    so a divergence on them compares distributions. (Renormalising the k alone is biased, arXiv 2503.16870.)
-    """
+    indices: (N, k) token ids. log_p: (N, k + 1) log-probabilities; the last column is the tail. The
+    bins sum to 1, so a divergence on them compares distributions. (Renormalising the k alone is
+    biased, arXiv 2503.16870.)"""
 
     indices: torch.Tensor
     log_p: torch.Tensor
 
 
 def top_k_with_tail(log_p: torch.Tensor, k: int) -> TopK:
-    """Return the bins of dense log-probabilities (N, V), with the exact tail. Raises ValueError unless 0 < k < V."""
+    """Return the bins of dense log-probabilities (N, V), with the exact tail.
+
+    Raises ValueError unless 0 < k < V.
+    """
     if not 0 < k < log_p.shape[-1]:
-        raise ValueError(f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens")
+        raise ValueError(
+            f"top_k is {k}: it must be at least 1 and less than the {log_p.shape[-1]} shared tokens"
+        )
     return _bins(log_p, log_p.topk(k, dim=-1).indices)
 
 
 def _bins(log_probs: torch.Tensor, indices: torch.Tensor) -> TopK:
-    tail = log_probs.scatter(-1, indices, -math.inf).logsumexp(dim=-1, keepdim=True).clamp_min_(LOG_ZERO)
+    tail = (
+        log_probs.scatter(-1, indices, -math.inf)
+        .logsumexp(dim=-1, keepdim=True)
+        .clamp_min_(LOG_ZERO)
+    )
     return TopK(indices, torch.cat([log_probs.gather(-1, indices), tail], dim=-1))
 
 
@@ -166,8 +199,8 @@ def value_and_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return T^2 times the divergence, (N,), and its gradient on the student's logits, (N, V).
 
-    `log_q` (N, V): the student's log-probabilities at temperature T. `teacher`: dense ones or bins, at the same T.
-    """
+    `log_q` (N, V): the student's log-probabilities at temperature T. `teacher`: dense ones or bins,
+    at the same T."""
     if isinstance(teacher, TopK):
         value, gradient = _binned(log_q, teacher, divergence)
     else:
@@ -176,7 +209,9 @@ def value_and_gradient(
     return value.mul_(temperature**2), gradient.mul_(temperature)
 
 
-def _binned(log_q: torch.Tensor, teacher: TopK, divergence: Divergence) -> tuple[torch.Tensor, torch.Tensor]:
+def _binned(
+    log_q: torch.Tensor, teacher: TopK, divergence: Divergence
+) -> tuple[torch.Tensor, torch.Tensor]:
     bins = _bins(log_q, teacher.indices).log_p
     value, weighted = divergence(bins, teacher.log_p)
     total = weighted.sum(-1, keepdim=True)
@@ -212,8 +247,8 @@ def token_divergence(
 ) -> torch.Tensor:
     """Return the loss of each token, (N,), differentiable in the student's logits (N, V) only.
 
-    With `top_k`, the divergence is over k + 1 bins: the teacher's k most probable tokens, and all others as one.
-    """
+    With `top_k`, the divergence is over k + 1 bins: the teacher's k most probable tokens, and all
+    others as one."""
     with torch.no_grad():
         teacher: torch.Tensor | TopK = log_probabilities(teacher_logits, temperature)
         if top_k:

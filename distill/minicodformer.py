@@ -1,13 +1,14 @@
-"""MiniCodformer, a small student for code: a causal Transformer encoder, a linear bridge, and an LTC-NCP decoder.
+"""MiniCodformer, a small student for code: a causal Transformer encoder, a linear bridge, and an
+LTC-NCP decoder.
 
-[Note: the decoder]
-Each decoder layer mixes a token with the two before it, by a causal convolution of width 3. Then it moves the state by
-a gated step, x + tau(c) tanh(c), as closed-form liquid time-constant cells do (arXiv 2106.13898). The gate is the
-learnt time constant. A feed-forward follows. The encoder's attention reaches all earlier tokens. The decoder is local.
+[Note: the decoder] Each decoder layer mixes a token with the two before it, by a causal convolution
+of width 3. Then it moves the state by a gated step, x + tau(c) tanh(c), as closed-form liquid
+time-constant cells do (arXiv 2106.13898). The gate is the learnt time constant. A feed-forward
+follows. The encoder's attention reaches all earlier tokens. The decoder is local.
 
-[Note: no token sees the future or another document]
-Attention is causal, and the convolution is padded on the left only. Taps that would reach before position 0 of a
-document are zero. So left padding (in generation) and packing (position_ids that restart at 0) do not change results.
+[Note: no token sees the future or another document] Attention is causal, and the convolution is
+padded on the left only. Taps that would reach before position 0 of a document are zero. So left
+padding (in generation) and packing (position_ids that restart at 0) do not change results.
 
 Importing this module registers the model with transformers' Auto classes.
 """
@@ -17,7 +18,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention, silu
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,7 +34,10 @@ WIDTH = 3  # of the convolution
 
 
 class MiniCodformerConfig(PretrainedConfig):
-    """Sizes of a MiniCodformer. `num_hidden_layers` counts the layers of encoder and decoder together."""
+    """Sizes of a MiniCodformer.
+
+    `num_hidden_layers` counts the layers of encoder and decoder together.
+    """
 
     model_type = "minicodformer"
     keys_to_ignore_at_inference = ["past_key_values"]
@@ -49,13 +59,19 @@ class MiniCodformerConfig(PretrainedConfig):
     ):
         if hidden_size % num_attention_heads:
             raise ValueError(
-                f"hidden_size {hidden_size} must be a multiple of num_attention_heads {num_attention_heads}"
+                f"hidden_size {hidden_size} must be a multiple of num_attention_heads "
+                f"{num_attention_heads}"
             )
-        self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
-        self.encoder_layers, self.decoder_layers = encoder_layers, decoder_layers
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.encoder_layers = encoder_layers
+        self.decoder_layers = decoder_layers
         self.num_hidden_layers = encoder_layers + decoder_layers
-        self.num_attention_heads, self.max_position_embeddings = num_attention_heads, max_position_embeddings
-        self.initializer_range, self.layer_norm_eps = initializer_range, layer_norm_eps
+        self.num_attention_heads = num_attention_heads
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.layer_norm_eps = layer_norm_eps
         self.use_cache = use_cache
         others.pop("num_hidden_layers", None)  # it is the sum of the two
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)
@@ -75,20 +91,25 @@ class FeedForward(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(self, config: MiniCodformerConfig, layer: int):
         super().__init__()
-        self.heads, self.layer = config.num_attention_heads, layer
+        self.heads = config.num_attention_heads
+        self.layer = layer
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.v_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor, visible: torch.Tensor | None, cache: Cache | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, visible: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
         query, key, value = (
             projection(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=visible, is_causal=visible is None)
+        mixed = scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None
+        )
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -102,29 +123,41 @@ class MiniCodformerEncoderLayer(GradientCheckpointingLayer):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, visible: torch.Tensor | None, cache: Cache | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, visible: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), visible, cache)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
-    """A causal convolution with a liquid step, and a feed-forward. See the first note of this module."""
+    """A causal convolution with a liquid step, and a feed-forward.
+
+    See the first note of this module.
+    """
 
     def __init__(self, config: MiniCodformerConfig, layer: int):
         super().__init__()
         self.layer = layer
         self.mix_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.taps = nn.ModuleList(nn.Linear(config.hidden_size, config.hidden_size, bias=i == 0) for i in range(WIDTH))
+        self.taps = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.hidden_size, bias=i == 0) for i in range(WIDTH)
+        )
         self.time_constant = nn.Linear(config.hidden_size, config.hidden_size)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, cache: Cache | None
+    ) -> torch.Tensor:
         inputs = history = self.mix_norm(x)
         length = x.shape[1]
         if cache is not None:
-            # Stored as keys, so that transformers reorders and cuts them as it does with attention's keys.
-            keys, _ = cache.update(inputs.unsqueeze(1), inputs.new_empty(len(x), 1, length, 0), self.layer)
+            # Stored as keys, so that transformers reorders and cuts them as it does with
+            # attention's keys.
+            keys, _ = cache.update(
+                inputs.unsqueeze(1), inputs.new_empty(len(x), 1, length, 0), self.layer
+            )
             history = keys.squeeze(1)
         before = history.shape[1] - length
         mixed = self.taps[0](inputs)
@@ -138,7 +171,9 @@ class MiniCodformerDecoderLayer(GradientCheckpointingLayer):
 
 
 class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
-    """The language model: token ids (batch, length) to logits (batch, length, vocabulary), from past tokens only."""
+    """The language model: token ids (batch, length) to logits (batch, length, vocabulary), from
+    past tokens only.
+    """
 
     config_class = MiniCodformerConfig
     supports_gradient_checkpointing = True
@@ -148,12 +183,17 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: MiniCodformerConfig):
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.encoder = nn.ModuleList(MiniCodformerEncoderLayer(config, i) for i in range(config.encoder_layers))
+        self.encoder = nn.ModuleList(
+            MiniCodformerEncoderLayer(config, i) for i in range(config.encoder_layers)
+        )
         self.bridge = nn.Linear(config.hidden_size, config.hidden_size)
         self.decoder = nn.ModuleList(
-            MiniCodformerDecoderLayer(config, config.encoder_layers + i) for i in range(config.decoder_layers)
+            MiniCodformerDecoderLayer(config, config.encoder_layers + i)
+            for i in range(config.decoder_layers)
         )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -184,11 +224,12 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **loss_kwargs: object,
     ) -> CausalLMOutputWithPast:
-        """Return logits, and the loss if `labels` are given (-100: no target; they are shifted here).
+        """Return logits, and the loss if `labels` are given (-100: no target; they are shifted
+        here).
 
-        `attention_mask`: (batch, past + length), 0 for padding. `position_ids`: (batch, length), counted from the start
-        of each document. Without a cache and a mask, tokens of different documents do not see each other.
-        """
+        `attention_mask`: (batch, past + length), 0 for padding. `position_ids`: (batch, length),
+        counted from the start of each document. Without a cache and a mask, tokens of different
+        documents do not see each other."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
@@ -197,7 +238,9 @@ class MiniCodformerForCausalLM(PreTrainedModel, GenerationMixin):
         packed = position_ids is not None and attention_mask is None and past_key_values is None
         if position_ids is None:
             position_ids = _positions(x, attention_mask, past)
-        visible = _visible(x.shape[1], past, attention_mask, position_ids if packed else None, x.device)
+        visible = _visible(
+            x.shape[1], past, attention_mask, position_ids if packed else None, x.device
+        )
         x = x + self.embed_positions(position_ids)
         states = [x]
         for layer in self.encoder:
@@ -227,12 +270,21 @@ def _positions(x: torch.Tensor, attention_mask: torch.Tensor | None, past: int) 
 
 
 def _visible(
-    length: int, past: int, mask: torch.Tensor | None, packed: torch.Tensor | None, device: torch.device
+    length: int,
+    past: int,
+    mask: torch.Tensor | None,
+    packed: torch.Tensor | None,
+    device: torch.device,
 ) -> torch.Tensor | None:
-    """Return (batch or 1, 1, length, past + length) bool: what each token sees. None: plain causal attention."""
+    """Return (batch or 1, 1, length, past + length) bool: what each token sees.
+
+    None: plain causal attention.
+    """
     if mask is None and packed is None and not past:
         return None
-    visible = torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past).unsqueeze(0)
+    visible = (
+        torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past).unsqueeze(0)
+    )
     if packed is not None:
         document = (packed == 0).cumsum(-1)
         visible = visible & (document.unsqueeze(1) == document.unsqueeze(2))

@@ -1,8 +1,8 @@
-"""Batches that the student generates (GKD, arXiv 2306.13649) or the teacher (sequence-level distillation).
+"""Batches that the student generates (GKD, arXiv 2306.13649) or the teacher (sequence-level
+distillation).
 
-The step's number and the seed decide whether a batch is replaced. So all ranks decide alike. They must, because with
-sharding generation needs all ranks.
-"""
+The step's number and the seed decide whether a batch is replaced. So all ranks decide alike. They
+must, because with sharding generation needs all ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from distill.batch import IGNORED
 
 
 def writer_of(step: int, micro_batch: int, seed: int, lmbda: float, seq_kd: bool) -> str | None:
-    """Return who generates a batch: "student" with probability `lmbda`, else "teacher" if `seq_kd`, else None."""
+    """Return who generates a batch: "student" with probability `lmbda`, else "teacher" if `seq_kd`,
+    else None.
+    """
     if random.Random(f"{seed} {step} {micro_batch}").random() < lmbda:
         return "student"
     return "teacher" if seq_kd else None
 
 
 def prompt_lengths(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (batch,) tokens before the first label of each example. If all is learnt: half of the example. At least 1.
+    """Return (batch,) tokens before the first label of each example. If all is learnt: half of the
+    example. At least 1.
 
     The first token of an example is always a prompt, because nothing comes before it.
     """
@@ -43,16 +46,19 @@ def rewrite(
     eos_token_id: int | None,
     sample: bool,
 ) -> dict[str, torch.Tensor]:
-    """Return a batch with the prompts of `inputs` (input_ids, attention_mask, labels) and answers by `model`.
+    """Return a batch with the prompts of `inputs` (input_ids, attention_mask, labels) and answers
+    by `model`.
 
-    Causal models continue the prompt of each example. Encoder-decoder models write a target for the source. The labels
-    are the generated tokens, up to the end token.
+    Causal models continue the prompt of each example. Encoder-decoder models write a target for the
+    source. The labels are the generated tokens, up to the end token.
 
     Raises:
         ValueError: the batch is packed, so its examples have no separate prompts.
     """
     if "position_ids" in inputs:
-        raise ValueError("lmbda and seq_kd write on from each example: give examples that are not packed")
+        raise ValueError(
+            "lmbda and seq_kd write on from each example: give examples that are not packed"
+        )
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask", torch.ones_like(ids))
     options = {
@@ -67,9 +73,15 @@ def rewrite(
     model.eval()
     if model.config.is_encoder_decoder:
         written = model.generate(input_ids=ids, attention_mask=mask, **options)[:, 1:]
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": _until_end(written, pad_token_id, eos_token_id)}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": _until_end(written, pad_token_id, eos_token_id),
+        }
     else:
-        prompts, prompt_mask = _left_padded(ids, prompt_lengths(inputs["labels"], mask), pad_token_id)
+        prompts, prompt_mask = _left_padded(
+            ids, prompt_lengths(inputs["labels"], mask), pad_token_id
+        )
         whole = model.generate(input_ids=prompts, attention_mask=prompt_mask, **options)
         answers = _until_end(whole[:, prompts.shape[1] :], pad_token_id, eos_token_id)
         labels = torch.cat([torch.full_like(prompts, IGNORED), answers], dim=1)
@@ -78,8 +90,12 @@ def rewrite(
     return batch
 
 
-def _left_padded(ids: torch.Tensor, lengths: torch.Tensor, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first `lengths` tokens of each row, moved to the right end of a block, and the mask."""
+def _left_padded(
+    ids: torch.Tensor, lengths: torch.Tensor, pad: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first `lengths` tokens of each row, moved to the right end of a block, and the
+    mask.
+    """
     width = int(lengths.max())
     column = torch.arange(width, device=ids.device) - (width - lengths).unsqueeze(1)
     mask = column >= 0
@@ -94,7 +110,11 @@ def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor
 
 
 def _right_padded(
-    whole: torch.Tensor, labels: torch.Tensor, prompt_mask: torch.Tensor, answers: torch.Tensor, pad: int
+    whole: torch.Tensor,
+    labels: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    answers: torch.Tensor,
+    pad: int,
 ) -> dict[str, torch.Tensor]:
     """Return the batch with the tokens of each row moved to the left end, as in training batches."""
     mask = torch.cat([prompt_mask.bool(), answers != IGNORED], dim=1)

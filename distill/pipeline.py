@@ -28,7 +28,8 @@ Examples = list[dict[str, list[int]]]
 
 
 def run(arguments: Arguments) -> None:
-    """Train, evaluate and predict. Write the student, its card and the figures to `args.output_dir`.
+    """Train, evaluate and predict. Write the student, its card and the figures to
+    `args.output_dir`.
 
     Raises:
         InputError: models, tokenizers or data cannot be loaded, or do not go together.
@@ -39,7 +40,9 @@ def run(arguments: Arguments) -> None:
     if teacher is not None:
         _check_vocabulary("teacher_model_name_or_path", teacher, len(teacher_tokenizer))
     student = load_student(model_args, teacher, len(tokenizer))
-    splits = _load_splits(data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder)
+    splits = _load_splits(
+        data_args, args, tokenizer, teacher_tokenizer, student.config.is_encoder_decoder
+    )
     if not args.needs_teacher():
         teacher = None  # it was needed only to make the student
     try:
@@ -52,7 +55,9 @@ def run(arguments: Arguments) -> None:
             processing_class=tokenizer,
             teacher_processing_class=teacher_tokenizer,
             data_collator=data.Collator(tokenizer.pad_token_id),
-            compute_metrics=report.make_compute_metrics(tokenizer) if args.predict_with_generate else None,
+            compute_metrics=report.make_compute_metrics(tokenizer)
+            if args.predict_with_generate
+            else None,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -82,7 +87,9 @@ def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]
     trainer.log_metrics("predict", result.metrics)
     trainer.save_metrics("predict", result.metrics)
     if trainer.args.predict_with_generate and trainer.is_world_process_zero():
-        report.write_translations(trainer.args.output_dir, report.decode(result.predictions, trainer.processing_class))
+        report.write_translations(
+            trainer.args.output_dir, report.decode(result.predictions, trainer.processing_class)
+        )
     return result.metrics
 
 
@@ -92,11 +99,20 @@ def _predict(trainer: DistillationTrainer, tokens: Examples) -> dict[str, float]
 def load_tokenizers(
     model_args: ModelArguments, args: DistillationConfig
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase | None]:
-    """Return the tokenizers of student and teacher; None for the teacher if no teacher model is named."""
-    names = [model_args.tokenizer_name, model_args.model_name_or_path, args.teacher_model_name_or_path]
+    """Return the tokenizers of student and teacher;
+
+    None for the teacher if no teacher model is named.
+    """
+    names = [
+        model_args.tokenizer_name,
+        model_args.model_name_or_path,
+        args.teacher_model_name_or_path,
+    ]
     name = next((name for name in names if name), None)
     if name is None:
-        raise InputError("there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache")
+        raise InputError(
+            "there is no tokenizer: give --tokenizer_name, with the tokenizer of the teacher cache"
+        )
     tokenizer = _load_tokenizer(name)
     if args.teacher_model_name_or_path is None:
         return tokenizer, None
@@ -114,40 +130,58 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _load_teacher(model_args: ModelArguments, args: DistillationConfig) -> PreTrainedModel | None:
-    needed = model_args.init_student_from_teacher or (args.needs_teacher() and not args.teacher_cache)
+    needed = model_args.init_student_from_teacher or (
+        args.needs_teacher() and not args.teacher_cache
+    )
     if not needed:
         return None
     try:
         return load_model(args.teacher_model_name_or_path)
     except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"--teacher_model_name_or_path {args.teacher_model_name_or_path}: {error}") from error
+        raise InputError(
+            f"--teacher_model_name_or_path {args.teacher_model_name_or_path}: {error}"
+        ) from error
 
 
 def _check_vocabulary(argument: str, model: PreTrainedModel, tokens: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < tokens:
         raise InputError(
-            f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has {tokens}: the two do not"
+            f"--{argument}: the model has embeddings for {rows} tokens and its tokenizer has "
+            f"{tokens}: the two do not"
             " belong together; name the model's own tokenizer"
         )
 
 
-def load_student(model_args: ModelArguments, teacher: PreTrainedModel | None, tokens: int) -> PreTrainedModel:
-    """Return the student: a named model, a new one from a configuration, or some layers of the teacher."""
+def load_student(
+    model_args: ModelArguments, teacher: PreTrainedModel | None, tokens: int
+) -> PreTrainedModel:
+    """Return the student: a named model, a new one from a configuration, or some layers of the
+    teacher.
+    """
     if model_args.model_name_or_path:
         try:
             student = load_model(model_args.model_name_or_path)
         except (OSError, ValueError, SafetensorError) as error:
-            raise InputError(f"--model_name_or_path {model_args.model_name_or_path}: {error}") from error
+            raise InputError(
+                f"--model_name_or_path {model_args.model_name_or_path}: {error}"
+            ) from error
         _check_vocabulary("model_name_or_path", student, tokens)
         return student
     layers = None
     if model_args.init_student_from_teacher:
-        layers = parse_layers(model_args.init_student_from_teacher, teacher.config.num_hidden_layers)
-    config = load_config(model_args.student_config) if model_args.student_config else cut_config(teacher.config, layers)
+        layers = parse_layers(
+            model_args.init_student_from_teacher, teacher.config.num_hidden_layers
+        )
+    config = (
+        load_config(model_args.student_config)
+        if model_args.student_config
+        else cut_config(teacher.config, layers)
+    )
     if config.get_text_config().vocab_size < tokens:
         raise InputError(
-            f"the student's vocab_size is {config.get_text_config().vocab_size} and its tokenizer has {tokens} tokens:"
+            f"the student's vocab_size is {config.get_text_config().vocab_size} and its tokenizer "
+            f"has {tokens} tokens:"
             f" set vocab_size in --student_config to at least that"
         )
     student = from_config(config)
@@ -163,14 +197,18 @@ def _load_splits(data_args, args, tokenizer, teacher_tokenizer, pairs: bool) -> 
     wanted = {"train": args.do_train, "validation": args.do_eval, "test": args.do_predict}
     uld = args.loss_type == "uld" and teacher_tokenizer is not None
     if uld and pairs:
-        raise InputError("loss_type uld works for causal models only: use a student with the teacher's tokenizer")
+        raise InputError(
+            "loss_type uld works for causal models only: use a student with the teacher's tokenizer"
+        )
     other = teacher_tokenizer if uld else None
     first, written = args.process_index == 0, bool(args.lmbda or args.seq_kd)
     splits = {}
     for split, enabled in wanted.items():
         if enabled:
             name = getattr(data_args, f"{split}_file")
-            splits[split] = load_examples(name, split, data_args, tokenizer, other, pairs, first, written)
+            splits[split] = load_examples(
+                name, split, data_args, tokenizer, other, pairs, first, written
+            )
     if data_args.max_train_tokens and "train" in splits:
         splits["train"] = _first_tokens(splits["train"], data_args.max_train_tokens)
     if data_args.max_eval_samples and "validation" in splits:
@@ -200,10 +238,12 @@ def load_examples(
 ) -> Examples:
     """Return the token ids of a split: packed blocks, single examples, or pairs.
 
-    `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so examples are not packed.
-    """
+    `teacher_tokenizer`: also encode by this one. `written`: models will generate answers, so
+    examples are not packed."""
     argument = f"--{split}_file {name}"
-    records = tqdm(data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress)
+    records = tqdm(
+        data.read_records(name, split), desc=f"reading the {split} split", disable=not show_progress
+    )
     length = data_args.max_length
     packing = data_args.packing and not written
     if pairs:
@@ -213,11 +253,15 @@ def load_examples(
         examples = [data.encode_pair(pair, tokenizer, length) for pair in texts]
     else:
         texts = (data.segments_of(record, where, tokenizer) for where, record in records)
-        texts = _with_words(texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument)
+        texts = _with_words(
+            texts, lambda segments: "".join(part.text for part in segments if part.learnt), argument
+        )
         if teacher_tokenizer is not None:
             examples = [encode_twice(text, tokenizer, teacher_tokenizer, length) for text in texts]
         elif packing:
-            examples = data.pack((data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id)
+            examples = data.pack(
+                (data.encode(t, tokenizer) for t in texts), length, tokenizer.pad_token_id
+            )
         else:
             examples = [data.cut(data.encode(text, tokenizer), length) for text in texts]
     return examples
@@ -249,7 +293,9 @@ def cache_teacher(arguments: Arguments) -> None:
     examples = load_examples(
         data_args.train_file, "train", data_args, tokenizer, None, seq2seq, args.process_index == 0
     )
-    commit = getattr(AutoConfig.from_pretrained(args.teacher_model_name_or_path), "_commit_hash", None)
+    commit = getattr(
+        AutoConfig.from_pretrained(args.teacher_model_name_or_path), "_commit_hash", None
+    )
     description = cache.Description(
         teacher=args.teacher_model_name_or_path,
         revision=cache.teacher_revision(args.teacher_model_name_or_path, commit),
@@ -283,4 +329,9 @@ def cache_teacher(arguments: Arguments) -> None:
     except cache.CacheError as error:
         raise InputError(str(error)) from error
     if args.process_index == 0:
-        logger.info("%s: %d examples added, %d were already there", args.teacher_cache, count, len(examples) - count)
+        logger.info(
+            "%s: %d examples added, %d were already there",
+            args.teacher_cache,
+            count,
+            len(examples) - count,
+        )

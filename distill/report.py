@@ -16,7 +16,10 @@ from matplotlib import pyplot  # noqa: E402
 
 @dataclass
 class Result:
-    """Held-out figures of one model. `eval_loss`: nats per token. `curve`: (step, held-out loss)."""
+    """Held-out figures of one model.
+
+    `eval_loss`: nats per token. `curve`: (step, held-out loss).
+    """
 
     eval_loss: float
     eval_ppl: float
@@ -37,7 +40,15 @@ TITLES = {
 
 def table(results: Mapping[str, Result]) -> str:
     """Return the results as a Markdown table."""
-    head = ["model", "parameters", "steps", "held-out loss", "perplexity", "agrees with teacher", "tokens/s"]
+    head = [
+        "model",
+        "parameters",
+        "steps",
+        "held-out loss",
+        "perplexity",
+        "agrees with teacher",
+        "tokens/s",
+    ]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name, result in results.items():
         agreement = "" if result.top1_agreement is None else f"{result.top1_agreement:.1%}"
@@ -49,7 +60,8 @@ def table(results: Mapping[str, Result]) -> str:
         )  # fmt: skip
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
     )
 
 
@@ -58,7 +70,9 @@ def plot(results: Mapping[str, Result], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for name in ("baseline", "distilled"):
         steps, losses = zip(*results[name].curve, strict=True)
-        axes.plot(steps, losses, marker="o", markersize=3, label=TITLES[name].removesuffix(", last"))
+        axes.plot(
+            steps, losses, marker="o", markersize=3, label=TITLES[name].removesuffix(", last")
+        )
     axes.axhline(results["teacher"].eval_loss, color="grey", linestyle="--", label="teacher")
     axes.set(xlabel="optimizer steps", ylabel="held-out loss (nats per token)")
     axes.legend()
@@ -69,15 +83,23 @@ def plot(results: Mapping[str, Result], path: Path) -> None:
 
 
 def write(
-    folder: str, results: Mapping[str, Result], prompt: str, completions: Mapping[str, str], notes: Sequence[str]
+    folder: str,
+    results: Mapping[str, Result],
+    prompt: str,
+    completions: Mapping[str, str],
+    notes: Sequence[str],
 ) -> str:
-    """Write `report.json`, `report.md` and `held_out_loss.png` to `folder`. Return the table and a summary."""
+    """Write `report.json`, `report.md` and `held_out_loss.png` to `folder`.
+
+    Return the table and a summary.
+    """
     out = Path(folder)
     text = table(results)
     gain = results["baseline"].eval_loss - results["distilled"].eval_loss
     against_best = results["baseline_best"].eval_loss - results["distilled"].eval_loss
     summary = (
-        f"With the same data and steps the distilled student is {gain:.3f} nats per token better than the one trained"
+        f"With the same data and steps the distilled student is {gain:.3f} nats per token better "
+        "than the one trained"
         f" by cross-entropy, and {against_best:.3f} better than the best of its checkpoints."
     )
     figures = {name: asdict(result) for name, result in results.items()}

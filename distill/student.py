@@ -18,7 +18,9 @@ from transformers import (
 import zero
 from translation.records import InputError
 
-_LAYER = re.compile(r"^(?P<before>.*?\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$")
+_LAYER = re.compile(
+    r"^(?P<before>.*?\.(?:layers|layer|h|blocks|block))\.(?P<index>\d+)\.(?P<after>.*)$"
+)
 
 
 def from_config(config: PretrainedConfig) -> PreTrainedModel:
@@ -38,12 +40,16 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def parse_layers(text: str, available: int) -> list[int]:
-    """Parse layer indices such as "0,5,11". InputError if one is no index of the teacher's `available` layers."""
+    """Parse layer indices such as "0,5,11".
+
+    InputError if one is no index of the teacher's `available` layers.
+    """
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not part.isdigit() or int(part) >= available]
     if wrong:
         raise InputError(
-            f"--init_student_from_teacher {text}: {wrong[0]!r} is no layer; the teacher has layers 0 to {available - 1}"
+            f"--init_student_from_teacher {text}: {wrong[0]!r} is no layer; the teacher has layers "
+            f"0 to {available - 1}"
         )
     return [int(part) for part in parts]
 
@@ -61,10 +67,11 @@ def cut_config(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCon
 
 @torch.no_grad()
 def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Copy the teacher's layer `layers[i]` to the student's layer i, and copy all other weights too.
+    """Copy the teacher's layer `layers[i]` to the student's layer i, and copy all other weights
+    too.
 
-    Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in the teacher's first
-    layer (T5's position biases). They go to the student's first layer.
+    Both models may be sharded: one parameter at a time is gathered. Some parameters exist only in
+    the teacher's first layer (T5's position biases). They go to the student's first layer.
 
     Raises:
         InputError: a parameter of the student has another shape, or is not in the teacher.
@@ -74,9 +81,14 @@ def copy_layers(student: PreTrainedModel, teacher: PreTrainedModel, layers: Sequ
         from_name = _source_name(name, layers)
         theirs = source.get(from_name, source.get(name))
         if theirs is None or theirs.shape != param.shape:
-            what = "is not in the teacher" if theirs is None else f"is {tuple(theirs.shape)} in the teacher"
+            what = (
+                "is not in the teacher"
+                if theirs is None
+                else f"is {tuple(theirs.shape)} in the teacher"
+            )
             raise InputError(
-                f"--init_student_from_teacher: {name} {tuple(param.shape)} {what}; the student must be the same kind of"
+                f"--init_student_from_teacher: {name} {tuple(param.shape)} {what}; the student "
+                "must be the same kind of"
                 f" model with the same widths: leave out --student_config"
             )
         with zero.GatheredParameters([theirs]), zero.GatheredParameters([param], modifier_rank=0):

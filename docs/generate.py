@@ -1,7 +1,8 @@
-"""Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be run again.
+"""Generates documentation from the code: `python -m docs.generate`. A unit test fails if it must be
+run again.
 
-It writes `configuration.md`, with all keys of the configuration, and the picture of the imports in `architecture.md`.
-"""
+It writes `configuration.md`, with all keys of the configuration, and the picture of the imports in
+`architecture.md`."""
 
 import ast
 import json
@@ -52,7 +53,9 @@ def _values(schema: dict[str, Any]) -> str:
     kind = names.get(schema.get("type"), schema.get("type"))
     bounds = {"exclusiveMinimum": "above", "minimum": "from", "maximum": "to"}
     known = [
-        f"{word} {schema[bound]:g}" for bound, word in bounds.items() if abs(schema.get(bound, sys.maxsize)) < 1e18
+        f"{word} {schema[bound]:g}"
+        for bound, word in bounds.items()
+        if abs(schema.get(bound, sys.maxsize)) < 1e18
     ]
     return " ".join([kind, *known])
 
@@ -62,13 +65,21 @@ def _default(schema: dict[str, Any]) -> str:
     if value is None:
         return "" if "default" in schema else "required"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return "no limit" if value == sys.maxsize else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+        return (
+            "no limit"
+            if value == sys.maxsize
+            else f"{value:,}"
+            if isinstance(value, int)
+            else f"{value:g}"
+        )
     return f"`{json.dumps(value)}`"
 
 
 def _effect(section: type[Section], key: str, schema: dict[str, Any]) -> str:
     about, text = section.about(key), schema.get("description", "")
-    owners = [kind for kind, keys in SCHEDULE_KEYS.items() if section is SchedulerParams and key in keys]
+    owners = [
+        kind for kind, keys in SCHEDULE_KEYS.items() if section is SchedulerParams and key in keys
+    ]
     notes = [
         f"Of {', '.join(owners)}." if 0 < len(owners) < len(SCHEDULE_KEYS) else "",
         f"Acts with {about['needs']} only." if about.get("needs") else "",
@@ -89,7 +100,9 @@ def _page(section: type[Section], path: str) -> Iterator[str]:
             idle.append(f"| `{key}`{' (section)' if nested else ''} | {reason} |")
         else:
             values = _values(schema).replace("|", "\\|")
-            acting.append(f"| `{key}` | {values} | {_default(schema)} | {_effect(section, key, schema)} |")
+            acting.append(
+                f"| `{key}` | {values} | {_default(schema)} | {_effect(section, key, schema)} |"
+            )
     yield f"## {f'`{path}`' if path else 'Top level'}\n"
     if path and section.__doc__:
         yield "\n".join(line.strip() for line in section.__doc__.strip().splitlines()) + "\n"
@@ -112,13 +125,20 @@ def reference() -> str:
 def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield all nodes except those that only a type checker reads."""
     for node in ast.iter_child_nodes(tree):
-        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+        if not (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             yield node
             yield from _nodes(node)
 
 
 def imports_of_modules() -> dict[str, set[str]]:
-    """Return for each box of the picture the boxes that it imports. A folder is one box. Any other file is one box."""
+    """Return for each box of the picture the boxes that it imports.
+
+    A folder is one box. Any other file is one box.
+    """
     root, box_of = FOLDER.parent, {}
     for path in sorted((root / "zero").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

@@ -1,6 +1,8 @@
-"""A script without any mention of zero, started by `accelerate launch` with a configuration for DeepSpeed.
+"""A script without any mention of zero, started by `accelerate launch` with a configuration for
+DeepSpeed.
 
-    python -m zero run accelerate launch --config_file examples/deepspeed_zero3.yaml examples/accelerate_launch.py
+    python -m zero run accelerate launch --config_file examples/deepspeed_zero3.yaml
+    examples/accelerate_launch.py
 
 A small network learns which of four numbers is the largest.
 """
@@ -22,12 +24,16 @@ def main() -> None:
 
     accelerator = Accelerator()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     numbers = torch.randn(1024, 4)
     data = DataLoader(TensorDataset(numbers, numbers.argmax(1)), batch_size=16)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
-    accelerator.print(f"{accelerator.distributed_type.name} on {accelerator.num_processes} processes")
+    accelerator.print(
+        f"{accelerator.distributed_type.name} on {accelerator.num_processes} processes"
+    )
     for epoch in range(1, args.epochs + 1):
         losses = []
         for inputs, largest in data:
@@ -36,7 +42,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(torch.stack(losses).mean(), 'mean'):.6f}")
+        accelerator.print(
+            f"epoch {epoch}: loss {accelerator.reduce(torch.stack(losses).mean(), 'mean'):.6f}"
+        )
     accelerator.save_model(model, args.output)  # all ranks gather, the first one writes
     accelerator.end_training()
 

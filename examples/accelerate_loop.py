@@ -1,7 +1,7 @@
 """A plain `accelerate` loop: accumulation, evaluation, checkpoints, the finished model.
 
-    torchrun --nproc_per_node 2 examples/accelerate_loop.py
-    torchrun --nproc_per_node 2 examples/accelerate_loop.py --epochs 8 --resume output/accelerate_loop/epoch_4
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py torchrun --nproc_per_node 2
+    examples/accelerate_loop.py --epochs 8 --resume output/accelerate_loop/epoch_4
 
 A tiny T5 learns to repeat its input. Everything is made here, nothing is downloaded.
 """
@@ -10,7 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # for a checkout that is not installed
 from zero.hf import enable
 
 enable()  # before accelerate and transformers are imported
@@ -28,7 +30,9 @@ class Copies(Dataset):
     """`size` random sequences. The target of each is the sequence itself."""
 
     def __init__(self, size: int, seed: int):
-        self.ids = torch.randint(2, SYMBOLS, (size, LENGTH), generator=torch.Generator().manual_seed(seed))
+        self.ids = torch.randint(
+            2, SYMBOLS, (size, LENGTH), generator=torch.Generator().manual_seed(seed)
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,7 +44,10 @@ class Copies(Dataset):
 @torch.no_grad()
 def accuracy(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
     model.eval()
-    right = [accelerator.gather_for_metrics(model(**batch).logits.argmax(-1) == batch["labels"]) for batch in loader]
+    right = [
+        accelerator.gather_for_metrics(model(**batch).logits.argmax(-1) == batch["labels"])
+        for batch in loader
+    ]
     model.train()
     return torch.cat(right).float().mean().item()
 
@@ -57,7 +64,9 @@ def main() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
     torch.manual_seed(0)
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=SYMBOLS, decoder_start_token_id=0, **sizes))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=SYMBOLS, decoder_start_token_id=0, **sizes)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     training, held_out = DataLoader(Copies(args.size, 1), ROWS), DataLoader(Copies(100, 2), ROWS)
     model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
@@ -74,7 +83,9 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         mean = accelerator.reduce(loss.detach(), "mean").item()
-        accelerator.print(f"epoch {epoch}: loss {mean:.6f}, accuracy {accuracy(accelerator, model, held_out):.3f}")
+        accelerator.print(
+            f"epoch {epoch}: loss {mean:.6f}, accuracy {accuracy(accelerator, model, held_out):.3f}"
+        )
         accelerator.save_state(args.output / f"epoch_{epoch}")
 
     weights = accelerator.get_state_dict(model)  # whole on the main process

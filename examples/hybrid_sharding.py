@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 4 examples/hybrid_sharding.py
 
-Ranks 0 and 1 stand for one machine, ranks 2 and 3 for another. Everything is made here, nothing is downloaded.
-"""
+Ranks 0 and 1 stand for one machine, ranks 2 and 3 for another. Everything is made here, nothing is
+downloaded."""
 
 import sys
 from collections import Counter
@@ -12,15 +12,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # for a checkout that is not installed
 import zero
 
 GROUP, WIDTH, ROWS, STEPS = 2, 64, 8, 3
-WAYS = {"stage 3": {}, "MiCS": {"mics_shard_size": GROUP}, "hpZ": {"zero_hpz_partition_size": GROUP}}
+WAYS = {
+    "stage 3": {},
+    "MiCS": {"mics_shard_size": GROUP},
+    "hpZ": {"zero_hpz_partition_size": GROUP},
+}
 
 
 def train(section: dict[str, int]) -> tuple[float, int, Counter]:
-    """(the last loss, elements of this rank's shards, elements that its last step sent to the other group)."""
+    """(the last loss, elements of this rank's shards, elements that its last step sent to the other
+    group).
+    """
     stage3 = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -29,7 +37,9 @@ def train(section: dict[str, int]) -> tuple[float, int, Counter]:
     }
     torch.manual_seed(0)
     with zero.Init(config_dict_or_path=config):
-        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        model = nn.Sequential(
+            *(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        )
     engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
     rank, generator = engine.global_rank, torch.Generator().manual_seed(engine.global_rank)
     for _ in range(STEPS):
@@ -40,9 +50,11 @@ def train(section: dict[str, int]) -> tuple[float, int, Counter]:
         engine.step()
     crossed = Counter()
     for (operation, peer), numel in (engine.comm.sent - before).items():
-        crossed["all-gathers" if operation == "all_gather" else "gradients"] += numel * (peer // GROUP != rank // GROUP)
+        crossed["all-gathers" if operation == "all_gather" else "gradients"] += numel * (
+            peer // GROUP != rank // GROUP
+        )
     torch.distributed.all_reduce(loss.detach_())
-    held = sum(unit.shard.numel() for unit in engine.units)
+    held = sum(group.shard.numel() for group in engine.groups)
     engine.destroy()
     return loss.item() / engine.world_size, held, crossed
 
@@ -52,7 +64,8 @@ def main() -> None:
         loss, held, crossed = train(section)
         if torch.distributed.get_rank() == 0:
             print(
-                f"{way:<8} loss {loss:.6f}, {held} elements in shards; to the other group in a step: "
+                f"{way:<8} loss {loss:.6f}, {held} elements in shards; to the other group in a "
+                "step: "
                 f"all-gathers {crossed['all-gathers']}, gradients {crossed['gradients']}"
             )
 

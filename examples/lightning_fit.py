@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 STRATEGIES = {
     "deepspeed_stage_2": {"stage": 2},
     "deepspeed_stage_3": {"stage": 3},
-    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "deepspeed_stage_3_offload": {
+        "stage": 3,
+        "offload_optimizer": True,
+        "offload_parameters": True,
+    },
 }
 
 
@@ -41,7 +45,9 @@ class Largest(pl.LightningModule):
     def configure_model(self) -> None:  # at stage 3 no rank ever holds the whole model
         if not hasattr(self, "net"):
             torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+            self.net = nn.Sequential(
+                nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+            )
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -53,7 +59,10 @@ class Largest(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         metrics = self.trainer.callback_metrics
-        self.print(f"epoch {self.current_epoch}: train {metrics['train']:.7f}, valid {metrics['valid']:.7f}")
+        self.print(
+            f"epoch {self.current_epoch}: train {metrics['train']:.7f}, valid "
+            f"{metrics['valid']:.7f}"
+        )
 
     def configure_optimizers(self) -> tuple[list, list]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
@@ -86,11 +95,18 @@ def main() -> None:
     trainer.fit(model, loader(1024, 1), loader(128, 2), ckpt_path=args.resume)
     valid = trainer.validate(model, loader(128, 2), verbose=False)[0]["valid"]
     if trainer.is_global_zero and args.strategy != "ddp":
-        convert_zero_checkpoint_to_fp32_state_dict(saving.best_model_path, args.output / "model.ckpt")
-        model = Largest.load_from_checkpoint(args.output / "model.ckpt", map_location="cpu", weights_only=False)
+        convert_zero_checkpoint_to_fp32_state_dict(
+            saving.best_model_path, args.output / "model.ckpt"
+        )
+        model = Largest.load_from_checkpoint(
+            args.output / "model.ckpt", map_location="cpu", weights_only=False
+        )
         with torch.no_grad():
             alone = [nn.functional.cross_entropy(model.net(x), y) for x, y in loader(128, 2)]
-        print(f"validated {valid:.6f}; loaded from one file, in one process {torch.stack(alone).mean():.6f}")
+        print(
+            f"validated {valid:.6f}; loaded from one file, in one process "
+            f"{torch.stack(alone).mean():.6f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """PEFT's LoRA with the Trainer: the base model is sharded. Only the adapter is trained and saved.
 
-    python -m zero run torchrun --nproc_per_node 2 examples/peft_lora.py --deepspeed configs/ds_config_zero3.json
+    python -m zero run torchrun --nproc_per_node 2 examples/peft_lora.py --deepspeed
+    configs/ds_config_zero3.json
 
 A tiny untrained Llama with an adapter learns to write a sequence twice.
 """
@@ -10,7 +11,14 @@ import sys
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 BASE = LlamaConfig(
     vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -34,8 +42,17 @@ class Twice(Dataset):
 
 
 def main() -> None:
-    defaults = ["--output_dir", "output/peft_lora", "--learning_rate", "5e-3", "--report_to", "none"]
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([*defaults, *sys.argv[1:]])
+    defaults = [
+        "--output_dir",
+        "output/peft_lora",
+        "--learning_rate",
+        "5e-3",
+        "--report_to",
+        "none",
+    ]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
+        [*defaults, *sys.argv[1:]]
+    )
     set_seed(args.seed)
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = Trainer(get_peft_model(LlamaForCausalLM(BASE), lora), args, train_dataset=Twice())

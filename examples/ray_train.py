@@ -1,13 +1,14 @@
-"""Ray Train starts the ranks, and zero trains in them. Ray takes the place of torchrun and of `zero launch`.
+"""Ray Train starts the ranks, and zero trains in them. Ray takes the place of torchrun and of `zero
+launch`.
 
     pip install "ray[train]"        # not in requirements.txt: with what it needs it is 500 MB
     python examples/ray_train.py --workers 2
     python examples/ray_train.py --workers 1 --steps 80
 
-The second command goes on from the last checkpoint in `--output`, on one worker, with the same global batch. So does a
-job of which a worker has failed. Ray runs on this machine, or on the cluster that RAY_ADDRESS names: then all machines
-need this package, and a shared folder for `--output`. The model learns the sums of its inputs.
-"""
+The second command goes on from the last checkpoint in `--output`, on one worker, with the same
+global batch. So does a job of which a worker has failed. Ray runs on this machine, or on the
+cluster that RAY_ADDRESS names: then all machines need this package, and a shared folder for
+`--output`. The model learns the sums of its inputs."""
 
 import argparse
 import os
@@ -30,12 +31,17 @@ CONFIG = {
 
 
 def work(options: dict) -> None:
-    """Run by each worker, and again by all if one of them has failed. `options` are those of the command line."""
+    """Run by each worker, and again by all if one of them has failed.
+
+    `options` are those of the command line.
+    """
     import zero
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    engine, _, _, _ = zero.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    engine, _, _, _ = zero.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
     if (options["output"] / "latest").exists():
         engine.load_checkpoint(options["output"])
     while engine.global_steps < options["steps"]:
@@ -49,7 +55,11 @@ def work(options: dict) -> None:
             engine.step()
             total += loss.detach()
         torch.distributed.all_reduce(total)
-        metrics = {"step": engine.global_steps, "loss": total.item() / len(batches), "workers": engine.world_size}
+        metrics = {
+            "step": engine.global_steps,
+            "loss": total.item() / len(batches),
+            "workers": engine.world_size,
+        }
         if engine.global_rank == 0:
             print("step {step}: loss {loss:.6f} on {workers} workers".format(**metrics))
         if engine.global_steps % options["save_every"] == 0:
@@ -58,7 +68,9 @@ def work(options: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=10)
@@ -71,9 +83,12 @@ def main() -> None:
     trainer = TorchTrainer(
         work,
         train_loop_config=options,
-        scaling_config=train.ScalingConfig(num_workers=options["workers"], use_gpu=torch.cuda.is_available()),
+        scaling_config=train.ScalingConfig(
+            num_workers=options["workers"], use_gpu=torch.cuda.is_available()
+        ),
         run_config=train.RunConfig(
-            storage_path=str(options["output"] / "ray"), failure_config=train.FailureConfig(max_failures=3)
+            storage_path=str(options["output"] / "ray"),
+            failure_config=train.FailureConfig(max_failures=3),
         ),
     )
     trainer.fit()

@@ -1,10 +1,11 @@
-"""A plain torch loop: build the model sharded, train, save, resume, evaluate, write the finished model.
+"""A plain torch loop: build the model sharded, train, save, resume, evaluate, write the finished
+model.
 
     torchrun --nproc_per_node 2 examples/torch_loop.py
     torchrun --nproc_per_node 2 examples/torch_loop.py --resume --steps 300
 
-The model learns to write a sequence of 12 symbols backwards. Everything is made here, nothing is downloaded.
-"""
+The model learns to write a sequence of 12 symbols backwards. Everything is made here, nothing is
+downloaded."""
 
 import argparse
 import sys
@@ -13,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # for a checkout that is not installed
 import zero
 
 SYMBOLS, LENGTH, WIDTH, ROWS = 16, 12, 64, 32
@@ -32,9 +35,11 @@ class Reverser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embed = nn.Embedding(SYMBOLS, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, SYMBOLS)
 
@@ -46,8 +51,13 @@ class Reverser(nn.Module):
 
 
 def batch(engine: zero.ZeroEngine, number: int) -> torch.Tensor:
-    """Return the ids of this rank's micro-batch `number`. Ranks have different ones. Each call gives the same."""
-    generator = torch.Generator().manual_seed(1000 + number * engine.world_size + engine.global_rank)
+    """Return the ids of this rank's micro-batch `number`.
+
+    Ranks have different ones. Each call gives the same.
+    """
+    generator = torch.Generator().manual_seed(
+        1000 + number * engine.world_size + engine.global_rank
+    )
     return torch.randint(SYMBOLS, (ROWS, LENGTH), generator=generator).to(engine.device)
 
 
@@ -62,13 +72,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--output", type=Path, default=Path("output/torch_loop"))
-    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --output")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the last checkpoint in --output"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)
     with zero.Init(config_dict_or_path=CONFIG):  # no rank ever holds the whole model
         model = Reverser()
-    engine, _, _, _ = zero.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    engine, _, _, _ = zero.initialize(
+        model=model, model_parameters=model.parameters(), config=CONFIG
+    )
     say = print if engine.global_rank == 0 else lambda text: None
     if args.resume:
         path, state = engine.load_checkpoint(args.output)
@@ -82,7 +96,10 @@ def main() -> None:
         engine.step()
         if updates and engine.global_steps % args.save_every == 0:
             mean = mean_over_ranks(loss)
-            say(f"step {engine.global_steps}: loss {mean:.6f}, learning rate {engine.get_lr()[0]:.1e}")
+            say(
+                f"step {engine.global_steps}: loss {mean:.6f}, learning rate "
+                f"{engine.get_lr()[0]:.1e}"
+            )
             engine.save_checkpoint(args.output, client_state={"loss": mean})
 
     engine.eval()

@@ -1,12 +1,12 @@
-"""Supervised fine-tuning by TRL at ZeRO stage 3: an ordinary TRL script, without any mention of zero.
+"""Supervised fine-tuning by TRL at ZeRO stage 3: an ordinary TRL script, without any mention of
+zero.
 
     torchrun --nproc_per_node 2 -m zero run examples/trl_sft.py
     torchrun --nproc_per_node 2 -m zero run examples/trl_sft.py --lora --output output/trl_sft_lora
 
-A small new Qwen2 with bytes as tokens learns to add: prompt "3+4=", completion "7". With `--lora` the model is frozen
-and adapters are trained. Everything is made here, nothing is downloaded.
-Needs `pip install trl==1.16.0 peft`.
-"""
+A small new Qwen2 with bytes as tokens learns to add: prompt "3+4=", completion "7". With `--lora`
+the model is frozen and adapters are trained. Everything is made here, nothing is downloaded. Needs
+`pip install trl==1.16.0 peft`."""
 
 import argparse
 from pathlib import Path
@@ -37,7 +37,9 @@ def make_model(tokenizer: ByT5Tokenizer) -> Qwen2ForCausalLM:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--lora", action="store_true", help="freeze the model and train adapters")
     parser.add_argument("--output", default="output/trl_sft")

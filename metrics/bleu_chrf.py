@@ -1,4 +1,7 @@
-"""An `evaluate` metric for translations, BLEU and chrF by sacrebleu: `evaluate.load("metrics/bleu_chrf.py")`."""
+"""An `evaluate` metric for translations, BLEU and chrF by sacrebleu:
+
+`evaluate.load("metrics/bleu_chrf.py")`.
+"""
 
 # evaluate reads this file line by line to find the imports. So each import needs its own line.
 import datasets

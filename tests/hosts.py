@@ -3,9 +3,9 @@
     with hosts(2, folder, rate="200mbit") as (first, second):
         run(first.command("ssh", second.name, "hostname"), timeout=60)
 
-They are Linux namespaces. No namespace has a name outside, and each ends with the process that holds it, which ends
-with this one. So nothing is left over, even if the tests are killed. The disk is shared.
-"""
+They are Linux namespaces. No namespace has a name outside, and each ends with the process that
+holds it, which ends with this one. So nothing is left over, even if the tests are killed. The disk
+is shared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ PORT = 2222  # of each sshd
 KINDS = ("--net", "--mount", "--uts", "--pid")
 INTERFACE = "fabric0"
 
-# Runs as the first process of a host. The folder's files cover the machine's own ones, in this host only.
+# Runs as the first process of a host. The folder's files cover the machine's own ones, in this host
+# only.
 START_HOST = """
 set -e
 hostname {name}
@@ -66,7 +67,15 @@ class Host:
 
     def command(self, *words: str | os.PathLike) -> list[str]:
         """A command that runs `words` on this host, in the folder of this process."""
-        return ["nsenter", "--target", str(self.first), "--all", f"--wd={os.getcwd()}", "--", *map(os.fspath, words)]
+        return [
+            "nsenter",
+            "--target",
+            str(self.first),
+            "--all",
+            f"--wd={os.getcwd()}",
+            "--",
+            *map(os.fspath, words),
+        ]
 
     def set_link(self, state: str) -> None:
         """`down` is what a pulled cable does: no process is told, nothing is answered."""
@@ -85,27 +94,34 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None] + ["sshd"] * (SSHD is None)
     if missing:
         return f"hosts need the commands {', '.join(missing)}"
-    words = "ip link add a0 type veth peer name b0 && ip link add s0 type bridge && tc qdisc add dev a0 root "
+    words = (
+        "ip link add a0 type veth peer name b0 && ip link add s0 type bridge && tc qdisc add "
+        "dev a0 root "
+    )
     limit = "tbf rate 1mbit burst 32kbit latency 50ms"
     tried = subprocess.run(
-        ["unshare", *KINDS, "--fork", "--mount-proc", "sh", "-c", words + limit], capture_output=True, text=True
+        ["unshare", *KINDS, "--fork", "--mount-proc", "sh", "-c", words + limit],
+        capture_output=True,
+        text=True,
     )
     return f"hosts cannot be made here: {tried.stderr.strip()}" if tried.returncode else None
 
 
 @contextlib.contextmanager
 def hosts(count: int, folder: Path, rate: str = "1gbit") -> Iterator[list[Host]]:
-    """Hosts `node0`, `node1`... with the addresses 10.77.0.1, 10.77.0.2... `rate` limits each link, in each direction.
+    """Hosts `node0`, `node1`... with the addresses 10.77.0.1, 10.77.0.2... `rate` limits each link,
+    in each direction.
 
-    As on Debian, a host's own name is 127.0.1.1 in its /etc/hosts. Each also has an interface `docker0`, with the same
-    address on all hosts.
-    """
+    As on Debian, a host's own name is 127.0.1.1 in its /etc/hosts. Each also has an interface
+    `docker0`, with the same address on all hosts."""
     names = {f"node{index}": f"10.77.0.{index + 1}" for index in range(count)}
     _write_files(folder, names)
     held: list[subprocess.Popen[str]] = []
     try:
         switch = _hold("echo ready; exec sleep infinity", held)
-        _in_network(switch, "ip link add switch0 type bridge forward_delay 0", "ip link set switch0 up")
+        _in_network(
+            switch, "ip link add switch0 type bridge forward_delay 0", "ip link set switch0 up"
+        )
         made = []
         for name, address in names.items():
             first = _hold(START_HOST.format(name=name, folder=folder, sshd=SSHD), held)
@@ -128,8 +144,20 @@ def _write_files(folder: Path, names: dict[str, str]) -> None:
 
 
 def _hold(script: str, held: list[subprocess.Popen[str]]) -> int:
-    """Start a script as the first process of new namespaces. Returns its number after it has said `ready`."""
-    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *KINDS, "--fork", "--kill-child", "--mount-proc"]
+    """Start a script as the first process of new namespaces.
+
+    Returns its number after it has said `ready`.
+    """
+    command = [
+        "setpriv",
+        "--pdeathsig",
+        "KILL",
+        "unshare",
+        *KINDS,
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     held.append(subprocess.Popen([*command, "sh", "-c", script], text=True, **pipes))
     if held[-1].stdout.readline() != "ready\n":

@@ -5,10 +5,10 @@
     fork_ranks("x.py", nproc=2, timeout=60)           the same without the launch
     run_on(2, function, argument)                     a function on each rank of a gloo group
 
-The last two fork their ranks from a server. It is a process that has already imported torch and transformers, because
-these imports take ten seconds. A server answers one request at a time. It ends when its input is closed, so also when
-the tests are killed. No port is chosen in advance, so any number of tests may run at once.
-"""
+The last two fork their ranks from a server. It is a process that has already imported torch and
+transformers, because these imports take ten seconds. A server answers one request at a time. It
+ends when its input is closed, so also when the tests are killed. No port is chosen in advance, so
+any number of tests may run at once."""
 
 from __future__ import annotations
 
@@ -46,14 +46,22 @@ STARTING = 200.0  # seconds for a server's imports
 
 # What each server imports. `fork_ranks` uses one of the first three, `run_on` the last one.
 SERVERS = {
-    "transformers on zero": ["zero.hf", "transformers", "peft", "trl", "distill.pipeline", "translation.trainer"],
+    "transformers on zero": [
+        "zero.hf",
+        "transformers",
+        "peft",
+        "trl",
+        "distill.pipeline",
+        "translation.trainer",
+    ],
     "transformers": ["transformers", "peft", "trl"],
     "zero": ["zero"],
     "tests": ["pytest", "torch._dynamo", "tests.dist.training", "tests.parity.models"],
 }
 # transformers imports these classes only when they are used. A server imports them before it forks.
 _LAZY = {
-    "transformers": "AutoModelForSeq2SeqLM GPT2LMHeadModel LlamaForCausalLM Seq2SeqTrainer T5ForConditionalGeneration",
+    "transformers": "AutoModelForSeq2SeqLM GPT2LMHeadModel LlamaForCausalLM Seq2SeqTrainer "
+    "T5ForConditionalGeneration",
     "trl": "GRPOTrainer SFTTrainer",
 }
 
@@ -68,7 +76,9 @@ Done = subprocess.CompletedProcess[str]
 
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Return a child's environment: it can import this repository, has `THREADS` threads, no GPU and no network."""
+    """Return a child's environment: it can import this repository, has `THREADS` threads, no GPU
+    and no network.
+    """
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), env.get("PYTHONPATH")]))
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -79,13 +89,17 @@ def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def run(
-    cmd: Sequence[str | os.PathLike], *, timeout: float, env: dict[str, str] | None = None, cwd: Any = None
+    cmd: Sequence[str | os.PathLike],
+    *,
+    timeout: float,
+    env: dict[str, str] | None = None,
+    cwd: Any = None,
 ) -> Done:
     """Run a command and return its exit code, stdout and stderr. The exit code is not checked.
 
-    `timeout` is in seconds. `env` is added to `child_environment()`. When the time is up, the command and all its
-    descendants are killed. Then `TimeoutError` is raised, with the output so far.
-    """
+    `timeout` is in seconds. `env` is added to `child_environment()`. When the time is up, the
+    command and all its descendants are killed. Then `TimeoutError` is raised, with the output so
+    far."""
     command = [os.fspath(part) for part in cmd]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"stdin": subprocess.DEVNULL}
     process = subprocess.Popen(command, text=True, env=child_environment(env), cwd=cwd, **pipes)
@@ -100,17 +114,28 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def torchrun(script: str | os.PathLike, *args: str | os.PathLike, nproc: int, **others: Any) -> Done:
+def torchrun(
+    script: str | os.PathLike, *args: str | os.PathLike, nproc: int, **others: Any
+) -> Done:
     """Run `torchrun --nproc_per_node nproc script args...`. `others` go to `run`.
 
     For a module, `script` is "-m" and the module's name comes first in `args`.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(nproc),
+    ]
     return run([*launcher, script, *args], **others)
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and its descendants, including those in sessions of their own (torchrun's workers)."""
+    """Kill a process and its descendants, including those in sessions of their own (torchrun's
+    workers).
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         for process in [root, *root.children(recursive=True)]:
@@ -119,7 +144,9 @@ def kill_tree(pid: int) -> None:
 
 
 def _timed_out(timeout: float, what: object, stdout: str, stderr: str) -> TimeoutError:
-    return TimeoutError(f"not finished after {timeout:g} s: {what}\n--- stdout\n{stdout}\n--- stderr\n{stderr}")
+    return TimeoutError(
+        f"not finished after {timeout:g} s: {what}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
+    )
 
 
 # -- ranks forked from a server
@@ -136,10 +163,15 @@ def fork_ranks(
 ) -> Done:
     """Run a script as `torchrun` does. The first rank that fails ends the others.
 
-    `nproc=0`: one process without a launcher. `imported`: a name in `SERVERS`. `env` takes effect after these imports.
-    """
+    `nproc=0`: one process without a launcher. `imported`: a name in `SERVERS`. `env` takes effect
+    after these imports."""
     command = [os.fspath(part) for part in (script, *args)]
-    request = {"command": command, "ranks": nproc, "env": env or {}, "cwd": os.fspath(cwd or os.getcwd())}
+    request = {
+        "command": command,
+        "ranks": nproc,
+        "env": env or {},
+        "cwd": os.fspath(cwd or os.getcwd()),
+    }
     request["ends_early"] = imported == "transformers"
     with tempfile.TemporaryDirectory() as folder:
         code, stdout, stderr = _ask(imported, request, Path(folder), timeout)
@@ -156,14 +188,14 @@ def run_on(
     simulated: bool = False,
     gpu: bool = False,
 ) -> list[Any]:
-    """Call `fn(rank, world_size, *args)` on each rank of a gloo group. Returns the results in the order of ranks.
+    """Call `fn(rank, world_size, *args)` on each rank of a gloo group. Returns the results in the
+    order of ranks.
 
-    `fn` must be a function at the top level of a module.
-    `simulated`: each rank has the accelerator of `tests.accelerator.device`. The call fails if that finds a mistake.
-    `gpu`: each rank has a GPU, and the group names no backend. Otherwise ranks see no GPU.
-    Raises `RuntimeError` with the traceback of the first rank that failed, or `TimeoutError` with the ranks that were
-    not done after `timeout` seconds.
-    """
+    `fn` must be a function at the top level of a module. `simulated`: each rank has the accelerator
+    of `tests.accelerator.device`. The call fails if that finds a mistake. `gpu`: each rank has a
+    GPU, and the group names no backend. Otherwise ranks see no GPU. Raises `RuntimeError` with the
+    traceback of the first rank that failed, or `TimeoutError` with the ranks that were not done
+    after `timeout` seconds."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task").write_bytes(pickle.dumps((fn, args)))
         request = {"command": None, "ranks": world_size, "env": {}, "cwd": os.getcwd()}
@@ -174,15 +206,23 @@ def run_on(
         if code is None:
             raise _timed_out(timeout, f"ranks {missing}", stdout, stderr)
         if code:
-            raise RuntimeError(f"of {world_size} ranks, {missing} failed or were ended, code {code}:\n{stdout}{stderr}")
+            raise RuntimeError(
+                f"of {world_size} ranks, {missing} failed or were ended, code "
+                f"{code}:\n{stdout}{stderr}"
+            )
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
 _servers: dict[str, subprocess.Popen[str]] = {}
 
 
-def _ask(imported: str, request: dict[str, Any], folder: Path, timeout: float) -> tuple[int | None, str, str]:
-    """Return exit code, stdout and stderr. After the time limit the code is None; server and ranks are killed."""
+def _ask(
+    imported: str, request: dict[str, Any], folder: Path, timeout: float
+) -> tuple[int | None, str, str]:
+    """Return exit code, stdout and stderr.
+
+    After the time limit the code is None; server and ranks are killed.
+    """
     # This process keeps the store open, so no other job can take its port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     request |= {"folder": str(folder), "timeout": timeout, "port": store.port}
@@ -205,9 +245,16 @@ def _ask(imported: str, request: dict[str, Any], folder: Path, timeout: float) -
 def _server(imported: str) -> subprocess.Popen[str]:
     if imported not in _servers:
         command = [sys.executable, "-m", "tests.processes", imported]
-        environment = child_environment({"TQDM_DISABLE": "1", "HF_HOME": tempfile.mkdtemp(prefix="zero-tests-")})
+        environment = child_environment(
+            {"TQDM_DISABLE": "1", "HF_HOME": tempfile.mkdtemp(prefix="zero-tests-")}
+        )
         server = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         atexit.register(shutil.rmtree, environment["HF_HOME"], ignore_errors=True)
         atexit.register(_end, server)
@@ -233,8 +280,9 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 
 def _serve(imported: str) -> None:
-    # A rank that wakes another one should not lose its core to it. It may hold a lock of gloo, for which gloo's thread
-    # polls. Where ranks share cores, such polling can take a quarter of their time; this halves it.
+    # A rank that wakes another one should not lose its core to it. It may hold a lock of gloo, for
+    # which gloo's thread polls. Where ranks share cores, such polling can take a quarter of their
+    # time; this halves it.
     with contextlib.suppress(AttributeError, OSError):  # not on this system, or not allowed
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for name in SERVERS[imported]:
@@ -245,7 +293,8 @@ def _serve(imported: str) -> None:
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
     if kernel := sys.modules.get("zero.optim.cpu_adam"):
-        kernel.is_compiled()  # asks the compiler, which takes as long as a short test; forks inherit the answer
+        # asks the compiler, which takes as long as a short test; forks inherit the answer
+        kernel.is_compiled()
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -319,8 +368,8 @@ def _run_script(rank: int, request: dict[str, Any]) -> None:
         }  # fmt: skip
         os.environ.update({name: str(value) for name, value in variables.items()})
         if request["ends_early"]:
-            # DDP's reducer may hold the last reference to the group. Its destructor then keeps the interpreter's lock
-            # and waits for gloo's thread, which waits for that lock.
+            # DDP's reducer may hold the last reference to the group. Its destructor then keeps the
+            # interpreter's lock and waits for gloo's thread, which waits for that lock.
             dist.init_process_group("gloo")
             _kept.append(dist.group.WORLD)
     script, *arguments = request["command"]
@@ -348,7 +397,9 @@ def _call(rank: int, request: dict[str, Any]) -> None:
     if torch.accelerator.is_available():  # as scripts do
         torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), DEEPSPEED_TIMEOUT="2"
+    )
     fn, args = pickle.loads((folder / "task").read_bytes())
     torch.manual_seed(0)
     result = pickle.dumps(fn(rank, world_size, *args))

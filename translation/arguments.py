@@ -1,4 +1,6 @@
-"""Command-line arguments of run_translation.py, and the checks that are possible before work begins."""
+"""Command-line arguments of run_translation.py, and the checks that are possible before work
+begins.
+"""
 
 import argparse
 import difflib
@@ -30,16 +32,27 @@ class ModelArguments:
         metadata={"help": "Model folder or hub name. Default: a small T5 is made from scratch."},
     )
     config_name: str | None = field(
-        default=None, metadata={"help": "Configuration folder or hub name. Without a model: train it from scratch."}
+        default=None,
+        metadata={
+            "help": "Configuration folder or hub name. Without a model: train it from scratch."
+        },
     )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "Tokenizer folder or hub name. Default: the model's."}
     )
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder for downloads from the hub."})
-    use_fast_tokenizer: bool = field(default=True, metadata={"help": "Use a tokenizer backed by `tokenizers`."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the hub model."})
+    cache_dir: str | None = field(
+        default=None, metadata={"help": "Folder for downloads from the hub."}
+    )
+    use_fast_tokenizer: bool = field(
+        default=True, metadata={"help": "Use a tokenizer backed by `tokenizers`."}
+    )
+    model_revision: str = field(
+        default="main", metadata={"help": "Branch, tag or commit of the hub model."}
+    )
     token: str | None = field(default=None, metadata={"help": "Access token for the hub."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Allow code from the hub model to run here."})
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Allow code from the hub model to run here."}
+    )
 
 
 @dataclass
@@ -49,49 +62,82 @@ class DataTrainingArguments:
     source_lang: str | None = field(
         default=None, metadata={"help": "Language to translate from: a key of each record."}
     )
-    target_lang: str | None = field(default=None, metadata={"help": "Language to translate to: a key of each record."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Name of a `datasets` dataset, or a folder written by its save_to_disk."}
+    target_lang: str | None = field(
+        default=None, metadata={"help": "Language to translate to: a key of each record."}
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Name of a `datasets` dataset, or a folder written by its save_to_disk."},
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of that dataset."}
+    )
     train_file: str | None = field(
         default=None, metadata={"help": "Training data: JSON lines (.json, .jsonl), .csv or .tsv."}
     )
-    validation_file: str | None = field(default=None, metadata={"help": "Validation data, in the same formats."})
-    test_file: str | None = field(default=None, metadata={"help": "Test data, in the same formats."})
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Validation data, in the same formats."}
+    )
+    test_file: str | None = field(
+        default=None, metadata={"help": "Test data, in the same formats."}
+    )
     overwrite_cache: bool = field(
         default=False, metadata={"help": "Prepare the data again instead of using the cache."}
     )
     preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Number of processes that tokenize. Default: no extra process."}
+        default=None,
+        metadata={"help": "Number of processes that tokenize. Default: no extra process."},
     )
-    max_source_length: int = field(default=128, metadata={"help": "Longer sources are cut to this many tokens."})
-    max_target_length: int = field(default=128, metadata={"help": "Longer targets are cut to this many tokens."})
+    max_source_length: int = field(
+        default=128, metadata={"help": "Longer sources are cut to this many tokens."}
+    )
+    max_target_length: int = field(
+        default=128, metadata={"help": "Longer targets are cut to this many tokens."}
+    )
     val_max_target_length: int | None = field(
         default=None,
-        metadata={"help": "max_target_length for validation, test and generation. Default: --max_target_length."},
+        metadata={
+            "help": "max_target_length for validation, test and generation. Default: "
+            "--max_target_length."
+        },
     )
     pad_to_max_length: bool = field(
-        default=False, metadata={"help": "Pad sentences to the maximum length, not to the longest of the batch."}
+        default=False,
+        metadata={"help": "Pad sentences to the maximum length, not to the longest of the batch."},
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only this many training pairs."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only this many validation pairs."})
-    max_predict_samples: int | None = field(default=None, metadata={"help": "Use only this many test pairs."})
-    num_beams: int | None = field(default=None, metadata={"help": "Beams in evaluation and prediction."})
-    ignore_pad_token_for_loss: bool = field(default=True, metadata={"help": "Leave padding out of the loss."})
-    source_prefix: str | None = field(default=None, metadata={"help": "Text put before every source sentence."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Use only this many training pairs."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Use only this many validation pairs."}
+    )
+    max_predict_samples: int | None = field(
+        default=None, metadata={"help": "Use only this many test pairs."}
+    )
+    num_beams: int | None = field(
+        default=None, metadata={"help": "Beams in evaluation and prediction."}
+    )
+    ignore_pad_token_for_loss: bool = field(
+        default=True, metadata={"help": "Leave padding out of the loss."}
+    )
+    source_prefix: str | None = field(
+        default=None, metadata={"help": "Text put before every source sentence."}
+    )
     forced_bos_token: str | None = field(
-        default=None, metadata={"help": "First token to generate. For multilingual models: the target language."}
+        default=None,
+        metadata={"help": "First token to generate. For multilingual models: the target language."},
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Train from the start, also if the output folder has files in it."}
+        default=False,
+        metadata={"help": "Train from the start, also if the output folder has files in it."},
     )
 
 
 Arguments = tuple[ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments]
 
-# Arguments of a run without model and data. Arguments that are given override them. On a CPU training is in fp32,
-# because many CPUs compute bf16 ten times slower. The final checkpoint has 16 bits in any case.
+# Arguments of a run without model and data. Arguments that are given override them. On a CPU
+# training is in fp32, because many CPUs compute bf16 ten times slower. The final checkpoint has 16
+# bits in any case.
 DEMONSTRATION = {
     "output_dir": "output/translation_demo",
     "overwrite_output_dir": True,
@@ -114,20 +160,30 @@ DEMONSTRATION = {
 
 
 class ArgumentParser(HfArgumentParser):
-    """HfArgumentParser with errors of one line. For a misspelt argument it names the nearest one."""
+    """HfArgumentParser with errors of one line.
+
+    For a misspelt argument it names the nearest one.
+    """
 
     def error(self, message: str) -> NoReturn:
         fail(message)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ):
         parsed, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):
                 options = [option for action in self._actions for option in action.option_strings]
                 near = difflib.get_close_matches(word.split("=")[0], options, n=1)
-                self.error(f"unknown argument {word}" + (f": did you mean {near[0]}?" if near else "; see --help"))
+                self.error(
+                    f"unknown argument {word}"
+                    + (f": did you mean {near[0]}?" if near else "; see --help")
+                )
         if unknown:
-            self.error(f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help")
+            self.error(
+                f"unexpected {unknown[0]!r}: every value needs an argument before it; see --help"
+            )
         return parsed
 
 
@@ -137,7 +193,10 @@ def fail(message: str) -> NoReturn:
 
 
 def is_demonstration(model_args, data_args) -> bool:
-    """Whether neither a model nor data is named. Takes the two dataclasses, or one argparse namespace twice."""
+    """Whether neither a model nor data is named.
+
+    Takes the two dataclasses, or one argparse namespace twice.
+    """
     return is_from_scratch(model_args) and uses_built_in_corpus(data_args)
 
 
@@ -148,23 +207,31 @@ def is_from_scratch(model_args) -> bool:
 
 def uses_built_in_corpus(data_args) -> bool:
     """Whether no data is named."""
-    return not any(getattr(data_args, name) for name in ("dataset_name", "train_file", "validation_file", "test_file"))
+    return not any(
+        getattr(data_args, name)
+        for name in ("dataset_name", "train_file", "validation_file", "test_file")
+    )
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Parse and check the command line. Training arguments are made last, because they may start the process group.
+    """Parse and check the command line. Training arguments are made last, because they may start
+    the process group.
 
     Raises:
-        InputError: a value, file, folder or configuration cannot work. The message names it and the remedy.
+        InputError: a value, file, folder or configuration cannot work. The message names it and the
+        remedy.
     """
-    parser = ArgumentParser((ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False)
+    parser = ArgumentParser(
+        (ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False
+    )
     parser.set_defaults(predict_with_generate=True, use_cpu=not accelerator.is_available())
     given = parser.parse_args(argv)
     if is_demonstration(given, given):
         parser.set_defaults(**_demonstration_defaults(given))
         given = parser.parse_args(argv)
     if uses_built_in_corpus(given):
-        given.source_lang, given.target_lang = given.source_lang or "en", given.target_lang or "de"
+        given.source_lang = given.source_lang or "en"
+        given.target_lang = given.target_lang or "de"
     given.val_max_target_length = given.val_max_target_length or given.max_target_length
     given.generation_max_length = given.generation_max_length or given.val_max_target_length
     given.generation_num_beams = given.num_beams or given.generation_num_beams
@@ -193,14 +260,21 @@ def check_arguments(given: argparse.Namespace) -> None:
     if given.deepspeed is not None:
         _check_optimizer(given, load_ds_config("deepspeed", given))
     if not (given.do_train or given.do_eval or given.do_predict):
-        raise InputError("nothing to do: give at least one of --do_train, --do_eval and --do_predict")
+        raise InputError(
+            "nothing to do: give at least one of --do_train, --do_eval and --do_predict"
+        )
     if is_from_scratch(given) and not given.do_train:
-        raise InputError("an untrained model cannot be evaluated: give --model_name_or_path or --do_train")
+        raise InputError(
+            "an untrained model cannot be evaluated: give --model_name_or_path or --do_train"
+        )
     _check_numbers(given)
     _check_data(given)
     for argument in ("model_name_or_path", "config_name", "tokenizer_name"):
         _check_folder(argument, getattr(given, argument))
-    source = next((a for a in ("tokenizer_name", "model_name_or_path", "config_name") if getattr(given, a)), None)
+    source = next(
+        (a for a in ("tokenizer_name", "model_name_or_path", "config_name") if getattr(given, a)),
+        None,
+    )
     if source:
         check_tokenizer(source, getattr(given, source))
     check_resume(given)
@@ -209,7 +283,10 @@ def check_arguments(given: argparse.Namespace) -> None:
 
 
 def load_ds_config(argument: str, given: argparse.Namespace) -> zero.config.Config:
-    """The configuration that `--argument` names. For `--deepspeed` the batch sizes must multiply out."""
+    """The configuration that `--argument` names.
+
+    For `--deepspeed` the batch sizes must multiply out.
+    """
     try:
         config = zero.config.load_config(getattr(given, argument), allow_auto=True)
         if argument == "deepspeed":
@@ -224,25 +301,36 @@ def load_ds_config(argument: str, given: argparse.Namespace) -> zero.config.Conf
 
 
 def _check_optimizer(given: argparse.Namespace, config: zero.config.Config) -> None:
-    if config.optimizer is not None and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default:
+    if (
+        config.optimizer is not None
+        and given.optim != Seq2SeqTrainingArguments.__dataclass_fields__["optim"].default
+    ):
         # The Trainer would take the configured optimizer without a message.
         raise InputError(
-            f"--optim {getattr(given.optim, 'value', given.optim)}: {given.deepspeed} has a section optimizer "
+            f"--optim {getattr(given.optim, 'value', given.optim)}: {given.deepspeed} has a "
+            "section optimizer "
             f"({config.optimizer.type}): delete one of the two"
         )
 
 
 def _check_numbers(given: argparse.Namespace) -> None:
-    names = "max_source_length max_target_length val_max_target_length max_train_samples max_eval_samples"
+    names = (
+        "max_source_length max_target_length val_max_target_length max_train_samples "
+        "max_eval_samples"
+    )
     for name in (*names.split(), "max_predict_samples", "preprocessing_num_workers", "num_beams"):
         value = getattr(given, name)
         if value is not None and value < 1:
-            raise InputError(f"--{name} is {value}: give a whole number of at least 1, or leave it out")
+            raise InputError(
+                f"--{name} is {value}: give a whole number of at least 1, or leave it out"
+            )
 
 
 def _check_data(given: argparse.Namespace) -> None:
     if given.source_lang and given.source_lang == given.target_lang:
-        raise InputError(f"--source_lang and --target_lang are both {given.source_lang!r}: name two languages")
+        raise InputError(
+            f"--source_lang and --target_lang are both {given.source_lang!r}: name two languages"
+        )
     if uses_built_in_corpus(given):
         return
     stages = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
@@ -256,25 +344,40 @@ def _check_data(given: argparse.Namespace) -> None:
             check_data_file(path, f"--{argument}", languages)
     for argument, language in languages.items():
         if not language:
-            raise InputError(f"{argument} is missing: name the language, as it is called in the data (for instance en)")
+            raise InputError(
+                f"{argument} is missing: name the language, as it is called in the data (for "
+                "instance en)"
+            )
 
 
 def _check_folder(argument: str, name: str | None) -> None:
-    """Check that a local folder holds a model, configuration or tokenizer. Other names are those of the hub."""
+    """Check that a local folder holds a model, configuration or tokenizer.
+
+    Other names are those of the hub.
+    """
     if not name:
         return
     if not os.path.isdir(name):
-        if os.path.isabs(name) or name.startswith(".") or name.count("/") > 1 or os.path.exists(name):
+        if (
+            os.path.isabs(name)
+            or name.startswith(".")
+            or name.count("/") > 1
+            or os.path.exists(name)
+        ):
             raise InputError(f"--{argument} {name}: no such folder")
         return
     files = os.listdir(name)
     if argument != "tokenizer_name" and "config.json" not in files:
         raise InputError(
-            f"--{argument} {name}: there is no config.json in this folder; name one that holds a saved model"
+            f"--{argument} {name}: there is no config.json in this folder; name one that holds a "
+            "saved model"
         )
-    if argument == "model_name_or_path" and not any(file.endswith((".safetensors", ".bin")) for file in files):
+    if argument == "model_name_or_path" and not any(
+        file.endswith((".safetensors", ".bin")) for file in files
+    ):
         raise InputError(
-            f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to train this"
+            f"--{argument} {name}: there are no weights (model.safetensors) in this folder; to "
+            "train this"
             f" configuration from scratch, name it by --config_name"
         )
     if argument == "model_name_or_path":
@@ -282,17 +385,28 @@ def _check_folder(argument: str, name: str | None) -> None:
 
 
 def check_weights(argument: str, name: str) -> None:
-    """Check that the safetensors files of a local model are complete. Only their headers are read."""
+    """Check that the safetensors files of a local model are complete.
+
+    Only their headers are read.
+    """
     for path in Path(name).glob("*.safetensors"):
         try:
             safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise InputError(f"--{argument} {name}: {path.name} is damaged or cut ({error}); copy it again") from error
+            raise InputError(
+                f"--{argument} {name}: {path.name} is damaged or cut ({error}); copy it again"
+            ) from error
 
 
 # One of these must be there. Otherwise transformers makes a tokenizer with an empty vocabulary.
 _TOKENIZER_FILES = {
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+    ),
     *("source.spm", "vocab.json", "vocab.txt"),
 }
 
@@ -301,22 +415,31 @@ def check_tokenizer(argument: str, name: str) -> None:
     """Check that a local folder holds a tokenizer."""
     if os.path.isdir(name) and not _TOKENIZER_FILES & set(os.listdir(name)):
         raise InputError(
-            f"--{argument} {name}: there is no tokenizer.json in this folder; name one by --tokenizer_name"
+            f"--{argument} {name}: there is no tokenizer.json in this folder; name one by "
+            "--tokenizer_name"
         )
 
 
 def check_resume(given: argparse.Namespace) -> None:
-    """Check that the checkpoint to resume from exists. "True" becomes the last one in the output folder."""
+    """Check that the checkpoint to resume from exists. "True" becomes the last one in the output
+    folder.
+    """
     name = given.resume_from_checkpoint
     if name is None:
         return
     if str(name).lower() == "true":
-        given.resume_from_checkpoint = find_resumable(given.output_dir) if os.path.isdir(given.output_dir) else None
+        given.resume_from_checkpoint = (
+            find_resumable(given.output_dir) if os.path.isdir(given.output_dir) else None
+        )
         if given.resume_from_checkpoint is None:
-            raise InputError(f"--resume_from_checkpoint {name}: there is no whole checkpoint in {given.output_dir}")
+            raise InputError(
+                f"--resume_from_checkpoint {name}: there is no whole checkpoint in "
+                f"{given.output_dir}"
+            )
     elif not os.path.isfile(os.path.join(name, "trainer_state.json")):
         raise InputError(
-            f"--resume_from_checkpoint {name}: there is no trainer_state.json; name a folder such as out/checkpoint-500"
+            f"--resume_from_checkpoint {name}: there is no trainer_state.json; name a folder such "
+            "as out/checkpoint-500"
         )
 
 
@@ -333,7 +456,9 @@ def check_output_dir(folder: str | None) -> None:
         # `os.access` is no test: for root it always says yes.
         os.rmdir(tempfile.mkdtemp(dir=parent))
     except (OSError, ValueError) as error:
-        raise InputError(f"--output_dir {folder}: this folder cannot be made or written ({error})") from error
+        raise InputError(
+            f"--output_dir {folder}: this folder cannot be made or written ({error})"
+        ) from error
 
 
 def _is_there(path: Path) -> bool:
@@ -350,9 +475,14 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
     if not folder or not os.path.isdir(folder) or get_last_checkpoint(folder) is not None:
         return
     # Files of a run that ended before its first checkpoint do not count.
-    left = [name for name in os.listdir(folder) if not name.startswith((".zero", "incomplete-checkpoint-"))]
+    left = [
+        name
+        for name in os.listdir(folder)
+        if not name.startswith((".zero", "incomplete-checkpoint-"))
+    ]
     if set(left) - {report.FILE}:
         raise InputError(
-            f"--output_dir {folder} has files in it and no checkpoint to resume from: name another folder,"
+            f"--output_dir {folder} has files in it and no checkpoint to resume from: name another "
+            "folder,"
             f" or give --overwrite_output_dir to train into this one"
         )

@@ -1,10 +1,10 @@
 """A parallel corpus made of the Unicode CLDR data that Babel ships. Nothing is downloaded.
 
-Each pair is one value (a date, an amount of money, a distance, ...) that Babel formats in two locales. So CLDR's
-translators chose the target, with its word order and plural forms. Bare names (of countries, languages, currencies) go
-to the training split only. A model cannot guess the German name of a country that it has never seen. But it can build
-"3 weeks ago" and "Greek (Cyprus)" of known parts.
-"""
+Each pair is one value (a date, an amount of money, a distance, ...) that Babel formats in two
+locales. So CLDR's translators chose the target, with its word order and plural forms. Bare names
+(of countries, languages, currencies) go to the training split only. A model cannot guess the German
+name of a country that it has never seen. But it can build "3 weeks ago" and "Greek (Cyprus)" of
+known parts."""
 
 import datetime
 import random
@@ -21,7 +21,12 @@ from babel.dates import (
     get_datetime_format,
 )
 from babel.languages import get_official_languages
-from babel.numbers import format_compact_decimal, format_currency, format_percent, get_territory_currencies
+from babel.numbers import (
+    format_compact_decimal,
+    format_currency,
+    format_percent,
+    get_territory_currencies,
+)
 from babel.units import format_unit
 
 Formatter = Callable[[Locale], str]
@@ -39,13 +44,17 @@ SECONDS = {
 }
 # The members of the European Union and of the G20, and some of their neighbours.
 COUNTRIES = (
-    "AR AT AU BE BG BR CA CH CN CY CZ DE DK EE EG ES FI FR GB GR HR HU ID IE IN IS IT JP KR LT LU LV MT MX NL NO PL PT "
+    "AR AT AU BE BG BR CA CH CN CY CZ DE DK EE EG ES FI FR GB GR HR HU ID IE IN IS IT JP KR LT LU "
+    "LV MT MX NL NO PL PT "
     "RO RS RU SA SE SI SK TR UA US ZA"
 )
 UNITS = (
-    "area-hectare area-square-kilometer duration-hour duration-minute duration-month duration-second duration-week "
-    "duration-year energy-kilocalorie energy-kilowatt-hour length-centimeter length-foot length-kilometer length-mile "
-    "mass-gram mass-kilogram mass-tonne power-watt speed-kilometer-per-hour speed-mile-per-hour temperature-celsius "
+    "area-hectare area-square-kilometer duration-hour duration-minute duration-month "
+    "duration-second duration-week "
+    "duration-year energy-kilocalorie energy-kilowatt-hour length-centimeter length-foot "
+    "length-kilometer length-mile "
+    "mass-gram mass-kilogram mass-tonne power-watt speed-kilometer-per-hour speed-mile-per-hour "
+    "temperature-celsius "
     "temperature-fahrenheit volume-cubic-meter volume-liter digital-gigabyte"
 ).split()
 
@@ -72,21 +81,28 @@ def build_corpus(
     held_out_pairs: int = HELD_OUT_PAIRS,
     seed: int = 0,
 ) -> Corpus:
-    """Build the corpus: at most `train_pairs` for training, `held_out_pairs` each for validation and test.
+    """Build the corpus: at most `train_pairs` for training, `held_out_pairs` each for validation
+    and test.
 
-    The same arguments give the same sentences in the same order on every machine with the same Babel.
+    The same arguments give the same sentences in the same order on every machine with the same
+    Babel.
 
     Raises:
         ValueError: Babel has no locale of that name, or both names are the same.
     """
     if source_lang == target_lang:
-        raise ValueError(f"source_lang and target_lang are both {source_lang!r}: a parallel corpus needs two languages")
+        raise ValueError(
+            f"source_lang and target_lang are both {source_lang!r}: a parallel corpus needs two "
+            "languages"
+        )
     source, target = parse_locale(source_lang), parse_locale(target_lang)
     rng = random.Random(seed)
     names = _distinct_pairs(_bare_names(source, target), source, target, seen=set())
     seen = {pair.source for pair in names}
     wanted = train_pairs + 2 * held_out_pairs - min(len(names), train_pairs)
-    composed = _distinct_pairs(_composed_values(rng, source, target), source, target, seen, limit=wanted)
+    composed = _distinct_pairs(
+        _composed_values(rng, source, target), source, target, seen, limit=wanted
+    )
     test, validation = composed[:held_out_pairs], composed[held_out_pairs : 2 * held_out_pairs]
     train = (names + composed[2 * held_out_pairs :])[:train_pairs]
     rng.shuffle(train)
@@ -98,13 +114,22 @@ def parse_locale(name: str) -> Locale:
     try:
         return Locale.parse(name)
     except (UnknownLocaleError, ValueError):
-        raise ValueError(f"the built-in corpus has no language {name!r}: use a CLDR locale such as de") from None
+        raise ValueError(
+            f"the built-in corpus has no language {name!r}: use a CLDR locale such as de"
+        ) from None
 
 
 def _distinct_pairs(
-    values: Iterator[Formatter], source: Locale, target: Locale, seen: set[str], limit: int | None = None
+    values: Iterator[Formatter],
+    source: Locale,
+    target: Locale,
+    seen: set[str],
+    limit: int | None = None,
 ) -> list[Pair]:
-    """Format values in both locales, until `limit` pairs are found. Repeated source sentences are skipped."""
+    """Format values in both locales, until `limit` pairs are found.
+
+    Repeated source sentences are skipped.
+    """
     pairs: list[Pair] = []
     for formatter in values:
         if limit is not None and len(pairs) >= limit:
@@ -118,7 +143,9 @@ def _distinct_pairs(
 
 
 def _plain_spaces(text: str) -> str:
-    """Replace CLDR's spaces of many widths (U+00A0, U+202F, U+2009) by plain ones, for tokenizer and metric."""
+    """Replace CLDR's spaces of many widths (U+00A0, U+202F, U+2009) by plain ones, for tokenizer
+    and metric.
+    """
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -127,15 +154,29 @@ def _territories() -> list[str]:
 
 
 def _languages(*locales: Locale) -> list[str]:
-    """Return the countries' official languages with a plain name in all locales: not "Norwegian (Nynorsk)"."""
-    codes = {code for country in _territories() for code in get_official_languages(country, de_facto=True)}
-    return sorted(code for code in codes if all("(" not in locale.languages.get(code, "(") for locale in locales))
+    """Return the countries' official languages with a plain name in all locales: not "Norwegian
+    (Nynorsk)".
+    """
+    codes = {
+        code
+        for country in _territories()
+        for code in get_official_languages(country, de_facto=True)
+    }
+    return sorted(
+        code
+        for code in codes
+        if all("(" not in locale.languages.get(code, "(") for locale in locales)
+    )
 
 
 def _currencies() -> list[str]:
-    """Return the countries' currencies on a fixed day, so that the corpus does not change with the calendar."""
+    """Return the countries' currencies on a fixed day, so that the corpus does not change with the
+    calendar.
+    """
     day = datetime.date(2025, 1, 1)
-    return sorted({code for country in _territories() for code in get_territory_currencies(country, day)})
+    return sorted(
+        {code for country in _territories() for code in get_territory_currencies(country, day)}
+    )
 
 
 def _bare_names(*locales: Locale) -> Iterator[Formatter]:
@@ -143,7 +184,9 @@ def _bare_names(*locales: Locale) -> Iterator[Formatter]:
     yield from (lambda locale, c=code: locale.territories[c] for code in _territories())
     yield from (lambda locale, c=code: locale.languages[c] for code in _languages(*locales))
     yield from (lambda locale, c=code: locale.currencies[c] for code in _currencies())
-    yield from (lambda locale, m=month: locale.months["stand-alone"]["wide"][m] for month in range(1, 13))
+    yield from (
+        lambda locale, m=month: locale.months["stand-alone"]["wide"][m] for month in range(1, 13)
+    )
     yield from (lambda locale, d=day: locale.days["stand-alone"]["wide"][d] for day in range(7))
 
 
@@ -180,7 +223,8 @@ def _date(rng: random.Random) -> Formatter:
 
 def _date_and_time(rng: random.Random) -> Formatter:
     moment, form = _random_moment(rng), rng.choice(["full", "long"])
-    # format_datetime() would add seconds and the time zone to longer dates. People write the short time.
+    # format_datetime() would add seconds and the time zone to longer dates. People write the short
+    # time.
     return lambda locale: (
         get_datetime_format(form, locale=locale)
         .replace("'", "")
@@ -193,7 +237,9 @@ def _relative_time(rng: random.Random) -> Formatter:
     unit, seconds = rng.choice(list(SECONDS.items()))
     delta = datetime.timedelta(seconds=rng.choice([-1, 1]) * rng.randrange(1, 100) * seconds)
     # This high threshold keeps the unit: Babel would round up to the next larger one.
-    return lambda locale: format_timedelta(delta, unit, threshold=10_000, add_direction=True, locale=locale)
+    return lambda locale: format_timedelta(
+        delta, unit, threshold=10_000, add_direction=True, locale=locale
+    )
 
 
 def _unit(rng: random.Random) -> Formatter:
@@ -203,7 +249,9 @@ def _unit(rng: random.Random) -> Formatter:
 
 def _money(rng: random.Random, currencies: list[str]) -> Formatter:
     amount, currency = rng.randrange(1, 100), rng.choice(currencies)
-    return lambda locale: format_currency(amount, currency, locale=locale, format_type="name", currency_digits=False)
+    return lambda locale: format_currency(
+        amount, currency, locale=locale, format_type="name", currency_digits=False
+    )
 
 
 def _number(rng: random.Random) -> Formatter:
@@ -214,6 +262,8 @@ def _number(rng: random.Random) -> Formatter:
     return lambda locale: format_compact_decimal(count, format_type="long", locale=locale)
 
 
-def _language_in_country(rng: random.Random, languages: list[str], territories: list[str]) -> Formatter:
+def _language_in_country(
+    rng: random.Random, languages: list[str], territories: list[str]
+) -> Formatter:
     language, territory = rng.choice(languages), rng.choice(territories)
     return lambda locale: f"{locale.languages[language]} ({locale.territories[territory]})"

@@ -2,7 +2,12 @@
 
 import datasets
 from datasets import Dataset, DatasetDict
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, Seq2SeqTrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Seq2SeqTrainingArguments,
+)
 
 from translation.arguments import DataTrainingArguments, ModelArguments, uses_built_in_corpus
 from translation.corpus import build_corpus
@@ -20,9 +25,12 @@ LABEL_PAD = -100
 
 
 def load_splits(
-    data_args: DataTrainingArguments, model_args: ModelArguments, training_args: Seq2SeqTrainingArguments
+    data_args: DataTrainingArguments,
+    model_args: ModelArguments,
+    training_args: Seq2SeqTrainingArguments,
 ) -> dict[str, Dataset]:
-    """Load the splits that the stages need, as columns `source` and `target`, cut to `--max_*_samples`.
+    """Load the splits that the stages need, as columns `source` and `target`, cut to
+    `--max_*_samples`.
 
     Raises:
         InputError: a split is missing or empty, or a record does not have both languages.
@@ -40,7 +48,10 @@ def load_splits(
             raw = _load_named(data_args, model_args)
         else:
             raw = {split: _load_file(data_args, split, model_args.cache_dir) for split in wanted}
-        return {split: _source_and_target(raw, split, limit, data_args) for split, limit in wanted.items()}
+        return {
+            split: _source_and_target(raw, split, limit, data_args)
+            for split, limit in wanted.items()
+        }
 
 
 def _built_in_corpus(data_args: DataTrainingArguments) -> DatasetDict:
@@ -51,7 +62,9 @@ def _built_in_corpus(data_args: DataTrainingArguments) -> DatasetDict:
         raise InputError(str(error)) from error
     return DatasetDict(
         {
-            split: Dataset.from_dict({source: [pair.source for pair in pairs], target: [pair.target for pair in pairs]})
+            split: Dataset.from_dict(
+                {source: [pair.source for pair in pairs], target: [pair.target for pair in pairs]}
+            )
             for split, pairs in corpus._asdict().items()
         }
     )
@@ -64,7 +77,9 @@ def _load_file(data_args: DataTrainingArguments, split: str, cache_dir: str | No
     options = {}
     if kind == "csv":
         # Everything is text: "42" is no number, and the sentence "NA" is no missing value.
-        features = datasets.Features({column: datasets.Value("string") for column in column_names(path)})
+        features = datasets.Features(
+            {column: datasets.Value("string") for column in column_names(path)}
+        )
         options = {"sep": delimiter(path), "features": features, "keep_default_na": False}
     mode = "force_redownload" if data_args.overwrite_cache else None
     try:
@@ -86,7 +101,10 @@ def _load_named(data_args: DataTrainingArguments, model_args: ModelArguments) ->
         pass  # not a folder of save_to_disk: the name of a dataset, or a folder of files
     try:
         return datasets.load_dataset(
-            name, data_args.dataset_config_name, cache_dir=model_args.cache_dir, token=model_args.token
+            name,
+            data_args.dataset_config_name,
+            cache_dir=model_args.cache_dir,
+            token=model_args.token,
         )
     except (OSError, ValueError) as error:
         raise InputError(f"--dataset_name {name}: {error}") from error
@@ -101,7 +119,9 @@ def _source_and_target(
 ) -> Dataset:
     """Return the first `limit` records of one split, with only the columns `source` and `target`."""
     if split not in raw:
-        raise InputError(f"--dataset_name {data_args.dataset_name} has no split {split!r}, only {', '.join(raw)}")
+        raise InputError(
+            f"--dataset_name {data_args.dataset_name} has no split {split!r}, only {', '.join(raw)}"
+        )
     records = raw[split]
     if limit is not None:
         records = records.select(range(min(limit, len(records))))
@@ -127,7 +147,8 @@ def _source_and_target(
     for column, language in (("source", data_args.source_lang), ("target", data_args.target_lang)):
         if not any(text.strip() for text in texts[column]):
             raise InputError(
-                f"the {split} split: all texts of {language!r} are empty; give at least one that has words"
+                f"the {split} split: all texts of {language!r} are empty; give at least one that "
+                "has words"
             )
     return texts
 
@@ -139,9 +160,13 @@ def tokenize(
     training_args: Seq2SeqTrainingArguments,
     split: str,
 ) -> Dataset:
-    """Replace `source` and `target` by `input_ids`, `attention_mask` and `labels` (lists of token ids)."""
+    """Replace `source` and `target` by `input_ids`, `attention_mask` and `labels` (lists of token
+    ids).
+    """
     padding = "max_length" if data_args.pad_to_max_length else False
-    max_target_length = data_args.max_target_length if split == "train" else data_args.val_max_target_length
+    max_target_length = (
+        data_args.max_target_length if split == "train" else data_args.val_max_target_length
+    )
     prefix = data_args.source_prefix or ""
 
     def encode(batch: dict) -> dict:
@@ -151,11 +176,19 @@ def tokenize(
             padding=padding,
             truncation=True,
         )
-        labels = tokenizer(text_target=batch["target"], max_length=max_target_length, padding=padding, truncation=True)
+        labels = tokenizer(
+            text_target=batch["target"],
+            max_length=max_target_length,
+            padding=padding,
+            truncation=True,
+        )
         inputs["labels"] = labels["input_ids"]
         if padding and data_args.ignore_pad_token_for_loss:
             pad = tokenizer.pad_token_id
-            inputs["labels"] = [[LABEL_PAD if token == pad else token for token in row] for row in labels["input_ids"]]
+            inputs["labels"] = [
+                [LABEL_PAD if token == pad else token for token in row]
+                for row in labels["input_ids"]
+            ]
         return inputs
 
     with training_args.main_process_first(desc="tokenizing"):
@@ -175,11 +208,16 @@ def make_collator(
     data_args: DataTrainingArguments,
     training_args: Seq2SeqTrainingArguments,
 ) -> DataCollatorForSeq2Seq:
-    """Make the collator. It also adds `decoder_input_ids`, because the Trainer does not pass labels to the model."""
+    """Make the collator.
+
+    It also adds `decoder_input_ids`, because the Trainer does not pass labels to the model.
+    """
     return DataCollatorForSeq2Seq(
         tokenizer,
         model=model,
         padding="longest",
-        label_pad_token_id=LABEL_PAD if data_args.ignore_pad_token_for_loss else tokenizer.pad_token_id,
+        label_pad_token_id=LABEL_PAD
+        if data_args.ignore_pad_token_for_loss
+        else tokenizer.pad_token_id,
         pad_to_multiple_of=8 if training_args.fp16 else None,
     )

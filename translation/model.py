@@ -38,14 +38,17 @@ class ScratchSize(NamedTuple):
     num_layers: int
 
 
-BUILT_IN_CORPUS_SIZE = ScratchSize(vocab_size=2000, character_coverage=1.0, d_model=128, num_layers=2)
+BUILT_IN_CORPUS_SIZE = ScratchSize(
+    vocab_size=2000, character_coverage=1.0, d_model=128, num_layers=2
+)
 FREE_TEXT_SIZE = ScratchSize(vocab_size=8000, character_coverage=0.9998, d_model=256, num_layers=3)
 
 
 def load_model_and_tokenizer(
     texts: dict[str, Dataset], arguments: Arguments
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the named model and tokenizer. Default: a small T5, and a tokenizer trained on `texts["train"]`.
+    """Return the named model and tokenizer. Default: a small T5, and a tokenizer trained on
+    `texts["train"]`.
 
     With ZeRO-3, transformers builds the model inside `zero.Init`.
 
@@ -72,13 +75,20 @@ def load_model_and_tokenizer(
     return model, tokenizer
 
 
-def _load_tokenizer(name: str, model_args: ModelArguments, data_args: DataTrainingArguments) -> PreTrainedTokenizerBase:
+def _load_tokenizer(
+    name: str, model_args: ModelArguments, data_args: DataTrainingArguments
+) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=model_args.use_fast_tokenizer, **_hub(model_args))
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, use_fast=model_args.use_fast_tokenizer, **_hub(model_args)
+        )
     except (OSError, ValueError) as error:
-        raise InputError(f"no tokenizer could be loaded from {name} ({error}); name one by --tokenizer_name") from error
+        raise InputError(
+            f"no tokenizer could be loaded from {name} ({error}); name one by --tokenizer_name"
+        ) from error
     if hasattr(tokenizer, "src_lang"):
-        tokenizer.src_lang, tokenizer.tgt_lang = data_args.source_lang, data_args.target_lang
+        tokenizer.src_lang = data_args.source_lang
+        tokenizer.tgt_lang = data_args.target_lang
     return tokenizer
 
 
@@ -88,22 +98,29 @@ def _make_tokenizer(
     """Train a SentencePiece vocabulary on rank 0. All ranks make the same tokenizer from it."""
     pieces = None
     if training_args.process_index == 0:
-        sentences = (sentence for record in text for sentence in (record["source"], record["target"]))
+        sentences = (
+            sentence for record in text for sentence in (record["source"], record["target"])
+        )
         try:
-            pieces = scored_pieces(train_sentencepiece(sentences, size.vocab_size, size.character_coverage))
+            pieces = scored_pieces(
+                train_sentencepiece(sentences, size.vocab_size, size.character_coverage)
+            )
         except RuntimeError as error:
             pieces = str(error)
     pieces = broadcast_object_list([pieces])[0]
     if isinstance(pieces, str):
         raise InputError(
-            f"a vocabulary of {size.vocab_size} pieces cannot be made of the training texts ({pieces});"
+            f"a vocabulary of {size.vocab_size} pieces cannot be made of the training texts "
+            f"({pieces});"
             " name a tokenizer by --tokenizer_name"
         )
     return t5_tokenizer(pieces)
 
 
 def small_t5_config(tokenizer: PreTrainedTokenizerBase, size: ScratchSize) -> T5Config:
-    """Configure a T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU, and no dropout."""
+    """Configure a T5 of `size.num_layers` encoder and decoder blocks, heads of 32, gated GELU, and
+    no dropout.
+    """
     return T5Config(
         vocab_size=len(tokenizer),
         d_model=size.d_model,
@@ -126,22 +143,32 @@ def _load_model(model_args: ModelArguments) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(model_args.config_name or name, **_hub(model_args))
         if model_args.model_name_or_path:
             return AutoModelForSeq2SeqLM.from_pretrained(name, config=config, **_hub(model_args))
-        return AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
+        return AutoModelForSeq2SeqLM.from_config(
+            config, trust_remote_code=model_args.trust_remote_code
+        )
     except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"no sequence-to-sequence model could be loaded from {name}: {error}") from error
+        raise InputError(
+            f"no sequence-to-sequence model could be loaded from {name}: {error}"
+        ) from error
 
 
-def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments) -> None:
+def _fit(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data_args: DataTrainingArguments
+) -> None:
     """Set the model's vocabulary size and the first token of a translation."""
     if len(tokenizer) > model.config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     if model.config.decoder_start_token_id is None:
-        raise InputError("decoder_start_token_id is not set in the model's config.json: set it (T5: the padding token)")
+        raise InputError(
+            "decoder_start_token_id is not set in the model's config.json: set it (T5: the padding "
+            "token)"
+        )
     if token := data_args.forced_bos_token:
         index = tokenizer.convert_tokens_to_ids(token)
         if index in (None, tokenizer.unk_token_id):
             raise InputError(
-                f"--forced_bos_token {token!r} is not in the tokenizer's vocabulary: name one of its tokens"
+                f"--forced_bos_token {token!r} is not in the tokenizer's vocabulary: name one of "
+                "its tokens"
             )
         model.generation_config.forced_bos_token_id = index
 

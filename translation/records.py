@@ -25,21 +25,27 @@ def column_names(path: str) -> list[str]:
 
 
 def check_data_file(
-    path: str, argument: str, languages: Mapping[str, str | None], limit: int | None = CHECKED_RECORDS
+    path: str,
+    argument: str,
+    languages: Mapping[str, str | None],
+    limit: int | None = CHECKED_RECORDS,
 ) -> None:
     """Check that the first `limit` records (None: all) of a file hold text in all `languages`.
 
-    `argument`: the command-line argument that names the file. `languages`: the values of `--source_lang` and
-    `--target_lang` by argument, None if not given.
+    `argument`: the command-line argument that names the file. `languages`: the values of
+    `--source_lang` and `--target_lang` by argument, None if not given.
 
     Raises:
-        InputError: the file is missing, empty or of another format, or a record does not have the languages.
+        InputError: the file is missing, empty or of another format, or a record does not have the
+        languages.
     """
     where = f"{argument} {path}"
     if not Path(path).is_file():
         raise InputError(f"{where}: no such file")
     if Path(path).suffix.lower() not in FORMATS:
-        raise InputError(f"{where}: unknown kind of file; its name must end in one of {', '.join(FORMATS)}")
+        raise InputError(
+            f"{where}: unknown kind of file; its name must end in one of {', '.join(FORMATS)}"
+        )
     count = 0
     try:
         for line, record in read_records(path):
@@ -54,11 +60,16 @@ def check_data_file(
     except csv.Error as error:
         raise InputError(f"{where}, record {count + 1}: not valid CSV ({error})") from None
     if not count:
-        raise InputError(f"{where}: the file is empty; give a file with at least one pair of sentences")
+        raise InputError(
+            f"{where}: the file is empty; give a file with at least one pair of sentences"
+        )
 
 
 def read_records(path: str) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, record) for each line of a JSON-lines, CSV or TSV file. InputError for a syntax error."""
+    """Yield (line number, record) for each line of a JSON-lines, CSV or TSV file.
+
+    InputError for a syntax error.
+    """
     with open(path, encoding="utf-8", newline="") as file:
         if FORMATS[Path(path).suffix.lower()] == "csv":
             reader = csv.DictReader(file, delimiter=delimiter(path))
@@ -77,20 +88,34 @@ def read_records(path: str) -> Iterator[tuple[int, dict]]:
 
 
 def check_record(record: object, where: str, languages: Mapping[str, str | None]) -> None:
-    """Check that one record, flat or under "translation", holds text in all languages. `where` begins the message."""
+    """Check that one record, flat or under "translation", holds text in all languages.
+
+    `where` begins the message.
+    """
     texts = record.get("translation", record) if isinstance(record, Mapping) else record
     if not isinstance(texts, Mapping):
-        raise InputError(f'{where}: a record must be an object such as {{"translation": {{"en": "...", "de": "..."}}}}')
+        raise InputError(
+            f'{where}: a record must be an object such as {{"translation": {{"en": "...", "de": '
+            f'"..."}}}}'
+        )
     found = ", ".join(str(key) for key in texts)
     for argument, language in languages.items():
         if not language:
-            raise InputError(f"{argument} is missing: name one of the languages of {where}, which are {found}")
+            raise InputError(
+                f"{argument} is missing: name one of the languages of {where}, which are {found}"
+            )
         if (key := language_key(language, texts)) not in texts:
-            raise InputError(f"{where}: there is no column {key!r} for {argument}; the columns are {found}")
+            raise InputError(
+                f"{where}: there is no column {key!r} for {argument}; the columns are {found}"
+            )
         if not isinstance(texts[key], str):
-            raise InputError(f"{where}: the text for {argument} ({key!r}) is {texts[key]!r}; it must be a string")
+            raise InputError(
+                f"{where}: the text for {argument} ({key!r}) is {texts[key]!r}; it must be a string"
+            )
 
 
 def language_key(language: str, columns: Container[str]) -> str:
-    """Return the column of a language: its name, or the part before "_" (multilingual models write en_XX for en)."""
+    """Return the column of a language: its name, or the part before "_" (multilingual models write
+    en_XX for en).
+    """
     return language if language in columns else language.split("_")[0]

@@ -17,24 +17,41 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 METRIC_SCRIPT = Path(__file__).parents[1] / "metrics" / "bleu_chrf.py"
 # Set by torchrun. A new process started by a rank must not have them, or it would act as that rank.
-LAUNCHER_VARIABLES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
+LAUNCHER_VARIABLES = (
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
+)
 
 
 def decode(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text of each row of token ids. Negative ids (padding of batches and ranks) are left out."""
+    """Return the text of each row of token ids.
+
+    Negative ids (padding of batches and ranks) are left out.
+    """
     tokens = np.where(tokens >= 0, tokens, tokenizer.pad_token_id)
     return [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
 
-def make_compute_metrics(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
-    """Return the Trainer's `compute_metrics`: BLEU, chrF, and the mean length of the output in tokens."""
+def make_compute_metrics(
+    tokenizer: PreTrainedTokenizerBase,
+) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return the Trainer's `compute_metrics`:
+
+    BLEU, chrF, and the mean length of the output in tokens.
+    """
     metric = evaluate.load(str(METRIC_SCRIPT), keep_in_memory=True)
 
     def compute_metrics(result: EvalPrediction) -> dict[str, float]:
-        predictions, references = decode(result.predictions, tokenizer), decode(result.label_ids, tokenizer)
+        predictions, references = (
+            decode(result.predictions, tokenizer),
+            decode(result.label_ids, tokenizer),
+        )
         scores = metric.compute(predictions=predictions, references=references)
-        lengths = np.isin(result.predictions, [tokenizer.pad_token_id, -100], invert=True).sum(axis=1)
-        return {name: round(score, 4) for name, score in scores.items()} | {"gen_len": round(float(lengths.mean()), 2)}
+        lengths = np.isin(result.predictions, [tokenizer.pad_token_id, -100], invert=True).sum(
+            axis=1
+        )
+        return {name: round(score, 4) for name, score in scores.items()} | {
+            "gen_len": round(float(lengths.mean()), 2)
+        }
 
     return compute_metrics
 
@@ -43,11 +60,16 @@ def print_samples(dataset: Dataset, predictions: list[str], count: int = 12) -> 
     """Print `count` translations, evenly spread over the split, with sources and references."""
     for index in np.linspace(0, len(predictions) - 1, min(count, len(predictions)), dtype=int):
         record = dataset[int(index)]
-        print(f"source      {record['source']}\nreference   {record['target']}\nprediction  {predictions[index]}\n")
+        print(
+            f"source      {record['source']}\nreference   {record['target']}\nprediction  "
+            f"{predictions[index]}\n"
+        )
 
 
 def write_translations(folder: str, translations: list[str]) -> None:
-    """Write `generated_predictions.txt`: one translation in each line, in the order of the test split."""
+    """Write `generated_predictions.txt`: one translation in each line, in the order of the test
+    split.
+    """
     lines = "".join(" ".join(translation.split()) + "\n" for translation in translations)
     Path(folder, "generated_predictions.txt").write_text(lines, encoding="utf-8")
 
@@ -55,29 +77,37 @@ def write_translations(folder: str, translations: list[str]) -> None:
 def convert(folder: str | Path, dtype: str) -> None:
     """Convert the saved weights in `folder` to `dtype` ("bfloat16", "float16", "float32").
 
-    One file at a time is in memory. Each file is replaced by one rename, so the folder can be loaded at any moment.
-    """
+    One file at a time is in memory. Each file is replaced by one rename, so the folder can be
+    loaded at any moment."""
     target = getattr(torch, dtype)
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        if all(tensor.dtype == target or not tensor.is_floating_point() for tensor in tensors.values()):
+        if all(
+            tensor.dtype == target or not tensor.is_floating_point() for tensor in tensors.values()
+        ):
             continue
         converted = {n: t.to(target) if t.is_floating_point() else t for n, t in tensors.items()}
         partial = path.with_suffix(".partial")
         save_file(converted, partial, metadata={"format": "pt"})
         partial.replace(path)
     config = Path(folder, "config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True)
+        + "\n"
+    )
 
 
 def reload_in_fresh_process(folder: str, sentences: list[str]) -> None:
-    """Translate sentences with the checkpoint in `folder`, in a new process with transformers alone.
+    """Translate sentences with the checkpoint in `folder`, in a new process with transformers
+    alone.
 
     Raises:
         subprocess.CalledProcessError: the checkpoint does not load.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES
+    }
     command = [sys.executable, "-m", "translation.reload", os.path.abspath(folder), *sentences]
     sys.stdout.flush()
     subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], check=True)

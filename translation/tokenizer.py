@@ -14,9 +14,9 @@ def train_sentencepiece(
 ) -> sentencepiece.SentencePieceProcessor:
     """Train a unigram model with T5's special pieces (pad 0, end of sentence 1, unknown 2).
 
-    `vocab_size` is an upper limit: a small corpus gets fewer pieces. `character_coverage` is the fraction of all
-    characters that get a piece. The rarest ones are unknown. There is no Unicode normalisation, as in T5Tokenizer.
-    """
+    `vocab_size` is an upper limit: a small corpus gets fewer pieces. `character_coverage` is the
+    fraction of all characters that get a piece. The rarest ones are unknown. There is no Unicode
+    normalisation, as in T5Tokenizer."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
@@ -41,11 +41,15 @@ def train_sentencepiece(
 
 def scored_pieces(model: sentencepiece.SentencePieceProcessor) -> list[tuple[str, float]]:
     """Return the vocabulary in the order of ids: each piece with its log probability."""
-    return [(model.id_to_piece(index), model.get_score(index)) for index in range(model.get_piece_size())]
+    return [
+        (model.id_to_piece(index), model.get_score(index))
+        for index in range(model.get_piece_size())
+    ]
 
 
 def t5_tokenizer(pieces: list[tuple[str, float]]) -> T5Tokenizer:
-    """Make a tokenizer with the ids of the SentencePiece model. It ends each text with the end of sentence.
+    """Make a tokenizer with the ids of the SentencePiece model. It ends each text with the end of
+    sentence.
 
     It is made of the pieces, because `T5Tokenizer(vocab_file=...)` ignores the file's vocabulary.
     """

@@ -8,12 +8,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 
 class GlobalTokenMean:
-    """A `compute_loss_func` for the Trainer: the sum of token cross-entropies, divided by the step's token count.
+    """A `compute_loss_func` for the Trainer: the sum of token cross-entropies, divided by the
+    step's token count.
 
-    The Trainer counts `num_items_in_batch` over all micro-batches and ranks. It multiplies this loss by the number of
-    ranks, because gradients are averaged over ranks, and does not divide by the accumulation steps. It does the same to
-    T5's own loss. But that is already a mean over one micro-batch, so it becomes ranks x steps too large.
-    """
+    The Trainer counts `num_items_in_batch` over all micro-batches and ranks. It multiplies this
+    loss by the number of ranks, because gradients are averaged over ranks, and does not divide by
+    the accumulation steps. It does the same to T5's own loss. But that is already a mean over one
+    micro-batch, so it becomes ranks x steps too large."""
 
     def __init__(self, label_smoothing: float = 0.0):
         self.label_smoothing = label_smoothing
@@ -23,11 +24,15 @@ class GlobalTokenMean:
     ) -> torch.Tensor:
         """Return the micro-batch's share of the loss: a scalar in fp32, in nats per token.
 
-        `outputs.logits`: (batch, length, vocabulary). `labels`: (batch, length), -100 for no target.
-        """
+        `outputs.logits`: (batch, length, vocabulary). `labels`: (batch, length), -100 for no
+        target."""
         logits = outputs.logits.flatten(0, 1).float()
         total = cross_entropy(
-            logits, labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=self.label_smoothing
+            logits,
+            labels.flatten(),
+            ignore_index=-100,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
         )
         return total / num_items_in_batch
 
@@ -35,8 +40,8 @@ class GlobalTokenMean:
 class TranslationTrainer(Seq2SeqTrainer):
     """A Seq2SeqTrainer that scores every sentence once.
 
-    The data loader repeats sentences, so that each rank has a full last batch. Seq2SeqTrainer counts these too.
-    """
+    The data loader repeats sentences, so that each rank has a full last batch. Seq2SeqTrainer
+    counts these too."""
 
     def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
         self.gather_function = self.accelerator.gather_for_metrics

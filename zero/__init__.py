@@ -1,25 +1,28 @@
-"""A ZeRO engine on `torch.distributed` alone. See `zero.hf.enable` for use under transformers and accelerate."""
+"""A ZeRO engine on `torch.distributed` alone.
+
+See `zero.hf.enable` for use under transformers and accelerate.
+"""
 
 import os
 
-from zero.deepspeed import fragments, labels, leaf, tiling
-from zero.deepspeed.engine import initialize
+from zero.checkpoint.streaming import stream_weights
+from zero.core.gathered_parameters import GatheredParameters
+from zero.core.init import Init
+from zero.core.layout import register_external_parameter, unregister_external_parameter
 from zero.engine import ZeroEngine
-from zero.gathered import GatheredParameters
-from zero.init import Init
-from zero.layout import register_external_parameter, unregister_external_parameter
-from zero.streaming import stream_weights
+from zero.integrations.deepspeed import fragments, labels, leaf, tiling
+from zero.integrations.deepspeed.engine import initialize
 
 __version__ = "0.1.0"
 
 labels.register()
 
 if "ZERO_VERIFY_MODE" in os.environ:  # this process was started by `zero verify`
-    from zero.verify import record
+    from zero.tools.verify import record
 
     record.set_up()
 elif "ZERO_WATCH" in os.environ:  # by `zero trace` or `zero memory`
-    from zero.watch import recorder
+    from zero.tools.profile import recorder
 
     recorder.set_up()
 

@@ -1,6 +1,6 @@
 """Micro-batches: which one is the last of its step, and when their gradients are reduced.
 
-This file knows nothing of units or of the optimizer.
+This file knows nothing of groups or of the optimizer.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zero.config import Config
+from zero.core.gradients import GradientReducer
 from zero.errors import UsageError
-from zero.gradients import GradientReducer
 
 
 class Accumulation:
     """Mixed into the engine, which sets `settings` and `reducer`.
 
-    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks in all steps so far.
-    """
+    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks in all steps so
+    far."""
 
     settings: Config
     reducer: GradientReducer
@@ -30,11 +30,15 @@ class Accumulation:
         self._inside_no_sync = False
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches; else the script's call of `step()` ends the accumulation."""
+        """Whether the engine counts micro-batches; else the script's call of `step()` ends the
+        accumulation.
+        """
         return self.settings.managed_gradient_accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is known to be the last one before the parameters are updated."""
+        """Whether the current micro-batch is known to be the last one before the parameters are
+        updated.
+        """
         if self._is_gradient_accumulation_boundary is not None:
             return self._is_gradient_accumulation_boundary
         steps = self.settings.gradient_accumulation_steps
@@ -44,7 +48,8 @@ class Accumulation:
         """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
         if not self.managed_gradient_accumulation():
             raise UsageError(
-                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so that each step() is "
+                "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "
+                "that each step() is "
                 "the boundary; leave the call out"
             )
         self._is_gradient_accumulation_boundary = is_boundary
@@ -57,15 +62,22 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of micro-batches whose gradients stay on their rank; `step()` belongs after it (stages 0 and 1)."""
+        """Context of micro-batches whose gradients stay on their rank;
+
+        `step()` belongs after it (stages 0 and 1).
+        """
         stage = self.settings.zero_optimization.stage
         if stage >= 2:
             raise UsageError(
-                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: at this ZeRO stage no "
+                f"no_sync context manager is incompatible with zero_optimization.stage {stage}: at "
+                "this ZeRO stage no "
                 "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
             )
         if self._inside_no_sync:
-            raise UsageError("no_sync context manager reentry is unsupported: leave the first one before the second")
+            raise UsageError(
+                "no_sync context manager reentry is unsupported: leave the first one before the "
+                "second"
+            )
         self._inside_no_sync = True
         try:
             yield
@@ -74,19 +86,24 @@ class Accumulation:
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Context of a step's backwards whose gradients are reduced once, at its end (stages 1 to 3).
+        """Context of a step's backwards whose gradients are reduced once, at its end (stages 1 to
+        3).
 
-        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. A boundary that the script
-        sets inside is undone at its end.
-        """
+        Until then each rank holds whole gradients, as at stage 1; `step()` belongs after it. A
+        boundary that the script sets inside is undone at its end."""
         if not self.managed_gradient_accumulation():
             raise UsageError(
-                "coalesce_grad_reduction: managed_gradient_accumulation is false, so that step() ends the accumulation"
+                "coalesce_grad_reduction: managed_gradient_accumulation is false, so that step() "
+                "ends the accumulation"
             )
         if self.settings.zero_optimization.stage == 0:
-            raise NotImplementedError("coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()")
+            raise NotImplementedError(
+                "coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()"
+            )
         if self._inside_no_sync:
-            raise UsageError("coalesce_grad_reduction cannot be nested inside another one or inside no_sync")
+            raise UsageError(
+                "coalesce_grad_reduction cannot be nested inside another one or inside no_sync"
+            )
         boundary = self._is_gradient_accumulation_boundary
         self._inside_no_sync = True
         try:

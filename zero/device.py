@@ -1,8 +1,9 @@
-"""The compute device: what the engine needs of an accelerator (streams, events, free and pinned memory) is here.
+"""The compute device: what the engine needs of an accelerator (streams, events, free and pinned
+memory) is here.
 
-It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator computes on "cpu".
-Nothing is asynchronous there: streams and events are not needed, and synchronizing does nothing.
-"""
+It knows nothing of tensors' meaning, of ranks or of settings. A machine without an accelerator
+computes on "cpu". Nothing is asynchronous there: streams and events are not needed, and
+synchronizing does nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def is_accelerator(device: torch.device) -> bool:
 def accelerator(number: int = 0) -> torch.device | None:
     """The accelerator for a process with this number on its host; None where torch sees none."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else torch.device(found.type, number % torch.accelerator.device_count())
+    return (
+        None
+        if found is None
+        else torch.device(found.type, number % torch.accelerator.device_count())
+    )
 
 
 def use(device: torch.device) -> None:
@@ -63,7 +68,10 @@ def compute_stream(device: torch.device) -> torch.Stream:
 def beside(
     device: torch.device, ready: torch.Event | None, stream: torch.Stream | None = None
 ) -> Iterator[torch.Stream | None]:
-    """Context of a thread whose current stream is `stream`, or a new one, which waits for `ready`. None on the CPU."""
+    """Context of a thread whose current stream is `stream`, or a new one, which waits for `ready`.
+
+    None on the CPU.
+    """
     if ready is None:
         yield None
         return
@@ -75,12 +83,17 @@ def beside(
 
 
 def ready_for_thread(device: torch.device) -> torch.Event | None:
-    """An event at the end of what this thread has given to `device` so far, for `beside`. None on the CPU."""
+    """An event at the end of what this thread has given to `device` so far, for `beside`.
+
+    None on the CPU.
+    """
     return compute_stream(device).record_event() if is_accelerator(device) else None
 
 
 def mark(device: torch.device) -> Callable[[], bool]:
-    """A function that says whether all work is done that this thread's current stream has been given so far."""
+    """A function that says whether all work is done that this thread's current stream has been
+    given so far.
+    """
     use(device)
     return compute_stream(device).record_event().query
 
@@ -89,13 +102,16 @@ def mark(device: torch.device) -> Callable[[], bool]:
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """(bytes that were free at the peak of memory since the last call, all bytes). For the host, this rank's share.
+    """(bytes that were free at the peak of memory since the last call, all bytes). For the host,
+    this rank's share.
 
     This resets the peak counters of torch's allocator, or of the process.
     """
     if is_accelerator(device):
         free, total = torch.accelerator.get_memory_info(device)
-        free += torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(device)
+        free += torch.accelerator.memory_reserved(device) - torch.accelerator.max_memory_allocated(
+            device
+        )
         torch.accelerator.reset_peak_memory_stats(device)
         return free, total
     known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -106,14 +122,19 @@ def room(device: torch.device) -> tuple[int, int]:
         available, total = min(available, limit - used + cached), min(total, limit)
     own = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak, resident = (int(own[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
-    with contextlib.suppress(OSError):  # where a container forbids it, the peak stays that of the whole run
+    with contextlib.suppress(
+        OSError
+    ):  # where a container forbids it, the peak stays that of the whole run
         Path("/proc/self/clear_refs").write_text("5")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return available // ranks - max(0, peak - resident), total // ranks
 
 
 def _of_container(name: str, line: str = "") -> int | None:
-    """A number of this process's control group (version 2), in one of the file's lines; None if there is none."""
+    """A number of this process's control group (version 2), in one of the file's lines;
+
+    None if there is none.
+    """
     path = Path("/sys/fs/cgroup") / name
     lines = path.read_text().splitlines() if path.exists() else []
     text = next((text.removeprefix(line).strip() for text in lines if text.startswith(line)), "")
@@ -138,9 +159,8 @@ def pin(address: int, nbytes: int) -> int:
 def unpin(address: int, memory: mmap.mmap, device: int) -> None:
     """Undo `pin`, after copies from and to the memory on the accelerator of this number.
 
-    The garbage collector calls it, maybe while such copies are under way. `memory` is an argument so that it is
-    unmapped after this.
-    """
+    The garbage collector calls it, maybe while such copies are under way. `memory` is an argument
+    so that it is unmapped after this."""
     torch.accelerator.synchronize(device)
     torch.get_device_module().cudart().cudaHostUnregister(address)
 

@@ -1,8 +1,7 @@
 """The engine: forward, backward and step over sharded state.
 
-It computes nothing itself: `zero/construction.py` makes its parts, and each method calls them. It knows neither
-DeepSpeed nor how the configuration names an optimizer.
-"""
+It computes nothing itself: `zero/build.py` makes its parts, and each method calls them. It knows
+neither DeepSpeed nor how the configuration names an optimizer."""
 
 from __future__ import annotations
 
@@ -15,33 +14,36 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zero import checkpoint, construction
+from zero import build, checkpoint
 from zero.accumulation import Accumulation
-from zero.activations import HostActivations
-from zero.clock import Throughput
-from zero.comm import Communicator, communicator
+from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_state_dicts
+from zero.comm.clock import Throughput
+from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
 from zero.config.report import announce
+from zero.core.activation_offload import HostActivations
+from zero.core.gathering import Gathering
+from zero.core.hooks import ModuleHooks
+from zero.core.layout import called_blocks
+from zero.core.param_group import State
+from zero.core.reduction import ReductionOrder
+from zero.core.schedule import Residency
+from zero.core.sharded_param import ShardedParameter, placeholder
 from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
-from zero.export import Weights, save_16bit_model, show_copies_in_state_dicts
-from zero.gathering import Gathering
-from zero.hooks import ModuleHooks
-from zero.layout import called_blocks
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.relocation import Relocation
-from zero.optim.step import ZeroOptimizer, param_group_of
-from zero.parameters import ShardedParameter, placeholder
-from zero.reduction import ReductionOrder
-from zero.schedule import Residency
-from zero.unit import State
+from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 
 logger = logging.getLogger("zero")
 
-_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = weakref.WeakKeyDictionary()
+_engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-# How many engines are running `backward` now: the loss of one engine may depend on outputs of others.
+# How many engines are running `backward` now: the loss of one engine may depend on outputs of
+# others.
 _engine_backwards = 0
 
 
@@ -56,20 +58,24 @@ class StepMonitor(Protocol):
 
 
 class ZeroEngine(Accumulation, nn.Module):
-    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over all ranks.
+    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over
+    all ranks.
 
-    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. `zero.initialize` makes it, and acts
-    on the sections `optimizer`, `scheduler`, `leaf_module`, `sequence_parallel_size`, `log_level` and the monitors.
+    Use it as the model; call `backward(loss)` and `step()` for each micro-batch. `zero.initialize`
+    makes it, and acts on the sections `optimizer`, `scheduler`, `leaf_module`,
+    `sequence_parallel_size`, `log_level` and the monitors.
 
-    Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that optimizer, or a
-    function of the optimizer that makes one, or None. comm: of the ranks that share this model; default: all.
+    Args: optimizer: one over the model's parameters, or None. lr_scheduler: a scheduler of that
+    optimizer, or a function of the optimizer that makes one, or None. comm: of the ranks that share
+    this model; default: all.
 
     Attributes:
-        module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after each step that
-        was taken, or None. config: the user's configuration as a dict. global_steps, micro_steps, skipped_steps,
-        global_samples: counters. throughput: samples per second. residency: gathered elements, now and at their peak.
-        activations: `HostActivations` if `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was
-        called. monitor: is told of each step, or None.
+        module: the user's model. optimizer: a `ZeroOptimizer`, or None. lr_scheduler: stepped after
+        each step that was taken, or None. config: the user's configuration as a dict. global_steps,
+        micro_steps, skipped_steps, global_samples: counters. throughput: samples per second.
+        residency: gathered elements, now and at their peak. activations: `HostActivations` if
+        `cpu_checkpointing` moves them, or None. is_compiled: whether `compile` was called. monitor:
+        is told of each step, or None.
     """
 
     optimizer_class = ZeroOptimizer
@@ -87,7 +93,8 @@ class ZeroEngine(Accumulation, nn.Module):
         self.comm = comm or communicator()
         settings = settings.resolve_batch(self.comm.world_size)
         shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
-        self.settings, self.config = settings, settings.raw
+        self.settings = settings
+        self.config = settings.raw
         self._report_settings(optimizer)
         if settings.watchdog_timeout is not None:
             self.comm.watchdog.set_timeout(settings.watchdog_timeout)
@@ -98,39 +105,52 @@ class ZeroEngine(Accumulation, nn.Module):
         self._loss_was_scaled = self._step_applied = self.is_compiled = False
         self.residency = Residency()
 
-        construction.require_agreement(self.comm, settings, model, optimizer)
+        build.require_agreement(self.comm, settings, model, optimizer)
         self.comm = self.comm.within(shard_size)
         group_of = param_group_of(optimizer) if optimizer is not None else {}
-        self.units = construction.make_units(model, settings, self.comm, self.residency, group_of)
-        construction.place_buffers(model, self.comm)
-        self.schedule = construction.make_schedule(self.units, settings)
+        self.groups = build.make_groups(model, settings, self.comm, self.residency, group_of)
+        build.place_buffers(model, self.comm)
+        self.schedule = build.make_schedule(self.groups, settings)
         if self.comm.job.rank == 0 and self.comm.shard_group.size > 1:
-            construction.warn_if_crowded(self.units, self.schedule.max_live_parameters)
-        placement = construction.make_placement(self.units, settings, self.comm.device, optimizer is not None)
-        training_comm = construction.make_training_comm(settings, self.comm)
-        self.reducer = construction.make_reducer(settings, training_comm, placement, self._reduces_now)
+            build.warn_if_crowded(self.groups, self.schedule.max_live_parameters)
+        placement = build.make_placement(
+            self.groups, settings, self.comm.device, optimizer is not None
+        )
+        training_comm = build.make_training_comm(settings, self.comm)
+        self.reducer = build.make_reducer(settings, training_comm, placement, self._reduces_now)
         show_copies_in_state_dicts(model)
-        reductions = ReductionOrder(self.units, self.reducer, self.comm)
-        gathering = Gathering(self.units, self.schedule, training_comm, self.residency, reductions.before_use)
-        self._sliced = construction.slice_experts(self.units, self.schedule, gathering)
+        reductions = ReductionOrder(self.groups, self.reducer, self.comm)
+        gathering = Gathering(
+            self.groups, self.schedule, training_comm, self.residency, reductions.before_use
+        )
+        self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         self.hooks = ModuleHooks(
             model,
-            self.units,
+            self.groups,
             gathering,
             reductions,
             last_micro_step=self.is_gradient_accumulation_boundary,
             gradients_begin=self._gradients_begin,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
-        offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(self.comm.device)
-        self.activations = HostActivations(self.comm.device, self.units) if offloaded else None
+        offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(
+            self.comm.device
+        )
+        self.activations = HostActivations(self.comm.device, self.groups) if offloaded else None
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
-            parts = self.reducer, placement, self.scaler, self.units, self.schedule, lambda: self.global_steps
-            self.optimizer = construction.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
-        self.relocation = Relocation(self.units, self.optimizer, self.comm.device)
-        self.lr_scheduler = construction.make_scheduler(lr_scheduler, optimizer)
+            parts = (
+                self.reducer,
+                placement,
+                self.scaler,
+                self.groups,
+                self.schedule,
+                lambda: self.global_steps,
+            )
+            self.optimizer = build.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
+        self.relocation = Relocation(self.groups, self.optimizer, self.comm.device)
+        self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
 
@@ -138,7 +158,7 @@ class ZeroEngine(Accumulation, nn.Module):
 
     def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.comm.job.rank == 0:
-            announce(self.settings, construction.describe_optimizer(optimizer, self.settings))
+            announce(self.settings, build.describe_optimizer(optimizer, self.settings))
             for old, new in self.settings.deprecated():
                 logger.warning("%s is an old name of %s", old, new)
 
@@ -152,7 +172,9 @@ class ZeroEngine(Accumulation, nn.Module):
     # -- training
 
     def _reduces_now(self) -> bool:
-        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it then, not before."""
+        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it
+        then, not before.
+        """
         return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -165,7 +187,9 @@ class ZeroEngine(Accumulation, nn.Module):
             with self.activations.context():
                 return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Run backward for one micro-batch and reduce the gradients.
 
         `loss.backward()` does the same, but for the loss scaling that fp16 needs; see `scale`.
@@ -195,12 +219,16 @@ class ZeroEngine(Accumulation, nn.Module):
         """The loss times the present loss scale, for a script that calls `backward()` on it.
 
         Accumulation needs no factor: gradients of a backward that the script runs are divided by
-        `gradient_accumulation_steps` when they are collected. `retain_graph` is there for compatibility.
-        """
+        `gradient_accumulation_steps` when they are collected. `retain_graph` is there for
+        compatibility."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}")
+            raise UsageError(
+                f"the loss must be a scalar tensor with a gradient function, got {loss!r:.80}"
+            )
         if self.optimizer is None:
-            raise UsageError("this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+            raise UsageError(
+                "this engine has no optimizer; pass one to initialize() or configure 'optimizer'"
+            )
         self._loss_was_scaled = True
         # In fp32: the product overflows fp16 long before the gradients do.
         return loss if self.scaler is None else loss.float() * self.scaler.scale
@@ -210,24 +238,39 @@ class ZeroEngine(Accumulation, nn.Module):
         self._loss_was_scaled = True
 
     def _gradients_begin(self) -> None:
-        """Called at the first gradient of a backward. Only `engine.backward` has divided the loss by the steps."""
+        """Called at the first gradient of a backward.
+
+        Only `engine.backward` has divided the loss by the steps.
+        """
         self.relocation.refuse_absent("backward")
         if self.scaler is not None and not self._loss_was_scaled:
             raise RuntimeError(
-                "Loss scaling is required with fp16, and the loss was not scaled: call engine.backward(loss), or "
+                "Loss scaling is required with fp16, and the loss was not scaled: call "
+                "engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
         by_engine = _engine_backwards > 0
-        self.reducer.begin_backward(1.0 if by_engine else 1.0 / self.settings.gradient_accumulation_steps)
+        self.reducer.begin_backward(
+            1.0 if by_engine else 1.0 / self.settings.gradient_accumulation_steps
+        )
         self._loss_was_scaled &= by_engine
 
     def step(self) -> None:
-        """Finish a micro-batch; at the accumulation boundary update the parameters and the learning rate."""
+        """Finish a micro-batch; at the accumulation boundary update the parameters and the learning
+        rate.
+        """
         if self.optimizer is None:
-            raise UsageError("step: this engine has no optimizer; pass one to initialize() or configure 'optimizer'")
+            raise UsageError(
+                "step: this engine has no optimizer; pass one to initialize() or configure "
+                "'optimizer'"
+            )
         if self._inside_no_sync:
-            raise UsageError("It is illegal to call Engine.step() inside no_sync context manager: leave it first")
-        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+            raise UsageError(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
+            )
+        boundary = (
+            self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        )
         self.throughput.stop(boundary)
         self.relocation.refuse_absent("step")
         if boundary:
@@ -252,37 +295,49 @@ class ZeroEngine(Accumulation, nn.Module):
 
     def _refuse_use(self, before: str) -> None:
         """Raise UsageError if unsharded values are in use: they cannot be updated or moved then."""
-        self.hooks.forget_broken_pass()  # units of a forward without a backward are still unsharded
-        for unit in self.units:
-            if unit.is_in_use and not unit.persistent:
-                raise UsageError(f"{unit} is shown by GatheredParameters: leave that context before {before}")
+        # groups of a forward without a backward are still unsharded
+        self.hooks.forget_broken_pass()
+        for group in self.groups:
+            if group.is_in_use and not group.persistent:
+                raise UsageError(
+                    f"{group} is shown by GatheredParameters: leave that context before {before}"
+                )
 
     def _log_skip(self) -> None:
         if self.scaler is not None and self.comm.job.rank == 0:
-            logger.info("overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale)
+            logger.info(
+                "overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.reducer.clear()
 
-    def set_progress(self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int) -> None:
+    def set_progress(
+        self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int
+    ) -> None:
         """Go on counting from here, as a checkpoint says."""
-        self.global_steps, self.micro_steps = global_steps, micro_steps
-        self.skipped_steps, self.global_samples = skipped_steps, global_samples
+        self.global_steps = global_steps
+        self.micro_steps = micro_steps
+        self.skipped_steps = skipped_steps
+        self.global_samples = global_samples
 
     def was_step_applied(self) -> bool:
         """Whether the last call of `step()` changed the parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm over all parameters of the last step's mean gradient, before clipping; None before the first."""
+        """2-norm over all parameters of the last step's mean gradient, before clipping;
+
+        None before the first.
+        """
         return None if self.optimizer is None else self.optimizer.grad_norm
 
     def reshard(self) -> None:
         """Free all gathered parameters that are not in use."""
-        for unit in self.units:
-            if unit.state in (State.GATHERING, State.GATHERED):
-                unit.reshard()
+        for group in self.groups:
+            if group.state in (State.GATHERING, State.GATHERED):
+                group.reshard()
 
     def offload_states(
         self,
@@ -291,17 +346,21 @@ class ZeroEngine(Accumulation, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state to host memory between two steps; `reload_states` must follow before the next forward.
+        """Move training state to host memory between two steps; `reload_states` must follow before
+        the next forward.
 
-        Args: include: names of `zero.optim.relocation.STATES`; None: all. device: "cpu", or "none", which moves
-        nothing. pin_memory: into page-locked memory. non_blocking is there for compatibility: copies are waited for.
-        """
+        Args: include: names of `zero.optim.relocation.STATES`; None: all. device: "cpu", or "none",
+        which moves nothing. pin_memory: into page-locked memory. non_blocking is there for
+        compatibility: copies are waited for."""
         if device != "cpu":
             if device == "none":
                 return
             raise UsageError(f"offload_states: device {device!r}: states go to 'cpu' only")
         if self.settings.zero_optimization.offloads_params:
-            raise UsageError("offload_states: zero_optimization.offload_param keeps the parameters on the host already")
+            raise UsageError(
+                "offload_states: zero_optimization.offload_param keeps the parameters on the host "
+                "already"
+            )
         if self.optimizer is not None:
             self.optimizer.wait()
         self.reducer.drain()
@@ -324,12 +383,19 @@ class ZeroEngine(Accumulation, nn.Module):
         save_dtype: torch.dtype | str | None = None,
         max_file_bytes: int = 5 * 10**9,
     ) -> bool:
-        """Stream the weights to safetensors files: `zero.export.save_16bit_model`; False if the setting forbids it."""
+        """Stream the weights to safetensors files:
+
+        `zero.checkpoint.export.save_16bit_model`; False if the setting forbids it.
+        """
         zero = self.settings.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
-            logger.warning("stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename)
+            logger.warning(
+                "stage3_gather_16bit_weights_on_model_save is false: %s not saved", save_filename
+            )
             return False
-        weights = Weights(self.module, self.units, self.comm, save_dtype, exclude_frozen_parameters)
+        weights = Weights(
+            self.module, self.groups, self.comm, save_dtype, exclude_frozen_parameters
+        )
         save_16bit_model(self.module, weights, save_dir, save_filename, max_file_bytes)
         return True
 
@@ -350,27 +416,36 @@ class ZeroEngine(Accumulation, nn.Module):
             return getattr(self.module, name)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ZeroEngine:
-        """`to`, `half`, `cuda` and the like: allowed if they change nothing: the shards have their place already."""
-        for dtype in {unit.dtype for unit in self.units}:
+        """`to`, `half`, `cuda` and the like: allowed if they change nothing: the shards have their
+        place already.
+        """
+        for dtype in {group.dtype for group in self.groups}:
             before = placeholder(torch.Size([1]), dtype, self.comm.device)
             after = fn(before)
             if after.dtype != before.dtype or after.device != before.device:
                 raise UsageError(
-                    f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, bf16 or fp32 in the "
-                    f"configuration instead of converting the engine to {after.dtype} on {after.device}"
+                    f"the engine's parameters are {before.dtype} on {before.device}; choose fp16, "
+                    "bf16 or fp32 in the "
+                    f"configuration instead of converting the engine to {after.dtype} on "
+                    f"{after.device}"
                 )
         return self
 
-    def compile(self, backend: str | Callable = "inductor", compile_kwargs: dict | None = None) -> None:
-        """Compile each block by `torch.compile`, at every stage. A model without blocks is compiled as a whole.
+    def compile(
+        self, backend: str | Callable = "inductor", compile_kwargs: dict | None = None
+    ) -> None:
+        """Compile each block by `torch.compile`, at every stage. A model without blocks is compiled
+        as a whole.
 
-        Blocks of one class share their graphs. So what differs between them, such as transformers' cache of keys and
-        values, costs a graph each: train with `use_cache=False`.
-        """
-        if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        Blocks of one class share their graphs. So what differs between them, such as transformers'
+        cache of keys and values, costs a graph each: train with `use_cache=False`."""
+        if isinstance(backend, str) and backend not in torch.compiler.list_backends(
+            exclude_tags=()
+        ):
             known = ", ".join(torch.compiler.list_backends())
             raise UsageError(f"compile: torch has no backend {backend!r}; it has {known}")
-        # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for lengths that vary.
+        # By default 8. A T5 has four kinds of blocks, each of which needs one more graph for
+        # lengths that vary.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         torch._dynamo.config.nontraceable_tensor_subclasses.add(ShardedParameter)
         for module in called_blocks(self.module) or [self.module]:
@@ -388,6 +463,6 @@ class ZeroEngine(Accumulation, nn.Module):
         self.reducer.free()
         if self.optimizer is not None:
             self.optimizer.free()
-        for unit in self.units:
-            if not unit.persistent and unit.state is not State.SHARDED:
-                unit.reshard()
+        for group in self.groups:
+            if not group.persistent and group.state is not State.SHARDED:
+                group.reshard()

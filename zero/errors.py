@@ -1,4 +1,5 @@
-"""The exception for a user's mistake, and how a process that failed ends: one rank prints the error.
+"""The exception for a user's mistake, and how a process that failed ends: one rank prints the
+error.
 
 Also the release of DeepSpeed that zero follows. This file knows nothing else of the project.
 """
@@ -16,8 +17,8 @@ FOLLOWED_RELEASE = "0.19.8"
 class UsageError(ValueError, AssertionError):
     """A wrong argument, setting or order of calls; the message says which, and what to do instead.
 
-    DeepSpeed asserts where this package raises: scripts that catch its `AssertionError` go on working.
-    """
+    DeepSpeed asserts where this package raises: scripts that catch its `AssertionError` go on
+    working."""
 
 
 # Within this time a launcher ends the other ranks after one has failed.
@@ -27,9 +28,8 @@ _SECONDS_ALONE = 10.0
 def _wait_to_print() -> str:
     """Wait until this rank should print its error, and return its number.
 
-    Rank 0 prints at once. Then the launcher ends the other ranks, which wait here. So an error that all ranks have is
-    printed once. If a rank still runs after the wait, it alone has failed.
-    """
+    Rank 0 prints at once. Then the launcher ends the other ranks, which wait here. So an error that
+    all ranks have is printed once. If a rank still runs after the wait, it alone has failed."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         time.sleep(_SECONDS_ALONE)
@@ -48,20 +48,21 @@ def refuse(line: str) -> NoReturn:
 def end_process_on_exception() -> None:
     """From now on, end this rank's process when an exception reaches the top of its main thread.
 
-    The launcher then stops the other ranks, which wait for this one in a collective. If several ranks fail, one of them
-    prints its exception.
-    """
+    The launcher then stops the other ranks, which wait for this one in a collective. If several
+    ranks fail, one of them prints its exception."""
     previous = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # torch.distributed redirects stderr to a string while it calls this, and prints it when this returns: never.
+        # torch.distributed redirects stderr to a string while it calls this, and prints it when
+        # this returns: never.
         sys.stderr = sys.__stderr__
         rank = _wait_to_print() if issubclass(kind, Exception) else os.environ.get("RANK", "0")
         previous(kind, error, trace)
         print(f"[rank {rank}] {kind.__name__}: {error}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: threads, and the destructor of a process group with work in flight, may block for ever.
+        # Not sys.exit: threads, and the destructor of a process group with work in flight, may
+        # block for ever.
         os._exit(1)
 
     sys.excepthook = end

@@ -1,27 +1,32 @@
-"""A simulated accelerator for tests: torch's device "sim", and "simccl", the backend for its collectives.
+"""A simulated accelerator for tests: torch's device "sim", and "simccl", the backend for its
+collectives.
 
-Its memory is host memory, behind torch's PrivateUse1 interface. Each operator runs the CPU's kernel. The device behaves
-as badly as a real one may, and records every mistake of a program that expects more:
+Its memory is host memory, behind torch's PrivateUse1 interface. Each operator runs the CPU's
+kernel. The device behaves as badly as a real one may, and records every mistake of a program that
+expects more:
 
 late        Copies on side streams, copies from and to pinned memory, and collectives run only when somebody waits for
-            them. Pinned memory holds NaN until the copy to it has run. (With several ranks, late work also runs after
-            a while without progress: a real device goes on while its host waits for other hosts.)
+            them. Pinned memory holds NaN until the copy to it has run. (With several ranks, late
+            work also runs after a while without progress: a real device goes on while its host
+            waits for other hosts.)
 freed       Freed memory holds NaN at once, unless `record_stream` announced work that may still use it.
 ordered     Vector clocks check every use of memory. If two streams use the same bytes and one of them writes, an event
-            or the host must order the two uses. New memory counts as used by the stream that allocates it, because a
-            caching allocator reuses memory within a stream.
+            or the host must order the two uses. New memory counts as used by the stream that
+            allocates it, because a caching allocator reuses memory within a stream.
 pinned      Pinned memory that a copy reads must not change before the host knows that the copy is done. Registered
-            memory must not be unregistered before that. Memory of torch's own pinned allocator may be freed any time.
+            memory must not be unregistered before that. Memory of torch's own pinned allocator may
+            be freed any time.
 
 matched     A communicator matches collectives by their order alone. Ranks with different orders get each other's data.
-            If kinds or sizes differ too, they get NaN. All communicators of a process run one after another, so ranks
-            that start them in different orders block each other. Sums are computed in the dtype of the tensors.
-            Messages between two ranks also match by order alone, and a send ends only when the other rank receives.
+            If kinds or sizes differ too, they get NaN. All communicators of a process run one after
+            another, so ranks that start them in different orders block each other. Sums are
+            computed in the dtype of the tensors. Messages between two ranks also match by order
+            alone, and a send ends only when the other rank receives.
 two         There are two devices. Each has its own memory, limit, statistics and streams.
 
-`mistakes()` returns what was found. `set_limit` plans a lack of memory, `fail_collective` a failure. Not modelled:
-kernels run at launch, although events say that they have not. So a blocked device blocks the host at the next kernel.
-All threads of the host count as one. Nothing takes time.
+`mistakes()` returns what was found. `set_limit` plans a lack of memory, `fail_collective` a
+failure. Not modelled: kernels run at launch, although events say that they have not. So a blocked
+device blocks the host at the next kernel. All threads of the host count as one. Nothing takes time.
 
 `register()` makes the device known for the rest of the process. Then this module is `torch.sim`.
 """
@@ -67,7 +72,10 @@ def compiler() -> str | None:
 
 
 def build() -> Path:
-    """Return the compiled device. One for each source and torch version is kept in the system's temporary folder."""
+    """Return the compiled device.
+
+    One for each source and torch version is kept in the system's temporary folder.
+    """
     command = [compiler(), "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{_HEADERS}"]
     command += [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
@@ -101,7 +109,9 @@ def register() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     _simulated()
     torch._register_device_module(NAME, sys.modules[__name__])
-    torch.empty(1, pin_memory=True)  # torch recognises pinned memory only after it has once allocated some
+    torch.empty(
+        1, pin_memory=True
+    )  # torch recognises pinned memory only after it has once allocated some
     dist.Backend.register_backend(BACKEND, _collectives, devices=[NAME])
 
 
@@ -133,7 +143,9 @@ def pending() -> int:
 
 
 def waits() -> int:
-    """Return how often the host has waited for the device: for a stream, an event, a value or a copy."""
+    """Return how often the host has waited for the device: for a stream, an event, a value or a
+    copy.
+    """
     return _simulated().waits()
 
 
@@ -189,7 +201,9 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def cudart() -> SimpleNamespace:
     """Return the calls that pin memory, under their names on CUDA and ROCm."""
-    return SimpleNamespace(cudaHostRegister=_register_memory, cudaHostUnregister=_simulated().unregister_memory)
+    return SimpleNamespace(
+        cudaHostRegister=_register_memory, cudaHostUnregister=_simulated().unregister_memory
+    )
 
 
 def _register_memory(address: int, nbytes: int, flags: int) -> int:

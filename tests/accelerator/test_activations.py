@@ -1,4 +1,6 @@
-"""Activations in host memory: what several operations save is copied once, and freed after the last one's backward."""
+"""Activations in host memory: what several operations save is copied once, and freed after the last
+one's backward.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ import torch
 
 from tests.accelerator import device
 from tests.processes import run_on
-from zero import activations
-from zero.activations import HostActivations
+from zero.core import activation_offload
+from zero.core.activation_offload import HostActivations
 
 ROWS, WIDTH = 8, 16
 
@@ -22,11 +24,17 @@ ROWS, WIDTH = 8, 16
 def outputs(tripled: torch.Tensor) -> list[torch.Tensor]:
     """Sines and cosines save their inputs."""
     every_other, expanded = tripled[:, ::2], tripled[:1].expand(ROWS, WIDTH)
-    return [tripled.sin(), tripled.t().cos(), tripled.view(-1).sin(), every_other.cos(), expanded.cos()]
+    return [
+        tripled.sin(),
+        tripled.t().cos(),
+        tripled.view(-1).sin(),
+        every_other.cos(),
+        expanded.cos(),
+    ]
 
 
 def shared(rank: int, world_size: int) -> None:
-    activations.MIN_BYTES = 1
+    activation_offload.MIN_BYTES = 1
     x = torch.randn(ROWS, WIDTH, device=device.NAME, requires_grad=True)
     hidden = 2 * x
     expected = [hidden.sin(), hidden.t().cos(), *outputs(hidden * 3)]
@@ -50,7 +58,9 @@ def shared(rank: int, world_size: int) -> None:
         del loss
         assert len(copies) == 4
         end = time.monotonic() + 10  # autograd's thread drops what it has used last a little later
-        while (torch.accelerator.memory_allocated() > used or any(map(call, copies))) and time.monotonic() < end:
+        while (
+            torch.accelerator.memory_allocated() > used or any(map(call, copies))
+        ) and time.monotonic() < end:
             time.sleep(0.01)
         assert torch.accelerator.memory_allocated() == used and not any(map(call, copies))
 
@@ -73,11 +83,13 @@ def sparse(w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [conjugates, sparse])
 def test_tensors_of_other_kinds_keep_their_values(function):
-    weight = torch.randn(ROWS * WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    weight = torch.randn(
+        ROWS * WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)
+    )
     gradients = []
     for context in (contextlib.nullcontext(), HostActivations(torch.device("cpu"), []).context()):
         w = weight.clone().requires_grad_()
-        with mock.patch.object(activations, "MIN_BYTES", 1), context:
+        with mock.patch.object(activation_offload, "MIN_BYTES", 1), context:
             loss = function(w)
         gradients.append(torch.autograd.grad(loss, w)[0])
     assert torch.equal(*gradients)

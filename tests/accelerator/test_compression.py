@@ -1,4 +1,6 @@
-"""Compressed communication by the device's own collectives: no mistake is found, and the numbers are gloo's."""
+"""Compressed communication by the device's own collectives: no mistake is found, and the numbers
+are gloo's.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def trained_on_machines(rank: int, world_size: int, settings: dict) -> Curve:
 )
 def test_training_has_the_bits_of_gloo(settings):
     """Of two ranks: their mean is half of the sum, which no rounding changes."""
-    assert_equal(curve_on(2, trained_on_device, settings, simulated=True), curve_on(2, trained, settings))
+    assert_equal(
+        curve_on(2, trained_on_device, settings, simulated=True), curve_on(2, trained, settings)
+    )
 
 
 def test_two_machines_have_the_bits_of_gloo():

@@ -1,8 +1,9 @@
-"""Counts what the engine launches, copies, waits for and allocates in a step, on the simulated accelerator.
+"""Counts what the engine launches, copies, waits for and allocates in a step, on the simulated
+accelerator.
 
-An operation is the engine's if the innermost Python frame outside of torch is in a file of `zero/`, except `engine.py`,
-which runs the model. Operations that make views or allocate memory launch nothing.
-"""
+An operation is the engine's if the innermost Python frame outside of torch is in a file of `zero/`,
+except `engine.py`, which runs the model. Operations that make views or allocate memory launch
+nothing."""
 
 from __future__ import annotations
 
@@ -25,32 +26,42 @@ from tests.accelerator import device
 from tests.dist.training import ds_config, start, step
 from tests.parity.test_mixed_precision import SECTIONS
 from tests.processes import run_on
-from zero import activations, links
+from zero.comm import traffic
 from zero.config import load_config
-from zero.estimate.question import Question
-from zero.estimate.rank import estimate
-from zero.estimate.traffic import IN, NETWORK, OUT
-from zero.offload import memory, tiers
+from zero.core import activation_offload
+from zero.offload import pinned, tiers
+from zero.tools.estimate.question import Question
+from zero.tools.estimate.rank import estimate
+from zero.tools.estimate.traffic import IN, NETWORK, OUT
 
 ENGINE = Path(zero.__file__).parent
 TORCH = str(Path(torch.__file__).parent)
 BLOCKS, WIDTH, ROWS = 3, 32, 4
-# Each block is a unit, and is resharded between forward and backward.
+# Each block is a group, and is resharded between forward and backward.
 EVERY_UNIT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-NO_KERNEL = ("aten.empty", "aten.set_", "aten.resize_", "aten.detach", "aten.lift_fresh", "aten._local_scalar_dense")
+NO_KERNEL = (
+    "aten.empty",
+    "aten.set_",
+    "aten.resize_",
+    "aten.detach",
+    "aten.lift_fresh",
+    "aten._local_scalar_dense",
+)
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
 
 
 class Model(nn.Module):
-    """Every unit is a block."""
+    """Every group is a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +74,8 @@ class Model(nn.Module):
 
 
 class Counting(TorchDispatchMode):
-    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits for in `syncs`.
+    """Counts the engine's operations by name: all of them in `kernels`, those that the host waits
+    for in `syncs`.
 
     `copied`: bytes between host and device, by file and by the kind of device that they go to.
     """
@@ -75,7 +87,9 @@ class Counting(TorchDispatchMode):
         self.copied: Counter[tuple[str, str]] = Counter()
         self.host_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         place, name = self._place(), str(func).rpartition(".")[0]
         if place is None:
@@ -92,7 +106,9 @@ class Counting(TorchDispatchMode):
         if device.NAME in devices and not func.is_view and not name.startswith(NO_KERNEL):
             self.kernels[name] += 1
         if name.startswith("aten.empty"):
-            self.host_bytes += sum(tensor.nbytes for tensor in results if tensor.device.type == "cpu")
+            self.host_bytes += sum(
+                tensor.nbytes for tensor in results if tensor.device.type == "cpu"
+            )
         return out
 
     def _place(self) -> str | None:
@@ -107,17 +123,19 @@ class Counting(TorchDispatchMode):
 
 
 def _is_asynchronous(func: Any, args: tuple, kwargs: dict | None) -> bool:
-    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | (kwargs or {})
+    given = dict(zip([each.name for each in func._schema.arguments], args, strict=False)) | (
+        kwargs or {}
+    )
     return bool(given.get("non_blocking"))
 
 
 @dataclass
 class Counts:
-    """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new host memory.
+    """What the engine does in one step: kernels by phase, waits, copies, blocks and bytes of new
+    host memory.
 
-    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `moved`: by link, as the
-    engine counts. `shard_numel`: of all units.
-    """
+    `syncs`: by place, those that torch shows. `waits`: all of them, as the device counts. `moved`:
+    by link, as the engine counts. `shard_numel`: of all groups."""
 
     shard_numel: int
     waits: int
@@ -129,20 +147,30 @@ class Counts:
     host_bytes: int
 
 
-def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int = activations.MIN_BYTES) -> Counts:
-    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of reductions.
+def fifth_step(
+    rank: int, world_size: int, sections: dict[str, Any], least: int = activation_offload.MIN_BYTES
+) -> Counts:
+    """Count the fifth step: after backwards 1, 2, 4, 8, ... the ranks also agree on the order of
+    reductions.
 
     Args: least: bytes of the smallest activation that goes to the host.
     """
-    activations.MIN_BYTES = least
+    activation_offload.MIN_BYTES = least
     torch.manual_seed(0)
     engine, _ = start(Model().to(device.NAME), ds_config(**EVERY_UNIT, **sections))
-    batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype)}
+    batch = {
+        "x": torch.randn(
+            ROWS, WIDTH, device=device.NAME, dtype=next(engine.module.parameters()).dtype
+        )
+    }
     for _ in range(4):
         step(engine, [batch])
-    new_block = mock.Mock(side_effect=memory.new_block)
-    with mock.patch.object(memory, "new_block", new_block), mock.patch("zero.offload.tiers.new_block", new_block):
-        waits, moved = device.waits(), Counter(links.MOVED)
+    new_block = mock.Mock(side_effect=pinned.new_block)
+    with (
+        mock.patch.object(pinned, "new_block", new_block),
+        mock.patch("zero.offload.tiers.new_block", new_block),
+    ):
+        waits, moved = device.waits(), Counter(traffic.MOVED)
         with Counting() as forward:
             loss = engine(**batch)
         with Counting() as backward:
@@ -153,18 +181,19 @@ def fifth_step(rank: int, world_size: int, sections: dict[str, Any], least: int 
     phases = {"forward": forward, "backward": backward, "step": update}
     assert device.mistakes() == []
     return Counts(
-        sum(unit.layout.shard_numel for unit in engine.units),
+        sum(group.layout.shard_numel for group in engine.groups),
         waits,
         {name: phase.kernels for name, phase in phases.items()},
         sum((phase.syncs for phase in phases.values()), Counter()),
         sum((phase.copied for phase in phases.values()), Counter()),
-        links.MOVED - moved,
+        traffic.MOVED - moved,
         new_block.call_count,
         sum(phase.host_bytes for phase in phases.values()),
     )
 
 
-# Each block is gathered in forward and again in backward. The last block is gathered once: its backward comes at once.
+# Each block is gathered in forward and again in backward. The last block is gathered once: its
+# backward comes at once.
 GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
 # `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
@@ -178,15 +207,24 @@ NORM = {"optim/step.py:_global_norm: aten._to_copy": 1}  # the one wait of the h
         ({}, {}),
         ({"reduce_bucket_size": WIDTH * WIDTH}, {}),
         (SECTIONS[torch.bfloat16], {}),
-        (SECTIONS[torch.bfloat16] | {"data_types": {"grad_accum_dtype": "fp32"}}, {"aten.copy_": BLOCKS}),
+        (
+            SECTIONS[torch.bfloat16] | {"data_types": {"grad_accum_dtype": "fp32"}},
+            {"aten.copy_": BLOCKS},
+        ),
     ],
     ids=["fp32", "a bucket smaller than a block", "bf16", "bf16 kept in fp32"],
 )
 def test_a_block_has_three_collectives_and_two_copies(sections, copy_out):
-    """The collective writes the gradient to its place. Widening a 16-bit one takes one more kernel."""
+    """The collective writes the gradient to its place.
+
+    Widening a 16-bit one takes one more kernel.
+    """
     for found in run_on(2, fifth_step, sections, simulated=True):
         # Not compared phase by phase: the forward already starts gathers for the backward.
-        assert found.kernels["forward"] + found.kernels["backward"] == GATHER | COPY_IN | REDUCE | copy_out
+        assert (
+            found.kernels["forward"] + found.kernels["backward"]
+            == GATHER | COPY_IN | REDUCE | copy_out
+        )
         assert found.kernels["step"]["aten._foreach_norm"] == 1
         assert (found.syncs, found.waits) == (NORM, 1)
 
@@ -196,33 +234,54 @@ HOST = {"offload_optimizer": {"device": "cpu", "overlap_step": False}}
 
 @pytest.mark.parametrize(
     "sections",
-    [HOST, HOST | SECTIONS[torch.bfloat16], HOST | SECTIONS[torch.bfloat16] | {"offload_param": {"device": "cpu"}}],
+    [
+        HOST,
+        HOST | SECTIONS[torch.bfloat16],
+        HOST | SECTIONS[torch.bfloat16] | {"offload_param": {"device": "cpu"}},
+    ],
     ids=["optimizer", "optimizer, bf16", "both, bf16"],
 )
-def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_the_norm_only(sections):
+def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_the_norm_only(
+    sections,
+):
     """It also waits for events of copies, while it updates tiles. These are not counted."""
     for found in run_on(2, fifth_step, sections, simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
         assert found.syncs == NORM
-        # Each weight goes to the device once, after its update or for each gather, and each gradient to the host.
+        # Each weight goes to the device once, after its update or for each gather, and each
+        # gradient to the host.
         weight = 2 if "bf16" in sections else 4
         gathers = (2 * BLOCKS - 1) / BLOCKS if "offload_param" in sections else 1
         copied = Counter()
         for (file, where), nbytes in found.copied.items():
             copied[where] += nbytes * (file != "optim/step.py")
-        assert copied == {device.NAME: gathers * weight * found.shard_numel, "cpu": weight * found.shard_numel}
-        predicted = estimate(Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)).traffic.links
+        assert copied == {
+            device.NAME: gathers * weight * found.shard_numel,
+            "cpu": weight * found.shard_numel,
+        }
+        predicted = estimate(
+            Model(), load_config(ds_config(**EVERY_UNIT, **sections)), Question(2)
+        ).traffic.links
         assert copied == {device.NAME: predicted[IN].total(), "cpu": predicted[OUT].total()}
-        assert found.moved == Counter({link: predicted[link].total() for link in (IN, OUT, NETWORK)})
+        assert found.moved == Counter(
+            {link: predicted[link].total() for link in (IN, OUT, NETWORK)}
+        )
 
 
 def test_each_activation_goes_to_the_host_once_and_comes_back_once():
-    """The result of a block's ReLU is saved twice: by the ReLU and by the layer after it. The host does not wait."""
+    """The result of a block's ReLU is saved twice: by the ReLU and by the layer after it.
+
+    The host does not wait.
+    """
     section = {"activation_checkpointing": {"cpu_checkpointing": True}}
     of_block = ROWS * 4 * (WIDTH + WIDTH + 2 * WIDTH)  # the inputs of norm, up and down
     saved = BLOCKS * of_block + ROWS * 4 * WIDTH  # and that of the square
     for found in run_on(2, fifth_step, section, ROWS * 4 * WIDTH, simulated=True):
-        copied = {where: nbytes for (file, where), nbytes in found.copied.items() if file == "activations.py"}
+        copied = {
+            where: nbytes
+            for (file, where), nbytes in found.copied.items()
+            if file == "activations.py"
+        }
         assert copied == {"cpu": saved, device.NAME: saved}
         assert found.moved[IN] == found.moved[OUT] == saved
         assert found.syncs == NORM
@@ -231,13 +290,18 @@ def test_each_activation_goes_to_the_host_once_and_comes_back_once():
 def with_files(rank: int, world_size: int, folder: str) -> Counts:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     away = {"device": "nvme", "nvme_path": folder}
-    files = {"offload_param": {**away, "max_in_cpu": 0}, "offload_optimizer": {**away, "overlap_step": False}}
+    files = {
+        "offload_param": {**away, "max_in_cpu": 0},
+        "offload_optimizer": {**away, "overlap_step": False},
+    }
     return fifth_step(rank, world_size, files)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_files_do_not_block_the_host_in_copies(tmp_path, ranks):
-    """Weights and gradients move between files and the device through pinned buffers, beside the computation."""
+    """Weights and gradients move between files and the device through pinned buffers, beside the
+    computation.
+    """
     for found in run_on(ranks, with_files, str(tmp_path), simulated=True):
         assert (found.blocks, found.host_bytes) == (0, 0)
         assert found.syncs == NORM, "the host waits for the norm only"
@@ -248,10 +312,23 @@ def profiled(rank: int, world_size: int) -> set[str]:
     batch = {"x": torch.randn(ROWS, WIDTH, device=device.NAME)}
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(engine, [batch])
-    return {event.name.removeprefix("zero: ") for event in profiler.events() if event.name.startswith("zero: ")}
+    return {
+        event.name.removeprefix("zero: ")
+        for event in profiler.events()
+        if event.name.startswith("zero: ")
+    }
 
 
 def test_a_profiler_sees_the_phases():
     for names in run_on(2, profiled, simulated=True):
-        assert names >= {"forward", "backward", "step", "wait for gather", "wait for reduce", "update"}
-        assert names >= {f"{what} of blocks.{i}" for what in ("all-gather", "reduction") for i in range(BLOCKS)}
+        assert names >= {
+            "forward",
+            "backward",
+            "step",
+            "wait for gather",
+            "wait for reduce",
+            "update",
+        }
+        assert names >= {
+            f"{what} of blocks.{i}" for what in ("all-gather", "reduction") for i in range(BLOCKS)
+        }

@@ -1,4 +1,7 @@
-"""The simulated accelerator finds each kind of mistake. It finds none in the correct version of the same code."""
+"""The simulated accelerator finds each kind of mistake.
+
+It finds none in the correct version of the same code.
+"""
 
 import math
 import time
@@ -170,7 +173,11 @@ def memory(rank: int, world_size: int) -> None:
     free, total = torch.accelerator.get_memory_info()
     held = torch.empty(1 << 20, dtype=torch.uint8, device=device.NAME)
     assert torch.accelerator.get_memory_info() == (free - held.nbytes, total)
-    assert torch.accelerator.memory_allocated() == torch.accelerator.max_memory_allocated() >= held.nbytes
+    assert (
+        torch.accelerator.memory_allocated()
+        == torch.accelerator.max_memory_allocated()
+        >= held.nbytes
+    )
     storage = held.untyped_storage()
     storage.resize_(0)
     assert torch.accelerator.get_memory_info() == (free, total)
@@ -192,7 +199,10 @@ def devices(rank: int, world_size: int) -> None:
     assert (here.device.index, there.device.index) == (0, 1)
     for number, tensor in enumerate((here, there)):
         assert torch.accelerator.memory_allocated(number) == tensor.nbytes
-        assert tensor.clone().device == tensor.device and torch.ones_like(tensor).device == tensor.device
+        assert (
+            tensor.clone().device == tensor.device
+            and torch.ones_like(tensor).device == tensor.device
+        )
     with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
         here.add_(there)
     assert torch.accelerator.current_stream(1).device_index == 1
@@ -206,7 +216,9 @@ def test_there_are_two_devices():
 
 
 def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:
-    """Return what each rank gets if the ranks start two gathers in different orders, and if kinds or sizes differ."""
+    """Return what each rank gets if the ranks start two gathers in different orders, and if kinds
+    or sizes differ.
+    """
     found = {}
     for value in (1.0, 2.0) if rank == 0 else (2.0, 1.0):
         full = torch.zeros(world_size, device=device.NAME)
@@ -225,7 +237,10 @@ def other_orders(rank: int, world_size: int) -> tuple[list[float], bool, float]:
 
 
 def test_collectives_match_by_their_order():
-    assert run_on(2, other_orders, simulated=True) == [([1.0, 2.0], True, 2.0), ([2.0, 1.0], True, 2.0)]
+    assert run_on(2, other_orders, simulated=True) == [
+        ([1.0, 2.0], True, 2.0),
+        ([2.0, 1.0], True, 2.0),
+    ]
 
 
 def received_values_are_waited_for(rank: int, right: bool) -> None:
@@ -266,11 +281,16 @@ def found_in_messages(rank: int, world_size: int) -> list[list[str]]:
 def test_messages_are_waited_for():
     of_sender, of_receiver = run_on(2, found_in_messages, simulated=True)
     for number, mistakes in enumerate([*of_receiver[:2], *of_sender[2:]]):
-        assert ["nothing orders them" in text for text in mistakes] == [True] * (number % 2), mistakes
+        assert ["nothing orders them" in text for text in mistakes] == [True] * (number % 2), (
+            mistakes
+        )
 
 
 def two_messages(rank: int, world_size: int) -> list[float]:
-    """Rank 0 sends 1, then 2 and 2. Rank 1 returns what it gets with exchanged tags and with room for one value."""
+    """Rank 0 sends 1, then 2 and 2.
+
+    Rank 1 returns what it gets with exchanged tags and with room for one value.
+    """
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         dist.send(torch.full((1,), 1.0, device=device.NAME), 1, tag=1)

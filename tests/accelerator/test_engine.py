@@ -1,8 +1,9 @@
-"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain torch on that device.
+"""The engine on the simulated accelerator: no mistake is found, and the losses are those of plain
+torch on that device.
 
-Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by `cpu_adam`, which takes
-exact square roots. So its numbers equal plain torch's within rounding, and have the same bits on every tier.
-"""
+Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by
+`cpu_adam`, which takes exact square roots. So its numbers equal plain torch's within rounding, and
+have the same bits on every tier."""
 
 import math
 import os
@@ -42,12 +43,14 @@ from tests.parity.test_offload import BOTH, NVME
 from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero import activations, comm, world
 from zero.checkpoint.background import wait_for_background_saves
+from zero.comm import communicator as comm
+from zero.comm import world
+from zero.core import activation_offload
+from zero.core.optimizer_shard import OptimizerShard
 from zero.device import new_stream
-from zero.offload import memory, tiers
-from zero.optim import ownership
-from zero.optimizer_shard import OptimizerShard
+from zero.offload import pinned, tiers
+from zero.optim import assignment
 
 STEPS = 5
 # A function that changes something in the process before the engine is made.
@@ -59,10 +62,15 @@ def model_on_device() -> torch.nn.Module:
 
 
 def data_on_device() -> list[Batch]:
-    return [{name: value.to(device.NAME) for name, value in batch.items()} for batch in batches("t5", STEPS)]
+    return [
+        {name: value.to(device.NAME) for name, value in batch.items()}
+        for batch in batches("t5", STEPS)
+    ]
 
 
-def plain(rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
+def plain(
+    rank: int, world_size: int, ranks: int, accumulation: int, dtype: torch.dtype | None
+) -> Curve:
     curve = train_in_slices(model_on_device(), data_on_device(), ranks, accumulation, dtype=dtype)
     curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
     return curve
@@ -72,7 +80,10 @@ def engine_with(
     folder: str, sections: dict, accumulation: int = 1, saves: bool = False, make: Make = adamw
 ) -> zero.ZeroEngine:
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    sections = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in sections.items()}
+    sections = {
+        key: value | {"nvme_path": folder} if "offload" in key else value
+        for key, value in sections.items()
+    }
     config = ds_config(accumulation=accumulation, **{**SMALL, "sub_group_size": 20000, **sections})
     config["checkpoint"] = {"async_save": saves}
     engine, _ = start(model_on_device(), config, make=make)
@@ -80,12 +91,16 @@ def engine_with(
     return engine
 
 
-def sharded(rank: int, world_size: int, folder: str, sections: dict, accumulation: int, prepare: Prepare) -> Curve:
+def sharded(
+    rank: int, world_size: int, folder: str, sections: dict, accumulation: int, prepare: Prepare
+) -> Curve:
     prepare()
     engine = engine_with(folder, sections, accumulation)
     curve = train_zero(engine, data_on_device())
     engine.destroy()
-    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, "memory of the other rank's device was used"
+    assert torch.accelerator.max_memory_allocated(1 - rank) == 0, (
+        "memory of the other rank's device was used"
+    )
     return curve
 
 
@@ -99,9 +114,15 @@ def expected(ranks: int, accumulation: int, dtype: torch.dtype | None) -> Curve:
 
 
 def found(
-    world_size: int, folder: object, accumulation: int = 1, prepare: Prepare = as_it_is, **sections: object
+    world_size: int,
+    folder: object,
+    accumulation: int = 1,
+    prepare: Prepare = as_it_is,
+    **sections: object,
 ) -> Curve:
-    return curve_on(world_size, sharded, str(folder), sections, accumulation, prepare, simulated=True)
+    return curve_on(
+        world_size, sharded, str(folder), sections, accumulation, prepare, simulated=True
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -125,14 +146,18 @@ def test_a_process_group_of_gloo_does_not_keep_the_engine_from_its_device(tmp_pa
 def on_apple(rank: int, world_size: int) -> list[str]:
     texts: list[str] = []
     with mock.patch.object(comm, "accelerator", lambda number=0: torch.device("mps", 0)):
-        with mock.patch.object(comm.logger, "warning", lambda text, *values: texts.append(text % values)):
+        with mock.patch.object(
+            comm.logger, "warning", lambda text, *values: texts.append(text % values)
+        ):
             assert comm.communicator().device == torch.device("cpu")
             comm.communicator()
     return texts
 
 
 def test_an_accelerator_that_cannot_be_used_is_named_once():
-    assert run_on(1, on_apple) == [["torch has no collectives for mps:0: the engine computes on the CPU"]]
+    assert run_on(1, on_apple) == [
+        ["torch has no collectives for mps:0: the engine computes on the CPU"]
+    ]
 
 
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -146,7 +171,9 @@ OFFLOADS = {
 ONE_RANK = [(1, "optimizer", 1), (1, "parameters", 1), (1, "both, pageable", 1), (1, "files", 1)]
 
 
-@pytest.mark.parametrize("world_size, case, accumulation", [*ONE_RANK, (2, "both", 2), (2, "files", 2)])
+@pytest.mark.parametrize(
+    "world_size, case, accumulation", [*ONE_RANK, (2, "both", 2), (2, "files", 2)]
+)
 def test_offload_is_free_of_mistakes_and_changes_nothing(tmp_path, world_size, case, accumulation):
     curve = found(world_size, tmp_path, accumulation, **OFFLOADS[case])
     if "offload_optimizer" in OFFLOADS[case]:
@@ -157,19 +184,25 @@ def test_offload_is_free_of_mistakes_and_changes_nothing(tmp_path, world_size, c
 
 def assert_close_to_plain(curve: Curve, plain: Curve) -> None:
     longest = max(value.numel() for value in plain.weights.values())
-    assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, VOCABULARY, STEPS)
+    assert relative(curve.mean_losses(), plain.mean_losses()) <= rounding(
+        torch.float32, VOCABULARY, STEPS
+    )
     assert relative(curve.norms, plain.norms) <= rounding(torch.float32, longest, STEPS)
 
 
 def test_bf16_with_accumulation_trains_as_plain_torch_does(tmp_path):
     sections = SECTIONS[torch.bfloat16]
-    assert_same_training(found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16))
+    assert_same_training(
+        found(1, tmp_path, accumulation=2, **sections), expected(1, 2, torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
     """As NCCL does. The reference adds in fp32, as gloo's messages are."""
-    sections = SECTIONS[torch.bfloat16] | {"communication_data_type": str(dtype).removeprefix("torch.")}
+    sections = SECTIONS[torch.bfloat16] | {
+        "communication_data_type": str(dtype).removeprefix("torch.")
+    }
     curve, precise = found(2, tmp_path, **sections), expected(2, 1, torch.bfloat16)
     if dtype == torch.float32:
         assert_same_training(curve, precise)
@@ -182,7 +215,9 @@ def test_gradients_are_added_in_the_dtype_in_which_they_travel(tmp_path, dtype):
 def one_sum(rank: int, world_size: int) -> float:
     """Return the mean of 1 and 2^-9. bf16 cannot represent their sum."""
     device = world.compute_device()
-    full = torch.full((2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device)
+    full = torch.full(
+        (2 * world_size,), 2.0**-9 if rank else 1.0, dtype=torch.bfloat16, device=device
+    )
     out = torch.empty(2, device=device)
     comm.communicator().reduce_scatter(out, full, False, full.numel()).wait()
     return out[0].item() * comm.communicator().mean_factor
@@ -200,7 +235,13 @@ def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
 
     def recorded(self, start, values):
         here = torch.accelerator.current_stream()
-        places.add((threading.current_thread().name, here.device_index, here.stream_id < device.device_count()))
+        places.add(
+            (
+                threading.current_thread().name,
+                here.device_index,
+                here.stream_id < device.device_count(),
+            )
+        )
         return round_into_shard(self, start, values)
 
     with mock.patch.object(OptimizerShard, "round_into_shard", recorded):
@@ -212,13 +253,16 @@ def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
 
 def test_late_updates_run_on_a_stream_of_their_own_on_their_ranks_device():
     for rank, places in enumerate(run_on(2, late_updates, simulated=True)):
-        # Persistent units are updated inside the step.
+        # Persistent groups are updated inside the step.
         assert places == [("MainThread", rank, True), ("zero optimizer", rank, False)]
 
 
 def host_memory(rank: int, world_size: int) -> None:
-    """Forked processes do not inherit registered memory. It is unregistered only when all copies from it have ended."""
-    block = memory.new_block(memory.PAGE, pin=True)
+    """Forked processes do not inherit registered memory.
+
+    It is unregistered only when all copies from it have ended.
+    """
+    block = pinned.new_block(pinned.PAGE, pin=True)
     values = torch.frombuffer(block, dtype=torch.float32).fill_(1)
     address = f"{values.data_ptr():x}-"
     assert address in Path("/proc/self/maps").read_text()
@@ -226,7 +270,7 @@ def host_memory(rank: int, world_size: int) -> None:
     if child == 0:
         os._exit(int(address in Path("/proc/self/maps").read_text()))
     assert os.waitpid(child, 0)[1] == 0
-    target = torch.zeros(memory.PAGE // 4, device=device.NAME)
+    target = torch.zeros(pinned.PAGE // 4, device=device.NAME)
     target.copy_(values, non_blocking=True)
     assert device.pending() > 0
     del values, block
@@ -242,10 +286,16 @@ def test_stage_2_trains_as_plain_torch_does(tmp_path):
 
 
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
-    ownership.LEAST_ELEMENTS = ownership.LEAST_MATRICES = 1  # so that tensors move while others are updated
+    assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = (
+        1  # so that tensors move while others are updated
+    )
     engine = engine_with(folder, sections, make=MAKE[name])
     curve = train_zero(engine, data_on_device())
-    state = [each for tensor in engine.optimizer.whole.own for each in engine.optimizer.whole.of(tensor).values()]
+    state = [
+        each
+        for tensor in engine.optimizer.whole.own
+        for each in engine.optimizer.whole.of(tensor).values()
+    ]
     places = {value.device.type for value in state if torch.is_tensor(value) and value.dim()}
     assert places == {"cpu" if "offload_optimizer" in sections else device.NAME}
     engine.destroy()
@@ -256,11 +306,19 @@ def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) ->
 
 @pytest.mark.parametrize(
     ("world_size", "name", "case"),
-    [(2, "Muon", "both"), (1, "Muon", "files"), (2, "torch's Adafactor", "files"), (1, "Adafactor, lr", "optimizer")],
+    [
+        (2, "Muon", "both"),
+        (1, "Muon", "files"),
+        (2, "torch's Adafactor", "files"),
+        (1, "Adafactor, lr", "optimizer"),
+    ],
 )
-def test_whole_tensors_are_updated_on_the_device_wherever_they_live(tmp_path, world_size, name, case):
+def test_whole_tensors_are_updated_on_the_device_wherever_they_live(
+    tmp_path, world_size, name, case
+):
     curves = [
-        curve_on(world_size, whole, str(tmp_path), name, sections, simulated=True) for sections in ({}, OFFLOADS[case])
+        curve_on(world_size, whole, str(tmp_path), name, sections, simulated=True)
+        for sections in ({}, OFFLOADS[case])
     ]
     assert_equal(*curves)
     assert relative(curves[0].losses[-1], curves[0].losses[0]) > 0.01
@@ -273,7 +331,9 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path):
 
 
 def out_of_memory(rank: int, world_size: int) -> list[float]:
-    """Return the losses of a script that runs out of memory at the third batch, catches the error and tries again."""
+    """Return the losses of a script that runs out of memory at the third batch, catches the error
+    and tries again.
+    """
     engine, losses = engine_with("", {"offload_param": {"device": "cpu"}}), []
     free, total = torch.accelerator.get_memory_info()
     for number, batch in enumerate(data_on_device()):
@@ -289,7 +349,9 @@ def out_of_memory(rank: int, world_size: int) -> list[float]:
 
 
 def test_after_an_error_for_lack_of_memory_training_goes_on(tmp_path):
-    assert [[loss] for loss in run_on(1, out_of_memory, simulated=True)[0]] == expected(1, 1, None).losses
+    assert [[loss] for loss in run_on(1, out_of_memory, simulated=True)[0]] == expected(
+        1, 1, None
+    ).losses
 
 
 def without_registration() -> None:
@@ -298,20 +360,28 @@ def without_registration() -> None:
 
 
 def test_memory_that_torch_pins_gives_the_same_bits(tmp_path):
-    assert_equal(found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST))
+    assert_equal(
+        found(1, tmp_path, prepare=without_registration, **HOST), found(1, tmp_path, **HOST)
+    )
 
 
 def even_the_smallest() -> None:
-    activations.MIN_BYTES = 1
+    activation_offload.MIN_BYTES = 1
 
 
 def test_activations_on_the_host_change_nothing(tmp_path):
     section = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    assert_equal(found(1, tmp_path, prepare=even_the_smallest, **HOST, **section), found(1, tmp_path, **HOST))
+    assert_equal(
+        found(1, tmp_path, prepare=even_the_smallest, **HOST, **section), found(1, tmp_path, **HOST)
+    )
 
 
-def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list[float], list[float]]:
-    """Return the losses with an asynchronous save after each step, and the last of them again, resumed from a save."""
+def saved_on_the_way(
+    rank: int, world_size: int, folder: str, sections: dict
+) -> tuple[list[float], list[float]]:
+    """Return the losses with an asynchronous save after each step, and the last of them again,
+    resumed from a save.
+    """
     engine, losses = engine_with(folder, sections, saves=True), []
     for number, batch in enumerate(data_on_device()):
         losses += step(engine, [batch])
@@ -328,7 +398,9 @@ def saved_on_the_way(rank: int, world_size: int, folder: str, sections: dict) ->
 @pytest.mark.parametrize("sections", [{}, HOST], ids=["on the device", "offloaded"])
 def test_asynchronous_saves_hold_their_step_and_change_nothing(tmp_path, sections):
     losses, repeated = run_on(1, saved_on_the_way, str(tmp_path), sections, simulated=True)[0]
-    assert [losses] == [[loss for of_step in found(1, tmp_path, **sections).losses for loss in of_step]]
+    assert [losses] == [
+        [loss for of_step in found(1, tmp_path, **sections).losses for loss in of_step]
+    ]
     assert repeated == losses[2:]
 
 
@@ -346,7 +418,9 @@ def gradients_leave_too_early() -> None:
 
 
 def weights_come_too_early() -> None:
-    """The stream that copies weights to the device and the stream that uses them do not wait for each other."""
+    """The stream that copies weights to the device and the stream that uses them do not wait for
+    each other.
+    """
     comm.compute_stream = new_stream
 
 
@@ -354,7 +428,9 @@ def collectives_are_not_awaited() -> None:
     comm.Pending._wait_for_works = lambda self: None
 
 
-def with_mistake(rank: int, world_size: int, folder: str, prepare: Prepare) -> tuple[list[str], list[float]]:
+def with_mistake(
+    rank: int, world_size: int, folder: str, prepare: Prepare
+) -> tuple[list[str], list[float]]:
     engine = engine_with(folder, HOST)
     prepare()
     losses = []

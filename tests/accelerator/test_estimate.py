@@ -1,4 +1,7 @@
-"""`zero estimate` beside the simulated accelerator's counter. `benchmarks.estimate` has larger models."""
+"""`zero estimate` beside the simulated accelerator's counter.
+
+`benchmarks.estimate` has larger models.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,25 @@ from benchmarks.estimate import (
     TWO,
     run,
 )
-from zero.estimate.rank import DEVICE, DISK, HOST
+from zero.tools.estimate.rank import DEVICE, DISK, HOST
 
-STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 30000}
+STAGE3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_prefetch_bucket_size": 30000,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, bool]] = {
     "stage 0, many tokens": ({"stage": 0}, {}, 32, False),
     "stage 2, few tokens": ({"stage": 2, "reduce_bucket_size": 60000}, BF16, 1, False),
     "stage 3, few tokens": (STAGE3, BF16, 1, True),
     "stage 3, checkpointing": (STAGE3, {}, 4, True),
     "both offloaded": (STAGE3 | {"offload_optimizer": CPU, "offload_param": CPU}, BF16, 8, False),
-    "half of the optimizer offloaded": (STAGE3 | {"offload_optimizer": CPU | {"ratio": 0.5}}, BF16, 4, False),
+    "half of the optimizer offloaded": (
+        STAGE3 | {"offload_optimizer": CPU | {"ratio": 0.5}},
+        BF16,
+        4,
+        False,
+    ),
     "sums of micro-batches": ({"stage": 0}, BF16 | TWO, 1, False),
     "whole tensors": ({"stage": 2}, BF16 | MUON, 1, False),
     "whole tensors, stage 0": ({"stage": 0}, MUON, 1, False),
@@ -55,7 +67,9 @@ def test_buffers_between_files_and_memory():
     section = {"stage": 3, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES}
     row = run(("llama", section, BF16, 1, 16, False))
     assert row[DISK]["predicted"] == row[DISK]["measured"] > 0
-    buffers = sum(nbytes for part, nbytes in row[HOST]["parts"].items() if part.startswith("buffers"))
+    buffers = sum(
+        nbytes for part, nbytes in row[HOST]["parts"].items() if part.startswith("buffers")
+    )
     assert buffers > 0.9 * row[HOST]["predicted"]
     # Copies from the device end earlier or later: that may cost another buffer.
     assert row[HOST]["predicted"] == pytest.approx(row[HOST]["measured"], rel=0.1)

@@ -1,4 +1,6 @@
-"""Experts in slices on the simulated accelerator: no mistake is found, and the numbers are the CPU's."""
+"""Experts in slices on the simulated accelerator: no mistake is found, and the numbers are the
+CPU's.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from tests.parity.test_experts import EXPERTS_NUMEL, WHOLE, build, data
 
 
 def sliced(rank: int, world_size: int, place: str) -> Curve:
-    settings = {"stage3_max_live_parameters": EXPERTS_NUMEL // 2, "offload_param": {"device": "cpu"}}
+    settings = {
+        "stage3_max_live_parameters": EXPERTS_NUMEL // 2,
+        "offload_param": {"device": "cpu"},
+    }
     model = build("mixtral", "eager").to(place)
     engine, _ = start(model, ds_config(**WHOLE, **settings))
     assert len(engine._sliced) == 2 and engine.comm.device.type == place

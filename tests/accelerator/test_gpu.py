@@ -1,8 +1,9 @@
-"""The engine on a real GPU, in one process: losses and weights are those of plain torch on that GPU, bit for bit.
+"""The engine on a real GPU, in one process: losses and weights are those of plain torch on that
+GPU, bit for bit.
 
-The state is updated on the GPU. If the optimizer is offloaded, the CPU updates it, and the numbers equal within
-rounding. `test_offload` has the tiers. The simulated device has what one process cannot show.
-"""
+The state is updated on the GPU. If the optimizer is offloaded, the CPU updates it, and the numbers
+equal within rounding. `test_offload` has the tiers. The simulated device has what one process
+cannot show."""
 
 import json
 import os
@@ -51,12 +52,16 @@ def data(name: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
 def plain(rank: int, world_size: int, name: str, dtype: torch.dtype, accumulation: int) -> Curve:
     deterministic()
     scale = SCALE if dtype == torch.float16 else 1.0
-    curve = train_in_slices(here(build(name)), data(name), 1, accumulation, dtype=dtype, scale=scale)
+    curve = train_in_slices(
+        here(build(name)), data(name), 1, accumulation, dtype=dtype, scale=scale
+    )
     curve.weights = {key: value.cpu() for key, value in curve.weights.items()}
     return curve
 
 
-def sharded(rank: int, world_size: int, name: str, dtype: torch.dtype, accumulation: int, sections: dict) -> Curve:
+def sharded(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, accumulation: int, sections: dict
+) -> Curve:
     deterministic()
     config = ds_config(accumulation=accumulation, **{**SMALL, **SECTIONS[dtype], **sections})
     engine, _ = start(here(build(name)), config)
@@ -75,9 +80,19 @@ def test_training_is_that_of_plain_torch(name, accumulation, dtype, stage):
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_optimizer_gives_the_same_numbers(dtype, stage):
-    found = curve_on(1, sharded, "t5", dtype, 1, {"stage": stage, "offload_optimizer": {"device": "cpu"}}, gpu=True)
+    found = curve_on(
+        1,
+        sharded,
+        "t5",
+        dtype,
+        1,
+        {"stage": stage, "offload_optimizer": {"device": "cpu"}},
+        gpu=True,
+    )
     expected = curve_on(1, plain, "t5", dtype, 1, gpu=True)
-    assert relative(found.mean_losses(), expected.mean_losses()) <= rounding(dtype, VOCABULARY, STEPS)
+    assert relative(found.mean_losses(), expected.mean_losses()) <= rounding(
+        dtype, VOCABULARY, STEPS
+    )
 
 
 def recomputed(rank: int, world_size: int, sections: dict) -> list[list[float]]:
@@ -101,12 +116,17 @@ def compiled(rank: int, world_size: int, enabled: bool) -> list[float]:
 
 
 def test_compiled_blocks_train_alike():
-    found, expected = (run_on(1, compiled, enabled, gpu=True, timeout=300)[0] for enabled in (True, False))
+    found, expected = (
+        run_on(1, compiled, enabled, gpu=True, timeout=300)[0] for enabled in (True, False)
+    )
     assert relative(found, expected) <= rounding(torch.bfloat16, VOCABULARY, STEPS)
 
 
 def resumed(rank: int, world_size: int, folder: str, sections: dict) -> tuple[list, list]:
-    """Save in the middle. Return the losses after it, without and with a restart from the checkpoint."""
+    """Save in the middle.
+
+    Return the losses after it, without and with a restart from the checkpoint.
+    """
     deterministic()
     config = ds_config(**{**SMALL, **SECTIONS[torch.bfloat16], **sections})
     engine, _ = start(here(build("t5")), config)
@@ -119,15 +139,21 @@ def resumed(rank: int, world_size: int, folder: str, sections: dict) -> tuple[li
     return straight, [step(again, [batch]) for batch in last]
 
 
-@pytest.mark.parametrize("sections", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["GPU", "host"])
+@pytest.mark.parametrize(
+    "sections", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["GPU", "host"]
+)
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path, sections):
     straight, again = run_on(1, resumed, str(tmp_path), sections, gpu=True)[0]
     assert again == straight
-    assert all(value.isfinite().all() for value in stored(tmp_path).values() if value.is_floating_point())
+    assert all(
+        value.isfinite().all() for value in stored(tmp_path).values() if value.is_floating_point()
+    )
 
 
 def by_optimizer(rank: int, world_size: int, kind: str, stage: int) -> list[float]:
-    config = ds_config(stage=stage, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 1e-3}})
+    config = ds_config(
+        stage=stage, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 1e-3}}
+    )
     engine, *_ = zero.initialize(model=here(build("llama")), config=config)
     return [step(engine, [batch])[0] for batch in data("llama")]
 
@@ -143,13 +169,20 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
         "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "bf16": True,
         "save_strategy": "no", "seed": 5,
     }  # fmt: skip
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    keys = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     host = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     configs = [
         {"zero_optimization": zero, "bf16": {"enabled": "auto"}, **dict.fromkeys(keys, "auto")}
         for zero in ({"stage": 2}, {"stage": 3}, {"stage": 3, **host})
     ]
-    jobs = [{"model": "llama", "arguments": arguments | {"deepspeed": config}} for config in configs]
+    jobs = [
+        {"model": "llama", "arguments": arguments | {"deepspeed": config}} for config in configs
+    ]
     plain = [{"model": "llama", "arguments": arguments}]
     first_gpu, losses = {"CUDA_VISIBLE_DEVICES": "0"}, []
     for number, (group, command, imported) in enumerate(
@@ -159,6 +192,9 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
         script = [*command, SCRIPTS / "jobs.py", path]
         done = fork_ranks(*script, nproc=number, timeout=TIMEOUT, imported=imported, env=first_gpu)
         assert done.returncode == 0, done.stdout + done.stderr
-        losses += [column(json.loads(Path(job["report"]).read_text(encoding="utf-8")), "loss") for job in group]
+        losses += [
+            column(json.loads(Path(job["report"]).read_text(encoding="utf-8")), "loss")
+            for job in group
+        ]
     for found in losses[1:]:
         assert relative(found, losses[0]) <= rounding(torch.bfloat16, VOCABULARY, 4)

@@ -1,8 +1,9 @@
-"""Hybrid sharding on the simulated accelerator: no mistake is found, and the bits are those of plain torch.
+"""Hybrid sharding on the simulated accelerator: no mistake is found, and the bits are those of
+plain torch.
 
-Collectives there divide before they add: by two, which keeps bits. A micro-batch's gradients are summed over all ranks
-before they are added to those of others. `first` is what the reference sums first, by the number of gradients.
-"""
+Collectives there divide before they add: by two, which keeps bits. A micro-batch's gradients are
+summed over all ranks before they are added to those of others. `first` is what the reference sums
+first, by the number of gradients."""
 
 from __future__ import annotations
 
@@ -31,20 +32,30 @@ STEPS = 3
 OPTIMIZERS = MAKE | {"AdamW": adamw}
 
 
-def sharded(rank: int, world_size: int, optimizer: str, accumulation: int, section: dict[str, Any]) -> Curve:
+def sharded(
+    rank: int, world_size: int, optimizer: str, accumulation: int, section: dict[str, Any]
+) -> Curve:
     os.environ["LOCAL_RANK"] = str(rank % torch.accelerator.device_count())
     config = ds_config(accumulation=accumulation, **SMALL | section)
     engine, _ = start(model_on_device(), config, make=OPTIMIZERS[optimizer])
     curve = train_zero(engine, data_on_device()[:STEPS])
     replicas = engine.comm.replicate_group.size
-    assert (engine.comm.calls["reduce_replicas"] > 0) == (replicas > 1) == ("mics_shard_size" in section)
+    assert (
+        (engine.comm.calls["reduce_replicas"] > 0)
+        == (replicas > 1)
+        == ("mics_shard_size" in section)
+    )
     engine.destroy()
     return curve
 
 
-def plain(rank: int, world_size: int, optimizer: str, ranks: int, accumulation: int, first: int) -> Curve:
+def plain(
+    rank: int, world_size: int, optimizer: str, ranks: int, accumulation: int, first: int
+) -> Curve:
     order = {"shard_size": first, "make": OPTIMIZERS[optimizer]}
-    curve = train_in_slices(model_on_device(), data_on_device()[:STEPS], ranks, accumulation, **order)
+    curve = train_in_slices(
+        model_on_device(), data_on_device()[:STEPS], ranks, accumulation, **order
+    )
     curve.weights = {name: value.cpu() for name, value in curve.weights.items()}
     return curve
 

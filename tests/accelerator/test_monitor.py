@@ -1,4 +1,6 @@
-"""The monitors beside an accelerator: the log of collectives, and what a record says of links and memory."""
+"""The monitors beside an accelerator: the log of collectives, and what a record says of links and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from zero.monitor import log_summary
 
 def train(rank: int, world_size: int, folder: Path) -> str:
     """Train with an optimizer in host memory. Return what this rank's log of collectives prints."""
-    sections = {"comms_logger": {"enabled": True}, "json_monitor": {"enabled": True, "output_path": str(folder)}}
+    sections = {
+        "comms_logger": {"enabled": True},
+        "json_monitor": {"enabled": True, "output_path": str(folder)},
+    }
     offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     engine, _ = start(Model().to(device.NAME), ds_config(**offload) | sections)
     for _ in range(3):
@@ -31,13 +36,21 @@ def train(rank: int, world_size: int, folder: Path) -> str:
 
 def test_collectives_are_logged_and_links_counted(tmp_path: Path):
     first, second = run_on(2, train, tmp_path, simulated=True)
-    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(first.splitlines()) and second == ""
-    records = [json.loads(line) for line in (tmp_path / "DeepSpeedJobName" / "steps.jsonl").read_text().splitlines()]
+    assert {"all_gather", "reduce_scatter", "all_reduce"} <= set(
+        first.splitlines()
+    ) and second == ""
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "DeepSpeedJobName" / "steps.jsonl").read_text().splitlines()
+    ]
     shard = 4 * records[0]["run"]["parameters"] / 2
     for record in records:
         # Each gradient goes out in its own step.
         assert record["links"]["device to host"] >= shard and record["links"]["network"] > 0
         assert record["mfu"] is None  # the peak of this device is not known
-    # Updated weights may come in behind the next forward, so at any point of the next record. The last ones may not.
-    assert sum(record["links"]["host to device"] for record in records) >= (len(records) - 1) * shard
+    # Updated weights may come in behind the next forward, so at any point of the next record. The
+    # last ones may not.
+    assert (
+        sum(record["links"]["host to device"] for record in records) >= (len(records) - 1) * shard
+    )
     assert min(records[-1]["ranks"]["device_bytes"]) > 0

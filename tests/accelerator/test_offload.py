@@ -1,4 +1,6 @@
-"""Offload on an accelerator (a GPU or the simulated one): the same bits on every tier, however long copies take."""
+"""Offload on an accelerator (a GPU or the simulated one): the same bits on every tier, however long
+copies take.
+"""
 
 import random
 
@@ -12,13 +14,22 @@ from tests.parity.test_offload import BOTH, NVME
 from tests.processes import run_on
 from zero.offload import tiers
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 # Arguments of `run_on`.
-DEVICES = [pytest.param({"simulated": True}, id="simulated"), pytest.param({"gpu": True}, id="gpu", marks=ON_GPU)]
+DEVICES = [
+    pytest.param({"simulated": True}, id="simulated"),
+    pytest.param({"gpu": True}, id="gpu", marks=ON_GPU),
+]
 CASES = {
     "parameters": ({"device": "cpu"}, {"device": "none"}),
     "both": ({"device": "cpu"}, {"device": "cpu"}),
-    "both, pageable": ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}),
+    "both, pageable": (
+        {"device": "cpu", "pin_memory": False},
+        {"device": "cpu", "pin_memory": False},
+    ),
     "files": (NVME, {"device": "nvme", **BOTH}),
 }
 
@@ -38,19 +49,32 @@ def sleepy(kind: type, name: str) -> None:
     setattr(kind, name, after_a_sleep)
 
 
-def trained(rank: int, world_size: int, folder: str, param: dict, optimizer: dict, steps: int, sleeps: bool) -> Curve:
+def trained(
+    rank: int, world_size: int, folder: str, param: dict, optimizer: dict, steps: int, sleeps: bool
+) -> Curve:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     if sleeps:
         sleepy(torch.Tensor, "copy_")
         sleepy(torch.nn.Linear, "forward")
-    offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
+    offload = {
+        "offload_param": {"nvme_path": folder, **param},
+        "offload_optimizer": {"nvme_path": folder, **optimizer},
+    }
     config = ds_config(clip=0.5, **{**SMALL, "sub_group_size": 20000, **offload})
     engine, _ = start(here(build("t5")), config)
-    return train_zero(engine, [{name: here(value) for name, value in batch.items()} for batch in batches("t5", steps)])
+    return train_zero(
+        engine,
+        [{name: here(value) for name, value in batch.items()} for batch in batches("t5", steps)],
+    )
 
 
-def assert_same_bits(device: dict, folder: object, case: str, steps: int, sleeps: bool = False) -> None:
-    """Compare with a run that updates on the same processor: CPU and GPU do not round Adam's update alike."""
+def assert_same_bits(
+    device: dict, folder: object, case: str, steps: int, sleeps: bool = False
+) -> None:
+    """Compare with a run that updates on the same processor:
+
+    CPU and GPU do not round Adam's update alike.
+    """
     param, optimizer = CASES[case]
     away = optimizer["device"] != "none"
     found = curve_on(1, trained, str(folder), param, optimizer, steps, sleeps, **device)
@@ -71,9 +95,12 @@ def test_same_bits_if_copies_and_kernels_take_long(tmp_path, case):
 
 
 def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float]:
-    """Return the losses in bf16. With `moves`, all states go to the host and back after each step."""
+    """Return the losses in bf16.
+
+    With `moves`, all states go to the host and back after each step.
+    """
     engine, _ = start(here(build("t5")), ds_config(**SMALL, bf16={"enabled": True}, stage=stage))
-    states = (2 + 4 + 8) * sum(unit.layout.shard_numel for unit in engine.units)
+    states = (2 + 4 + 8) * sum(group.layout.shard_numel for group in engine.groups)
     losses = []
     for batch in batches("t5", 4):
         loss = engine(**{name: here(value) for name, value in batch.items()}).loss
@@ -84,7 +111,9 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
             before = torch.accelerator.memory_allocated()
             engine.offload_states()
             assert before - torch.accelerator.memory_allocated() > 0.9 * states
-            assert {shard.master.device.type for shard in engine.optimizer.shards.values()} == {"cpu"}
+            assert {shard.master.device.type for shard in engine.optimizer.shards.values()} == {
+                "cpu"
+            }
             engine.reload_states()
             assert torch.accelerator.memory_allocated() > before - 0.1 * states
     return losses
@@ -93,14 +122,23 @@ def relocated(rank: int, world_size: int, stage: int, moves: bool) -> list[float
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_leave_the_device_and_come_back(device, stage):
-    assert run_on(1, relocated, stage, True, **device) == run_on(1, relocated, stage, False, **device)
+    assert run_on(1, relocated, stage, True, **device) == run_on(
+        1, relocated, stage, False, **device
+    )
 
 
 def kept(rank: int, world_size: int, ratio: float) -> tuple[set[str], set[str]]:
-    """The devices of all shards and of their gradients after a step, whose updates on the host may be under way."""
-    offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    """The devices of all shards and of their gradients after a step, whose updates on the host may
+    be under way.
+    """
+    offload = {
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu", "ratio": ratio},
+    }
     engine, _ = start(here(build("t5")), ds_config(**SMALL | offload))
-    engine.backward(engine(**{name: here(value) for name, value in batches("t5", 1)[0].items()}).loss)
+    engine.backward(
+        engine(**{name: here(value) for name, value in batches("t5", 1)[0].items()}).loss
+    )
     engine.step()
     shards = engine.optimizer.shards.values()
     return {each.tier.device.type for each in shards}, {

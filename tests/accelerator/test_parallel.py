@@ -1,4 +1,6 @@
-"""Tensor parallelism and pipelines on the simulated accelerator: free of mistakes, with the numbers of plain torch."""
+"""Tensor parallelism and pipelines on the simulated accelerator: free of mistakes, with the numbers
+of plain torch.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from tests.dist.training import ds_config, step
 from tests.parity import test_pipeline as pipeline
 from tests.parity import test_tensor_parallel as tensor
 from tests.processes import run_on
-from zero import activations
+from zero.core import activation_offload
 
 
 def on_device(rank: int, world_size: int, train: Callable, *args: Any) -> Any:
-    activations.MIN_BYTES = 1
+    activation_offload.MIN_BYTES = 1
     found = train(rank, world_size, *args)
     used = [torch.accelerator.max_memory_allocated(number) > 0 for number in range(2)]
-    assert used == [number == rank % 2 for number in range(2)], "each rank computes on its own device"
+    assert used == [number == rank % 2 for number in range(2)], (
+        "each rank computes on its own device"
+    )
     return found
 
 
@@ -34,7 +38,9 @@ def test_layers_in_parts():
 def waits_of_a_step(rank: int, world_size: int) -> int:
     config = ds_config() | {"tensor_parallel": {"autotp_size": 2}}
     engine = tensor.start(tensor.build("llama"), config)
-    batch = {name: value.to(engine.comm.device) for name, value in tensor.data_of("llama")[0].items()}
+    batch = {
+        name: value.to(engine.comm.device) for name, value in tensor.data_of("llama")[0].items()
+    }
     step(engine, [batch])
     engine.backward(engine(**batch).loss)
     before = device.waits()

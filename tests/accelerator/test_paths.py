@@ -13,35 +13,43 @@ from tests.dist.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
-from zero.deepspeed.leaf import set_z3_leaf_modules
 from zero.errors import UsageError
+from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
 
 def rows() -> torch.Tensor:
-    return torch.ones(ROWS, WIDTH, device=zero.world.compute_device())
+    return torch.ones(ROWS, WIDTH, device=zero.comm.world.compute_device())
 
 
 def on_device(kind: type[nn.Module]) -> nn.Module:
-    return build(kind).to(zero.world.compute_device())
+    return build(kind).to(zero.comm.world.compute_device())
 
 
 def other_experts(rank: int, world_size: int) -> str:
     engine = engine_of(on_device(Experts))
     engine.backward(engine(rows(), 0))
     engine.step()
-    before = [unit.shard.clone() for unit in engine.units]
+    before = [group.shard.clone() for group in engine.groups]
     engine.backward(engine(rows(), 1 + rank))
     with pytest.raises(UsageError) as raised:
         engine.step()
-    assert all(torch.equal(unit.shard, shard) for unit, shard in zip(engine.units, before, strict=True))
+    assert all(
+        torch.equal(group.shard, shard) for group, shard in zip(engine.groups, before, strict=True)
+    )
     return str(raised.value)
 
 
 def test_no_step_is_taken_with_another_ranks_weights():
-    """All experts have one size. So nothing fails and nothing waits, but rank 0 computes with rank 1's expert."""
+    """All experts have one size.
+
+    So nothing fails and nothing waits, but rank 0 computes with rank 1's expert.
+    """
     found = run_on(2, other_experts, simulated=True)
     assert found[0] == found[1]
-    assert re.search(r"all_gather of unit 'experts.1', .*first, and all_gather of unit 'experts.2', .*other", found[0])
+    assert re.search(
+        r"all_gather of group 'experts.1', .*first, and all_gather of group 'experts.2', .*other",
+        found[0],
+    )
     assert "set_z3_leaf_modules" in found[0]
 
 
@@ -71,14 +79,15 @@ def in_leaves(rank: int, world_size: int) -> list[torch.Tensor]:
         used = [0, 1, 2] if (rank + step // 2) % 2 else [0]
         engine.backward(engine(rows(), used))
         engine.step()
-    return [unit.shard.cpu() for unit in engine.units]
+    return [group.shard.cpu() for group in engine.groups]
 
 
 def test_reductions_lie_between_the_same_gathers_on_all_ranks():
-    """On one rank all units get all of their gradients, on the other rank not. The ranks take turns in this.
+    """On one rank all groups get all of their gradients, on the other rank not. The ranks take
+    turns in this.
 
-    Collectives of the simulated device run one after another. So ranks that start them in different orders would block.
-    """
+    Collectives of the simulated device run one after another. So ranks that start them in different
+    orders would block."""
     simulated, plain = run_on(2, in_leaves, simulated=True), run_on(2, in_leaves)
     for found, expected in zip(simulated, plain, strict=True):
         for one, other in zip(found, expected, strict=True):
@@ -104,11 +113,13 @@ class Scaled(nn.Module):
 def at_both_ends(rank: int, world_size: int) -> list[torch.Tensor]:
     model = on_device(Scaled)
     config = ds_config(stage3_param_persistence_threshold=WIDTH) | {"watchdog_timeout": 20}
-    engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config)[0]
+    engine = zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config
+    )[0]
     for _ in range(4):
         engine.backward(engine(rows(), rank > 0))
         engine.step()
-    return [unit.shard.cpu() for unit in engine.units]
+    return [group.shard.cpu() for group in engine.groups]
 
 
 def test_a_persistent_parameter_whose_gradient_comes_later_on_one_rank():

@@ -1,4 +1,6 @@
-"""Sequences that two ranks with simulated accelerators share: the numbers of one process on the CPU."""
+"""Sequences that two ranks with simulated accelerators share: the numbers of one process on the
+CPU.
+"""
 
 from tests.dist.training import relative
 from tests.parity.test_sequence import Case, reference, share

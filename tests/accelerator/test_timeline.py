@@ -1,4 +1,6 @@
-"""What `benchmarks.rehearsal` writes down of a step is what the engine does on the simulated accelerator."""
+"""What `benchmarks.rehearsal` writes down of a step is what the engine does on the simulated
+accelerator.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.rehearsal import Op, Operations, Program, make_units, rehearse
+from benchmarks.rehearsal import Op, Operations, Program, make_groups, rehearse
 from tests.accelerator import device
 from tests.dist.training import ds_config, start
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.config import load_config
-from zero.gradients import GradientReducer
-from zero.unit import State, Unit
+from zero.core.gradients import GradientReducer
+from zero.core.param_group import ParamGroup, State
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
@@ -37,30 +39,34 @@ def eager(name: str) -> nn.Module:
     return model
 
 
-def watch(program: Program, units: list[Unit]) -> None:
-    """Write down what the engine does with its units, as `RehearsedUnit` and `RehearsedReducer` do."""
-    number = {unit: i for i, unit in enumerate(units)}
-    gather, use = Unit.all_gather, Unit.wait_for_all_gather
+def watch(program: Program, groups: list[ParamGroup]) -> None:
+    """Write down what the engine does with its groups, as `RehearsedUnit` and `RehearsedReducer`
+    do.
+    """
+    number = {group: i for i, group in enumerate(groups)}
+    gather, use = ParamGroup.all_gather, ParamGroup.wait_for_all_gather
     reduce, end = GradientReducer._start, GradientReducer.end_backward
 
-    def all_gather(unit: Unit, by: object = None) -> None:
-        gather(unit, by)
-        program.add("gather", number[unit])
+    def all_gather(group: ParamGroup, by: object = None) -> None:
+        gather(group, by)
+        program.add("gather", number[group])
 
-    def wait_for_all_gather(unit: Unit) -> None:
-        program.add("use", number[unit])
-        use(unit)
+    def wait_for_all_gather(group: ParamGroup) -> None:
+        program.add("use", number[group])
+        use(group)
 
-    def start_reduction(reducer: GradientReducer, unit: Unit, flat: torch.Tensor) -> None:
-        program.add("reduce", number[unit])
-        reduce(reducer, unit, flat)
+    def start_reduction(reducer: GradientReducer, group: ParamGroup, flat: torch.Tensor) -> None:
+        program.add("reduce", number[group])
+        reduce(reducer, group, flat)
 
     def end_backward(reducer: GradientReducer) -> None:
         program.add("backward ends")
         end(reducer)
 
-    Unit.all_gather, Unit.wait_for_all_gather = all_gather, wait_for_all_gather
-    GradientReducer._start, GradientReducer.end_backward = start_reduction, end_backward
+    ParamGroup.all_gather = all_gather
+    ParamGroup.wait_for_all_gather = wait_for_all_gather
+    GradientReducer._start = start_reduction
+    GradientReducer.end_backward = end_backward
 
 
 def on_engine(rank: int, world_size: int, name: str, sections: dict[str, Any]) -> list[Op]:
@@ -68,14 +74,14 @@ def on_engine(rank: int, world_size: int, name: str, sections: dict[str, Any]) -
     parts = [{key: value[:2].to(device.NAME) for key, value in batches(name, 1)[0].items()}]
     with Operations() as done:
         program = Program(lambda: done.total)
-        watch(program, engine.units)
+        watch(program, engine.groups)
         for _ in range(3):
             program.ops = []
             for part in parts * engine.settings.gradient_accumulation_steps:
                 engine.backward(engine(**part).loss)
                 engine.step()
             program.add("step")
-            assert all(unit.persistent or unit.state is State.SHARDED for unit in engine.units)
+            assert all(group.persistent or group.state is State.SHARDED for group in engine.groups)
     assert device.mistakes() == []
     return program.ops
 
@@ -85,13 +91,18 @@ def in_rehearsal(name: str, sections: dict[str, Any]) -> list[Op]:
     part = {key: value[:2] for key, value in batches(name, 1)[0].items()}
     with Operations() as done:
         return rehearse(
-            model, make_units(model, config, 2), config, lambda: model(**part).loss, lambda: done.total, True
+            model,
+            make_groups(model, config, 2),
+            config,
+            lambda: model(**part).loss,
+            lambda: done.total,
+            True,
         )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_and_waits_lie_between_the_same_computations(case):
-    """Operations, units and floating-point operations between them are equal, so the order is too."""
+    """Operations, groups and floating-point operations between them are equal, so the order is too."""
     expected = in_rehearsal(*CASES[case])
     assert {op.kind for op in expected} >= {"compute", "reduce", "backward ends", "step"}
     for found in run_on(2, on_engine, *CASES[case], simulated=True):

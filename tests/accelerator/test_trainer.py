@@ -1,7 +1,8 @@
-"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator, compared with the CPU.
+"""The unpatched Trainer, and a teacher beside a student, on the simulated accelerator, compared
+with the CPU.
 
-They are equal within rounding: offloaded Adam takes exact square roots, and norms are summed in parts.
-"""
+They are equal within rounding: offloaded Adam takes exact square roots, and norms are summed in
+parts."""
 
 import json
 from pathlib import Path
@@ -18,15 +19,26 @@ ARGUMENTS = {
     "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 5,
     "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "average_tokens_across_devices": False,
 }  # fmt: skip
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
 def test_the_trainer_trains_as_without_the_engine(tmp_path):
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    configs = [{"zero_optimization": each, **dict.fromkeys(AUTO, "auto")} for each in (zero, zero | HOST)]
+    configs = [
+        {"zero_optimization": each, **dict.fromkeys(AUTO, "auto")} for each in (zero, zero | HOST)
+    ]
     jobs = [
-        {"model": "t5", "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": config}, "save": True}
+        {
+            "model": "t5",
+            "arguments": {**ARGUMENTS, "per_device_train_batch_size": 2, "deepspeed": config},
+            "save": True,
+        }
         for config in configs
     ]
     path = write_jobs(jobs, tmp_path / "sharded")
@@ -41,12 +53,20 @@ def test_the_trainer_trains_as_without_the_engine(tmp_path):
 
 
 def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
-    """The teacher's parameters are on the host, the student's are not. HIDDEN adds a loss on hidden states."""
+    """The teacher's parameters are on the host, the student's are not.
+
+    HIDDEN adds a loss on hidden states.
+    """
     runs = {"cpu": [test_invariance.SCRIPT], "sim": [SCRIPT, "steps"]}
     logs = {}
     for name, command in runs.items():
         options = arguments(2, 1, **HIDDEN, deepspeed=ZERO_3, use_cpu=name == "cpu")
-        job = {"name": name, "kind": "llama", "arguments": options, "report": str(tmp_path / f"{name}.json")}
+        job = {
+            "name": name,
+            "kind": "llama",
+            "arguments": options,
+            "report": str(tmp_path / f"{name}.json"),
+        }
         path = tmp_path / f"{name} jobs.json"
         path.write_text(json.dumps([job]), encoding="utf-8")
         done = fork_ranks(*command, path, nproc=2, timeout=TIMEOUT)
@@ -54,4 +74,6 @@ def test_a_teacher_beside_a_student_gives_the_losses_of_the_cpu(tmp_path):
         logs[name] = json.loads(Path(job["report"]).read_text(encoding="utf-8"))["log"]
     for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
         expected = [entry[key] for entry in logs["cpu"] if key in entry]
-        assert [entry[key] for entry in logs["sim"] if key in entry] == pytest.approx(expected, rel=CLOSE), key
+        assert [entry[key] for entry in logs["sim"] if key in entry] == pytest.approx(
+            expected, rel=CLOSE
+        ), key

@@ -1,4 +1,6 @@
-"""`zero memory` and `zero trace` beside an accelerator: device and host apart, copies on a track of their own."""
+"""`zero memory` and `zero trace` beside an accelerator: device and host apart, copies on a track of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 from tests.dist import test_memory, test_trace
 from tests.dist.test_memory import LAYER, LAYERS, OUTPUT, RANKS, SMALL
 from tests.processes import run_on
-from zero.watch.picture import peaks
-from zero.watch.trace import merge
+from zero.tools.profile.picture import peaks
+from zero.tools.profile.trace import merge
 
 
 def test_memory_of_a_device(tmp_path: Path):
@@ -21,12 +23,18 @@ def test_memory_of_a_device(tmp_path: Path):
     kept = samples[ends]["bytes"]["device"]["activations"]
     assert (LAYERS + 1) * OUTPUT <= kept <= (LAYERS + 1) * OUTPUT + SMALL
     # Nothing that lives on the device is unknown to the picture.
-    assert all(sum(each["bytes"]["device"].values()) <= each["allocated"] + SMALL for each in samples)
+    assert all(
+        sum(each["bytes"]["device"].values()) <= each["allocated"] + SMALL for each in samples
+    )
 
 
 def test_trace_of_a_device(tmp_path: Path):
     run_on(2, test_trace.train, tmp_path, "cpu", simulated=True)
     events = merge(tmp_path.glob("rank*.json"))["traceEvents"]
-    names = {event["args"]["name"].partition(" (")[0] for event in events if event["name"] == "thread_name"}
+    names = {
+        event["args"]["name"].partition(" (")[0]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     assert names >= {"all-gathers in flight", "reductions in flight", "copies", "late updates"}
     test_trace.assert_nested(events)

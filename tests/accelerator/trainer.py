@@ -1,4 +1,7 @@
-"""Runs a Trainer script of the other tests on the simulated accelerator: `trainer.py jobs|steps JOBS`."""
+"""Runs a Trainer script of the other tests on the simulated accelerator:
+
+`trainer.py jobs|steps JOBS`.
+"""
 
 import importlib
 import os
@@ -21,4 +24,8 @@ if __name__ == "__main__":
     script.main()
     torch.accelerator.synchronize()
     assert (found := device.mistakes()) == [], found
-    assert torch.accelerator.max_memory_allocated() > 0 == torch.accelerator.max_memory_allocated(1 - LOCAL_RANK)
+    assert (
+        torch.accelerator.max_memory_allocated()
+        > 0
+        == torch.accelerator.max_memory_allocated(1 - LOCAL_RANK)
+    )

@@ -1,4 +1,7 @@
-"""Two ways to end an accumulation by hand: `managed_gradient_accumulation: false` and `coalesce_grad_reduction`."""
+"""Two ways to end an accumulation by hand:
+
+`managed_gradient_accumulation: false` and `coalesce_grad_reduction`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def engine_of(stage: int, **top: object) -> zero.ZeroEngine:
 
 
 def inputs(rank: int, step: int, part: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * rank + 10 * step + part))
+    return torch.randn(
+        ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * rank + 10 * step + part)
+    )
 
 
 def expected(world_size: int) -> list[torch.Tensor]:
@@ -57,11 +62,16 @@ def unmanaged(rank: int, world_size: int, stage: int) -> None:
             engine.backward(loss, scale_wrt_gas=False)
         engine.step()
         assert engine.was_step_applied() and engine.global_steps == step + 1
-    assert engine.global_samples == sum(STEPS) * engine.train_micro_batch_size_per_gpu() * world_size
+    assert (
+        engine.global_samples == sum(STEPS) * engine.train_micro_batch_size_per_gpu() * world_size
+    )
     torch.testing.assert_close(values(engine), [param.detach() for param in expected(world_size)])
     with pytest.raises(UsageError, match="set_gradient_accumulation_boundary"):
         engine.set_gradient_accumulation_boundary(True)
-    with pytest.raises(UsageError, match="coalesce_grad_reduction"), engine.coalesce_grad_reduction():
+    with (
+        pytest.raises(UsageError, match="coalesce_grad_reduction"),
+        engine.coalesce_grad_reduction(),
+    ):
         pass
 
 
@@ -76,7 +86,7 @@ def coalesced(rank: int, world_size: int, stage: int) -> None:
         with engine.coalesce_grad_reduction():
             for part in range(parts):
                 engine.backward(engine(inputs(rank, step, part)).square().mean() / parts)
-        assert engine.comm.calls["reduce_scatter"] == len(engine.units) * (step + 1)
+        assert engine.comm.calls["reduce_scatter"] == len(engine.groups) * (step + 1)
         engine.step()
     torch.testing.assert_close(values(engine), [param.detach() for param in expected(world_size)])
 
@@ -87,7 +97,9 @@ def test_gradients_of_several_backwards_are_reduced_together(stage):
 
 
 def read_between(rank: int, world_size: int, stage: int) -> None:
-    """Read a gradient after two backwards that were coalesced, and a third one; one more is to come."""
+    """Read a gradient after two backwards that were coalesced, and a third one; one more is to
+    come.
+    """
     engine = engine_of(stage, gradient_accumulation_steps=4)
     with engine.coalesce_grad_reduction():
         for part in (0, 1):
@@ -114,7 +126,11 @@ def refused(rank: int, world_size: int) -> None:
     engine = engine_of(1)
     with engine.coalesce_grad_reduction(), pytest.raises(UsageError, match="no_sync"):
         engine.step()
-    with engine.no_sync(), pytest.raises(UsageError, match="nested"), engine.coalesce_grad_reduction():
+    with (
+        engine.no_sync(),
+        pytest.raises(UsageError, match="nested"),
+        engine.coalesce_grad_reduction(),
+    ):
         pass
     with pytest.raises(NotImplementedError), engine_of(0).coalesce_grad_reduction():
         pass

@@ -1,4 +1,6 @@
-"""Ranks with different settings, models or batches end with an error that names the rank, the key and both values."""
+"""Ranks with different settings, models or batches end with an error that names the rank, the key
+and both values.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,32 @@ import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, loss_of
 from tests.processes import run_on, torchrun
-from zero.agreement import disagree, spread
+from zero.comm.consistency import disagree, spread
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 Options = dict[str, object]
 # What differs on rank 1, and what the error says about it.
 DIFFERENT: dict[str, tuple[Options, str]] = {
     "learning rate": ({"lr": 0.2}, "param group 0, lr: 0.1 on rank 0, 0.2 on rank 1"),
-    "weight decay": ({"weight_decay": 0.5}, "param group 0, weight_decay: 0.0 on rank 0, 0.5 on rank 1"),
+    "weight decay": (
+        {"weight_decay": 0.5},
+        "param group 0, weight_decay: 0.0 on rank 0, 0.5 on rank 1",
+    ),
     "optimizer": ({"optimizer": ADAM}, "optimizer: SGD on rank 0, AdamW on rank 1"),
     "clipping": ({"clip": 2.0}, "configuration, gradient_clipping: 0.0 on rank 0, 2.0 on rank 1"),
     "stage": ({"stage": 2}, "configuration, zero_optimization.stage: 3 on rank 0, 2 on rank 1"),
-    "depth": ({"blocks": 3}, "parameter blocks.3.up.weight: (39, 13) torch.float32 on rank 0, missing on rank 1"),
-    "dtype": ({"dtype": torch.bfloat16}, "parameter stem.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.bf"),
-    "frozen": ({"frozen": True}, "parameter head.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.float32 fro"),
+    "depth": (
+        {"blocks": 3},
+        "parameter blocks.3.up.weight: (39, 13) torch.float32 on rank 0, missing on rank 1",
+    ),
+    "dtype": (
+        {"dtype": torch.bfloat16},
+        "parameter stem.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.bf",
+    ),
+    "frozen": (
+        {"frozen": True},
+        "parameter head.weight: (13, 13) torch.float32 on rank 0, (13, 13) torch.float32 fro",
+    ),
 }
 
 
@@ -41,8 +55,12 @@ def start_with(
     model = toy(blocks=blocks).to(dtype)
     if frozen:
         model.head.requires_grad_(False)
-    inner = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
-    return zero.initialize(model=model, optimizer=inner, config=ds_config(clip=clip, stage=stage))[0]
+    inner = optimizer(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay
+    )
+    return zero.initialize(model=model, optimizer=inner, config=ds_config(clip=clip, stage=stage))[
+        0
+    ]
 
 
 def starting(rank: int, world_size: int) -> dict[str, str]:
@@ -69,11 +87,17 @@ def building(rank: int, world_size: int) -> str:
 
 def test_another_width_is_named_while_the_model_is_built():
     for message in run_on(2, building):
-        assert "parameter weight of a Linear: (4, 4) torch.float32 on rank 0, (5, 4) torch.float32 on rank 1" in message
+        assert (
+            "parameter weight of a Linear: (4, 4) torch.float32 on rank 0, (5, 4) torch.float32 on "
+            "rank 1" in message
+        )
 
 
 def stepping(rank: int, world_size: int, stage: int) -> str:
-    """The learning rate differs on the last rank. The step is refused, and the weights stay as they were."""
+    """The learning rate differs on the last rank.
+
+    The step is refused, and the weights stay as they were.
+    """
     engine = start_with(stage=stage)
     collectives = []
     for number, batch in enumerate(toy_batches(3)):
@@ -97,7 +121,10 @@ def test_another_learning_rate_is_named_before_the_update(stage, world_size):
 
 
 class Scaled(torch.nn.Linear):
-    """A layer with a scale of one element, which is alone in its param group and unit. Rank 1 has no part of it."""
+    """A layer with a scale of one element, which is alone in its param group and group.
+
+    Rank 1 has no part of it.
+    """
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -119,7 +146,7 @@ def training_with_an_empty_shard(rank: int, world_size: int, stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_without_a_part_of_a_unit_agrees(stage):
+def test_a_rank_without_a_part_of_a_group_agrees(stage):
     run_on(2, training_with_an_empty_shard, stage)
 
 
@@ -136,7 +163,7 @@ UNEVEN = """
 import torch, zero
 from tests.dist.test_agreement import start_with
 from tests.dist.toys import toy_batches
-zero.world.init_distributed()
+zero.comm.world.init_distributed()
 engine = start_with()
 for batch in toy_batches(2 + engine.global_rank):
     engine.backward(engine(**batch))
@@ -147,7 +174,7 @@ for batch in toy_batches(2 + engine.global_rank):
 DYING = """
 import os, sys, zero
 from tests.dist.test_agreement import start_with
-zero.world.init_distributed()
+zero.comm.world.init_distributed()
 engine = start_with()
 if engine.global_rank == 1:
     os._exit(0)
@@ -158,9 +185,13 @@ engine.save_checkpoint(sys.argv[1])
 def test_a_rank_that_died_before_the_first_save_is_named(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    done = torchrun(script, str(tmp_path / "saved"), nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"})
+    done = torchrun(
+        script, str(tmp_path / "saved"), nproc=2, timeout=120, env={"DEEPSPEED_TIMEOUT": "0.1"}
+    )
     assert done.returncode == 1
-    assert "rank 1 does not answer" in done.stderr and "rank 0 has waited" in done.stderr, done.stderr
+    assert "rank 1 does not answer" in done.stderr and "rank 0 has waited" in done.stderr, (
+        done.stderr
+    )
 
 
 def test_uneven_numbers_of_batches_are_named(tmp_path):
@@ -168,5 +199,5 @@ def test_uneven_numbers_of_batches_are_named(tmp_path):
     script.write_text(UNEVEN)
     done = torchrun(script, nproc=2, timeout=60)
     assert done.returncode == 1
-    assert "rank 1 lost the connection while it waited at unit" in done.stderr
+    assert "rank 1 lost the connection while it waited at group" in done.stderr
     assert "rank 0 has ended its work" in done.stderr and "same number of batches" in done.stderr

@@ -1,4 +1,6 @@
-"""Saving and loading through the engine: the state is equal bit for bit, with any number of ranks and any settings."""
+"""Saving and loading through the engine: the state is equal bit for bit, with any number of ranks
+and any settings.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,14 @@ from zero.errors import UsageError
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
-WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}}
-OTHER_CUTS = {"stage3_param_persistence_threshold": 0, "sub_group_size": 300, "reduce_bucket_size": 500}
+WARMUP = {
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 6}}
+}
+OTHER_CUTS = {
+    "stage3_param_persistence_threshold": 0,
+    "sub_group_size": 300,
+    "reduce_bucket_size": 500,
+}
 STEPS = 3
 
 
@@ -41,7 +49,9 @@ def stored(folder: str | Path) -> dict[str, torch.Tensor]:
     reader = SliceReader(newest, read_manifest(newest))
     tensors = {}
     for key, nbytes in reader.stored_bytes().items():
-        tensors[key] = torch.full((nbytes // reader.dtype(key).itemsize,), float("nan")).to(reader.dtype(key))
+        tensors[key] = torch.full((nbytes // reader.dtype(key).itemsize,), float("nan")).to(
+            reader.dtype(key)
+        )
         reader.read({key: whole(tensors[key])})
     return tensors
 
@@ -83,18 +93,33 @@ def test_same_world_size_continues_bit_for_bit(precision, tmp_path):
     assert_equal(resumed, straight)
 
 
-# (ranks, stage) of the writer and of the reader. Each stage and each number of ranks is on both sides.
+# (ranks, stage) of the writer and of the reader. Each stage and each number of ranks is on both
+# sides.
 @pytest.mark.parametrize(
     "writer, reader",
-    [((2, 3), (1, 3)), ((2, 3), (3, 0)), ((1, 0), (4, 3)), ((3, 2), (2, 1)), ((4, 1), (2, 2)), ((3, 0), (2, 3))],
+    [
+        ((2, 3), (1, 3)),
+        ((2, 3), (3, 0)),
+        ((1, 0), (4, 3)),
+        ((3, 2), (2, 1)),
+        ((4, 1), (2, 2)),
+        ((3, 0), (2, 3)),
+    ],
 )
 def test_another_world_size_stage_and_other_cuts_hold_the_same_state(writer, reader, tmp_path):
     (written, stage), (read, other) = writer, reader
-    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, stage=stage), str(tmp_path))
-    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, stage=other, **OTHER_CUTS), str(tmp_path))
+    straight = curve_on(
+        written, train_save_train, "llama", ds_config(clip=1.0, stage=stage), str(tmp_path)
+    )
+    resumed = curve_on(
+        read, load_train, "llama", ds_config(clip=1.0, stage=other, **OTHER_CUTS), str(tmp_path)
+    )
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    # Batches are split differently. 1000 is about the inner lengths of three layers, the head and the loss, both ways.
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+    # Batches are split differently. 1000 is about the inner lengths of three layers, the head and
+    # the loss, both ways.
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(
+        torch.float32, 1000, STEPS
+    )
 
 
 def regroup(rank: int, world_size: int, folder: str, save: bool) -> list[dict]:
@@ -113,7 +138,8 @@ def regroup(rank: int, world_size: int, folder: str, save: bool) -> list[dict]:
 def test_other_param_groups_hold_the_same_state(tmp_path):
     (saved,) = run_on(2, regroup, str(tmp_path), True)[0]
     assert saved == {"lr": 0.125, "weight_decay": 0.1}
-    # The learning rate comes from the checkpoint. The other settings of a group stay those of the running script.
+    # The learning rate comes from the checkpoint. The other settings of a group stay those of the
+    # running script.
     expected = [{"lr": 0.125, "weight_decay": 0.1}, {"lr": 0.125, "weight_decay": 0.0}]
     assert run_on(3, regroup, str(tmp_path), False) == [expected] * 3
     assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
@@ -139,7 +165,9 @@ class Odd(nn.Module):
 
 def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
     torch.manual_seed(3)
-    engine, _ = start(Odd(), ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=0))
+    engine, _ = start(
+        Odd(), ds_config(bf16={"enabled": True}, stage3_param_persistence_threshold=0)
+    )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
         loss = engine(torch.randn(4, 7, generator=generator).bfloat16())
@@ -155,16 +183,25 @@ def odd_run(rank: int, world_size: int, folder: str, options: dict) -> dict:
     other, _ = start(Odd(), ds_config(bf16={"enabled": True}))
     former = other.module.frozen.weight.clone() if world_size == 1 else None
     _, state = other.load_checkpoint(folder)
-    assert state.keys() == client.keys() and torch.equal(state[7], client[7]) and state["pair"] == (1, 2.5)
+    assert (
+        state.keys() == client.keys()
+        and torch.equal(state[7], client[7])
+        and state["pair"] == (1, 2.5)
+    )
     assert torch.equal(other.module.offset, engine.module.offset)
     assert torch.equal(other.module.order, engine.module.order)
     assert (other.global_steps, other.micro_steps, other.skipped_steps) == (2, 2, 0)
     with zero.GatheredParameters([*engine.parameters(), *other.parameters()]):
         same = {
             name: torch.equal(a, b)
-            for (name, a), (_, b) in zip(engine.module.named_parameters(), other.module.named_parameters(), strict=True)
+            for (name, a), (_, b) in zip(
+                engine.module.named_parameters(), other.module.named_parameters(), strict=True
+            )
         }
-    return {"same": same, "kept": former is not None and torch.equal(former, other.module.frozen.weight)}
+    return {
+        "same": same,
+        "kept": former is not None and torch.equal(former, other.module.frozen.weight),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -173,7 +210,9 @@ def test_frozen_tied_scalar_and_unsharded_values(world_size, tmp_path):
     assert set(report["same"].values()) == {True}
     tensors = stored(tmp_path)
     # Each weight is stored once: frozen ones in their own dtype, trained ones as fp32 masters.
-    assert {key: value.dtype for key, value in tensors.items() if not key.startswith("optimizer")} == {
+    assert {
+        key: value.dtype for key, value in tensors.items() if not key.startswith("optimizer")
+    } == {
         "weights/first.weight": torch.float32,
         "weights/first.bias": torch.float32,
         "weights/scale": torch.float32,
@@ -247,7 +286,9 @@ def other_optimizers(rank: int, world_size: int, folder: str) -> dict[str, bool]
 
         def make(kind=kind, options=options) -> zero.ZeroEngine:
             return zero.initialize(
-                model=build("gpt2"), optimizer=lambda params: kind(params, lr=1e-2, **options), config=ds_config()
+                model=build("gpt2"),
+                optimizer=lambda params: kind(params, lr=1e-2, **options),
+                config=ds_config(),
             )[0]
 
         engine = make()
@@ -273,7 +314,10 @@ def without_optimizer(rank: int, world_size: int, folder: str) -> bool:
     engine.save_checkpoint(folder, tag="weights")
     with pytest.raises(UsageError, match="holds no optimizer state"):
         trained.load_checkpoint(folder)
-    expected, found = trained._zero3_consolidated_16bit_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+    expected, found = (
+        trained._zero3_consolidated_16bit_state_dict(),
+        engine._zero3_consolidated_16bit_state_dict(),
+    )
     return rank > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -313,17 +357,23 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, str]:
         "nothing": repr(engine.load_checkpoint(folder)),
         "tag": message(lambda: engine.save_checkpoint(folder, tag="a/b")),
         # Rank 1 fails; all ranks get the error.
-        "client state": message(lambda: engine.save_checkpoint(folder, client_state={"f": print if rank else 1})),
+        "client state": message(
+            lambda: engine.save_checkpoint(folder, client_state={"f": print if rank else 1})
+        ),
     }
     engine.save_checkpoint(folder)
     messages["no such tag"] = message(lambda: engine.load_checkpoint(folder, tag="global_step8"))
     other, _ = start(build("gpt2"), ds_config())
     messages["other model"] = message(lambda: other.load_checkpoint(folder))
     sgd, _, _, _ = zero.initialize(
-        model=build("t5"), optimizer=lambda params: torch.optim.SGD(params, lr=0.1), config=ds_config()
+        model=build("t5"),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        config=ds_config(),
     )
     messages["other optimizer"] = message(lambda: sgd.load_checkpoint(folder))
-    messages["custom_load_fn"] = message(lambda: engine.load_checkpoint(folder, custom_load_fn=print))
+    messages["custom_load_fn"] = message(
+        lambda: engine.load_checkpoint(folder, custom_load_fn=print)
+    )
     sgd.load_checkpoint(folder, load_optimizer_states=False)
     return messages
 
@@ -358,5 +408,9 @@ def tag_of_each_rank(rank: int, world_size: int, validation: str, folder: str) -
 @pytest.mark.parametrize("validation", ["FAIL", "warn", "Ignore"])
 def test_tags_that_differ(tmp_path, validation):
     found = run_on(2, tag_of_each_rank, validation, str(tmp_path))
-    assert all("different tags: of_rank_0, of_rank_1; give" in said for said in found) == (validation == "FAIL")
-    assert all(said == "latest, of_rank_0, zero_to_fp32.py" for said in found) == (validation != "FAIL")
+    assert all("different tags: of_rank_0, of_rank_1; give" in said for said in found) == (
+        validation == "FAIL"
+    )
+    assert all(said == "latest, of_rank_0, zero_to_fp32.py" for said in found) == (
+        validation != "FAIL"
+    )

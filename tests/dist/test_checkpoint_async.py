@@ -1,4 +1,6 @@
-"""Asynchronous saves: they hold the state of the save, are complete when the process ends, and report failures."""
+"""Asynchronous saves: they hold the state of the save, are complete when the process ends, and
+report failures.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ ASYNC = {"checkpoint": {"async_save": True}}
 def state(engine: ZeroEngine) -> list[torch.Tensor]:
     """Return copies of this rank's masters and moments."""
     tiles = engine.optimizer.tiles
-    moments = [engine.optimizer.state[tile.master][key] for tile in tiles for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        engine.optimizer.state[tile.master][key]
+        for tile in tiles
+        for key in ("exp_avg", "exp_avg_sq")
+    ]
     return [values.clone() for values in [*(tile.master for tile in tiles), *moments]]
 
 
@@ -101,7 +107,10 @@ def test_a_failure_is_raised_at_the_same_step_on_every_rank(tmp_path):
 
 
 def two_engines(rank: int, world_size: int, folder: str) -> list[bool]:
-    """Each engine saves while the other one's save is running. Every second time both use the same tag."""
+    """Each engine saves while the other one's save is running.
+
+    Every second time both use the same tag.
+    """
     engines = [start(build("gpt2"), ds_config() | ASYNC)[0] for _ in range(2)]
     same = []
     for number in range(4):
@@ -155,7 +164,9 @@ def test_exit_waits_and_tells_of_a_failure(disk, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     process = torchrun(script, tmp_path / "checkpoints", disk, nproc=2, timeout=120)
-    assert find_intact(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "good", process.stderr
+    assert find_intact(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "good", (
+        process.stderr
+    )
     assert not list((tmp_path / "checkpoints").glob(".saving*"))
     assert (process.returncode == 0) == (disk == "free"), process.stderr
     assert ("File too large" in process.stderr) == (disk == "full")
@@ -176,8 +187,17 @@ def test_ranks_end_when_torchrun_is_killed(nproc, tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     pids.mkdir()
     script.write_text(ENDLESS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
-    process = subprocess.Popen([*launcher, script, pids], env=child_environment(), stderr=subprocess.PIPE, text=True)
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(nproc),
+    ]
+    process = subprocess.Popen(
+        [*launcher, script, pids], env=child_environment(), stderr=subprocess.PIPE, text=True
+    )
     try:
         wait_until(lambda: len(list(pids.iterdir())) == nproc)
         process.kill()

@@ -42,7 +42,10 @@ def two_saves(folder: str) -> zero.ZeroEngine:
 def failing_save(
     rank: int, world_size: int, folder: str, fail: Callable[[int], None], repair: Callable[[], None]
 ) -> str:
-    """Let a third save fail after `fail`. Then load the second checkpoint, and save again with success."""
+    """Let a third save fail after `fail`.
+
+    Then load the second checkpoint, and save again with success.
+    """
     engine = two_saves(folder)
     expected = engine._zero3_consolidated_16bit_state_dict()
     train_zero(engine, batches("gpt2", 1))
@@ -86,7 +89,9 @@ def become_root() -> None:
 def test_disk_that_fills_up_on_one_rank(tmp_path):
     messages = run_on(2, failing_save, str(tmp_path), limit_file_size, lift_file_size_limit)
     assert messages[0] == messages[1]
-    assert "rank 1" in messages[0] and "File too large" in messages[0] and str(tmp_path) in messages[0]
+    assert (
+        "rank 1" in messages[0] and "File too large" in messages[0] and str(tmp_path) in messages[0]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -139,7 +144,9 @@ def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offer
     first, second = run_on(2, load_damaged, str(tmp_path))
     assert first == second and len(first) == 3  # one file for each rank, and the manifest
     for message in first:
-        assert message.endswith(f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}")
+        assert message.endswith(
+            f"the newest earlier intact checkpoint is {tmp_path / 'global_step1'}"
+        )
 
 
 # -- killed in the middle of a save
@@ -158,12 +165,16 @@ def fill(engine: zero.ZeroEngine, step: int) -> None:
     engine.global_steps = step
 
 
-def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Connection | None) -> None:
+def save_until_killed(
+    rank: int, port: int, cycle: int, folder: str, reports: Connection | None
+) -> None:
     """Load the newest checkpoint, then save step after step. Rank 0 reports each complete save."""
     report = reports.send if reports is not None else lambda step: None
     torch.set_num_threads(1)
     store = dist.PrefixStore(str(cycle), dist.TCPStore("127.0.0.1", port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20)
+    )
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     config = ds_config() | {"checkpoint": {"async_save": cycle % 2 == 1}}
@@ -174,8 +185,14 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
     if path is not None:
         step = state["step"]
         masters = [shard.master for shard in engine.optimizer.shards.values()]
-        values = {value for master in masters for value in master.unique().tolist()} - {0.0}  # padding
-        values |= {v for s in engine.optimizer.state.values() for v in s["momentum_buffer"].unique().tolist()} - {0.0}
+        values = {value for master in masters for value in master.unique().tolist()} - {
+            0.0
+        }  # padding
+        values |= {
+            v
+            for s in engine.optimizer.state.values()
+            for v in s["momentum_buffer"].unique().tolist()
+        } - {0.0}
         assert values == {float(step)} and engine.global_steps == step
     report(step)
     while True:
@@ -191,7 +208,10 @@ def save_until_killed(rank: int, port: int, cycle: int, folder: str, reports: Co
 def start_ranks(port: int, cycle: int, folder: Path) -> tuple[list, Connection]:
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=save_until_killed, args=(rank, port, cycle, str(folder), None if rank else sender))
+        context.Process(
+            target=save_until_killed,
+            args=(rank, port, cycle, str(folder), None if rank else sender),
+        )
         for rank in range(2)
     ]
     for process in ranks:
@@ -221,14 +241,17 @@ def test_every_state_left_by_a_killed_save_loads(tmp_path):
         ranks, receiver = start_ranks(store.port, cycle, folder)
         assert receiver.poll(60), f"cycle {cycle}: the ranks did not load what the kill before left"
         assert receiver.recv() >= complete
-        # One or two saves take this time. So kills come before, within and after writing, renaming and cleaning up.
+        # One or two saves take this time. So kills come before, within and after writing, renaming
+        # and cleaning up.
         time.sleep(chance.uniform(0.0, 0.15))
         victims = chance.choice([[ranks[0]], [ranks[1]], ranks])
         for victim in victims:
             victim.kill()
         for process in ranks:
             process.join(60)
-            assert process.exitcode not in (None, 0), f"cycle {cycle}: a rank whose peer was killed did not end"
+            assert process.exitcode not in (None, 0), (
+                f"cycle {cycle}: a rank whose peer was killed did not end"
+            )
         complete = max(complete, last_report(receiver))
         interrupted += any(folder.glob(".saving-*"))
         if complete:

@@ -1,4 +1,6 @@
-"""Checkpoints without an engine: state dicts, model folders for `from_pretrained`, and the command line."""
+"""Checkpoints without an engine: state dicts, model folders for `from_pretrained`, and the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ from tests.dist.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run, run_on
-from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from zero.checkpoint import (
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from zero.checkpoint.files import Slices
 from zero.checkpoint.offline import consolidate, facts
-from zero.deepspeed.checkpoints import get_model_state_file, get_optim_files
-from zero.optim.step import precise_values
+from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
+from zero.optim.sharded_optimizer import precise_values
 
 
-def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[str, torch.Tensor]] | None:
+def train_and_save(
+    rank: int, world_size: int, folder: str
+) -> dict[str, dict[str, torch.Tensor]] | None:
     """Train and save a bf16 T5 with a frozen block. Return its 16-bit weights and its masters."""
     model = build("t5")
     model.encoder.block[0].requires_grad_(False)
@@ -32,11 +39,11 @@ def train_and_save(rank: int, world_size: int, folder: str) -> dict[str, dict[st
     engine.save_checkpoint(folder, client_state={"epoch": 1})
     rounded = engine._zero3_consolidated_16bit_state_dict()
     masters = {}
-    for unit in engine.units:
-        values = precise_values(unit).float()
-        full = torch.empty(unit.layout.padded)
+    for group in engine.groups:
+        values = precise_values(group).float()
+        full = torch.empty(group.layout.padded)
         engine.comm.all_gather(full, values.contiguous()).wait()
-        for name, slot in zip(unit.param_names, unit.layout.slots, strict=True):
+        for name, slot in zip(group.param_names, group.layout.slots, strict=True):
             masters[name] = full[slot.offset : slot.end].view(slot.shape).clone()
     return {"rounded": rounded, "masters": masters} if rank == 0 else None
 
@@ -55,7 +62,9 @@ def test_fp32_state_dict_is_that_of_the_masters(checkpoint):
         assert torch.equal(state[name], value), name
     assert state["lm_head.weight"] is state["shared.weight"]
     trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
-    assert {name for name in state.keys() - trained.keys()} == {n for n in state if n.startswith("encoder.block.0.")}
+    assert {name for name in state.keys() - trained.keys()} == {
+        n for n in state if n.startswith("encoder.block.0.")
+    }
 
 
 def test_load_into_an_ordinary_model(checkpoint):
@@ -66,7 +75,9 @@ def test_load_into_an_ordinary_model(checkpoint):
 
 
 def from_pretrained(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model, report = T5ForConditionalGeneration.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    model, report = T5ForConditionalGeneration.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
     assert model.dtype == dtype
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.state_dict()
@@ -76,7 +87,10 @@ def test_consolidated_as_trained_loads_with_from_pretrained(checkpoint, tmp_path
     folder, expected = checkpoint
     written = consolidate(folder, tmp_path / "model")
     assert [path.name for path in written] == ["model.safetensors", "config.json"]
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     state = from_pretrained(tmp_path / "model", torch.bfloat16)
     for name, value in expected["rounded"].items():
         assert torch.equal(state[name], value), name
@@ -112,8 +126,12 @@ def consolidate_in_little_memory(rank: int, world_size: int, folder: str) -> dic
     engine.backward(loss)
     engine.step()
     engine.save_checkpoint(folder)
-    expected = {name: param.double().sum().item() for name, param in engine.module.named_parameters()}
-    consolidate(folder, Path(folder) / "first")  # so that nothing has to be imported under the limit
+    expected = {
+        name: param.double().sum().item() for name, param in engine.module.named_parameters()
+    }
+    consolidate(
+        folder, Path(folder) / "first"
+    )  # so that nothing has to be imported under the limit
     torch.set_num_threads(1)  # the stack of one more thread would take half of the limit
     with limited_memory(20 * 2**20):
         consolidate(folder, Path(folder) / "model")
@@ -152,19 +170,31 @@ def test_command_line(checkpoint, tmp_path):
     folder, expected = checkpoint
     code, out, err = command("inspect", folder)
     assert (code, err) == (0, "")
-    for part in ("global_step2", "2 ranks, stage 3", "AdamW", "bfloat16", "optimizer exp_avg_sq", "verified", "epoch"):
+    for part in (
+        "global_step2",
+        "2 ranks, stage 3",
+        "AdamW",
+        "bfloat16",
+        "optimizer exp_avg_sq",
+        "verified",
+        "epoch",
+    ):
         assert part in out, out
     assert f"{sum(value.numel() for value in expected['masters'].values()):,}," in out
 
     found = json.loads(json.dumps(facts(folder)))
-    assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2) and found["bytes"]["optimizer exp_avg_sq"] > 0
+    assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, 2) and found["bytes"][
+        "optimizer exp_avg_sq"
+    ] > 0
 
     code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
     assert code == 0 and "consolidate: 100%" in err and "model.safetensors" in out
     code, out, err = command("consolidate", folder, tmp_path / "model", "--dtype", "fp16")
     assert code == 2 and len(err.splitlines()) == 1 and "already holds a model" in err
     code, out, err = command("inspect", tmp_path)
-    assert code == 2 and err.startswith(f"zero: {tmp_path}: there is no checkpoint; name its folder")
+    assert code == 2 and err.startswith(
+        f"zero: {tmp_path}: there is no checkpoint; name its folder"
+    )
 
 
 def test_files_that_lightning_reads(checkpoint):
@@ -172,6 +202,8 @@ def test_files_that_lightning_reads(checkpoint):
     folder = checkpoint[0] / (checkpoint[0] / "latest").read_text()
     (optimizer,) = get_optim_files(folder)
     stage = torch.load(optimizer, weights_only=False)["optimizer_state_dict"]["zero_stage"]
-    assert stage == 3 and torch.load(get_model_state_file(folder, stage), weights_only=False) == {"epoch": 1}
+    assert stage == 3 and torch.load(get_model_state_file(folder, stage), weights_only=False) == {
+        "epoch": 1
+    }
     with pytest.raises(ValueError, match="checkpoint.json is missing"):
         get_optim_files(checkpoint[0])

@@ -1,4 +1,6 @@
-"""Weights and gradients as codes with scales: bytes on the wire, error bounds, the same weights on all ranks."""
+"""Weights and gradients as codes with scales: bytes on the wire, error bounds, the same weights on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from torch import nn
 import zero
 from tests.dist.training import ds_config, relative, start, train_in_slices, train_zero, weights_of
 from tests.processes import run_on
-from zero.comm import communicator
-from zero.compression import (
+from zero.build import make_training_comm
+from zero.comm.communicator import communicator
+from zero.comm.quantized import (
     BLOCK,
     SCALE_BYTES,
     CompressedCommunicator,
@@ -28,7 +31,6 @@ from zero.compression import (
     message_bytes,
 )
 from zero.config import load_config
-from zero.construction import make_training_comm
 
 WIDTH = 64
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -60,7 +62,9 @@ def model() -> Model:
 
 def data(steps: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [{name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(steps)]
+    return [
+        {name: torch.randn(8, WIDTH, generator=generator) for name in "xy"} for _ in range(steps)
+    ]
 
 
 # -- one message
@@ -116,7 +120,9 @@ def test_16_bit_values_are_rounded_once_more_only():
 
 @contextlib.contextmanager
 def counted_messages() -> Iterator[Counter]:
-    """Bytes that this rank really sends: of gathers, and of reductions, by what a message's tag says."""
+    """Bytes that this rank really sends: of gathers, and of reductions, by what a message's tag
+    says.
+    """
     sent: Counter[str] = Counter()
     isend = dist.isend
 
@@ -129,7 +135,7 @@ def counted_messages() -> Iterator[Counter]:
 
 
 def sent_bytes(rank: int, world_size: int, settings: dict) -> tuple[Counter, int]:
-    """Of the second forward and backward, and the units that were gathered in it."""
+    """Of the second forward and backward, and the groups that were gathered in it."""
     engine, _ = start(model(), ds_config(**WHOLE, stage3_max_reuse_distance=0, **settings))
     batch = data(1)[0]
     with contextlib.ExitStack() as stack:
@@ -166,14 +172,18 @@ def test_a_message_takes_a_quarter_of_fp32_and_half_of_bf16_and_its_scales():
 
 
 def gathered_weights(rank: int, world_size: int, settings: dict) -> tuple[dict, dict, dict]:
-    """As forward sees them, as `GatheredParameters` shows them after it, and what a checkpoint would get."""
+    """As forward sees them, as `GatheredParameters` shows them after it, and what a checkpoint
+    would get.
+    """
     engine, _ = start(model(), ds_config(**WHOLE, **settings))
     seen: dict[str, torch.Tensor] = {}
     for name, layer in engine.module.layers.named_children():
-        layer.register_forward_hook(lambda own, *_, name=name: seen.update({name: own.weight.detach().clone()}))
+        layer.register_forward_hook(
+            lambda own, *_, name=name: seen.update({name: own.weight.detach().clone()})
+        )
     with torch.no_grad():
         engine(**data(1)[0])
-    assert any(unit.source is not unit.comm for unit in engine.units)
+    assert any(group.source is not group.comm for group in engine.groups)
     with zero.GatheredParameters(list(engine.module.parameters())):
         shown = weights_of(engine.module.layers)
     return seen, shown, engine._zero3_consolidated_16bit_state_dict() or {}
@@ -194,7 +204,7 @@ def test_all_ranks_compute_with_the_same_rounded_weights_and_nothing_else_is_rou
 
 
 def changed_after_evaluation(rank: int, world_size: int) -> torch.Tensor:
-    """A unit that an evaluation has left gathered is changed: one element, and no other."""
+    """A group that an evaluation has left gathered is changed: one element, and no other."""
     engine, _ = start(model(), ds_config(**WHOLE, **WEIGHTS))
     weight = engine.module.layers[1].weight
     with torch.no_grad():
@@ -213,9 +223,13 @@ def test_a_change_of_weights_rounds_none_of_the_others():
         assert torch.equal(found, expected)
 
 
-def reduced(rank: int, world_size: int, bits: int, size: int, max_numel: int, whole: bool) -> tuple[torch.Tensor, int]:
+def reduced(
+    rank: int, world_size: int, bits: int, size: int, max_numel: int, whole: bool
+) -> tuple[torch.Tensor, int]:
     """Two sums of one gradient, one added to the other."""
-    comm = CompressedCommunicator(communicator(), weights=False, frozen_weights=False, gradient_bits=bits)
+    comm = CompressedCommunicator(
+        communicator(), weights=False, frozen_weights=False, gradient_bits=bits
+    )
     full = gradient_of(rank, size * world_size)
     out = torch.empty(size * world_size if whole else size)
     exchange = comm.reduce if whole else comm.reduce_scatter
@@ -233,7 +247,9 @@ def gradient_of(rank: int, numel: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
-    """Blocks of ranks with different scales: sums of codes would be wrong by the factor between the scales."""
+    """Blocks of ranks with different scales: sums of codes would be wrong by the factor between the
+    scales.
+    """
     ranks, size = 3, 5 * BLOCK + 12
     results = run_on(ranks, reduced, bits, size, 3 * 2 * BLOCK, whole)
     gradients = [gradient_of(rank, size * ranks) for rank in range(ranks)]
@@ -243,7 +259,9 @@ def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
     for owner, part in enumerate(bound.split(size)):
         for peer, gradient in enumerate(gradients):
             if peer != owner:
-                for block, of in zip(part.split(BLOCK), gradient[owner * size :][:size].split(BLOCK), strict=True):
+                for block, of in zip(
+                    part.split(BLOCK), gradient[owner * size :][:size].split(BLOCK), strict=True
+                ):
                     block += 2 * of.abs().max() / (2 ** (bits - 1) - 1) / 2 / ranks
     assert ((found - exact).abs() <= bound * (1 + 1e-5) + 1e-6).all()
     assert not torch.equal(found, exact)
@@ -253,14 +271,19 @@ def test_a_sum_of_gradients_has_each_peers_rounding_once(bits, whole):
 
 
 @pytest.mark.parametrize(
-    ("machines", "expected"), [("aabb", 2), ("aaaa", 4), ("abab", 1), ("aabbb", 1), ("aab", 1), ("abc", 1)]
+    ("machines", "expected"),
+    [("aabb", 2), ("aaaa", 4), ("abab", 1), ("aabbb", 1), ("aab", 1), ("abc", 1)],
 )
 def test_ranks_of_a_machine_are_consecutive_and_as_many_on_each(machines, expected):
     assert machine_size(machines) == expected
 
 
-def reduced_by_machines(rank: int, world_size: int, bits: int, size: int) -> tuple[torch.Tensor, Counter]:
-    """Two sums of one gradient, one added to the other, by the engine's own choice of a communicator."""
+def reduced_by_machines(
+    rank: int, world_size: int, bits: int, size: int
+) -> tuple[torch.Tensor, Counter]:
+    """Two sums of one gradient, one added to the other, by the engine's own choice of a
+    communicator.
+    """
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     section = {**GRADIENTS, "stage": 2, "zero_quantized_gradient_bits": bits}
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
@@ -277,22 +300,32 @@ def test_ranks_of_a_machine_sum_before_they_send_to_other_machines(bits):
     results = run_on(ranks, reduced_by_machines, bits, size)
     gradients = [gradient_of(rank, size * ranks) for rank in range(ranks)]
     exact = 2 * sum(gradients) / ranks
-    # Each sum has one rounding of the other rank of the machine, and one of the other machine's sum.
+    # Each sum has one rounding of the other rank of the machine, and one of the other machine's
+    # sum.
     for owner, (found, sent) in enumerate(results):
-        sums = [sum(g[owner * size :][:size] for g in gradients[machine : machine + 2]) for machine in (0, 2)]
+        sums = [
+            sum(g[owner * size :][:size] for g in gradients[machine : machine + 2])
+            for machine in (0, 2)
+        ]
         neighbour, other = gradients[owner ^ 1][owner * size :][:size], sums[1 - owner // 2]
-        far = gradients[(owner + 2) % 4 ^ 1][owner * size :][:size]  # of the other machine, rounded there
+        far = gradients[(owner + 2) % 4 ^ 1][owner * size :][
+            :size
+        ]  # of the other machine, rounded there
         steps = [each.abs().amax() / (2 ** (bits - 1) - 1) / 2 for each in (neighbour, far)]
         steps.append((other.abs().amax() + steps[1]) / (2 ** (bits - 1) - 1) / 2)
         error = (found - exact[owner * size :][:size]).abs().max()
         assert 0 < error <= 2 * sum(steps) / ranks * (1 + 1e-5)
-        # Per sum two slices to the neighbour, and one to the same place of the other machine; none to the fourth rank.
+        # Per sum two slices to the neighbour, and one to the same place of the other machine; none
+        # to the fourth rank.
         slices = 2 * (message_bytes(2 * BLOCK, bits) + message_bytes(12, bits))
-        assert sent == {("all_to_all", owner ^ 1): 2 * slices, ("all_to_all", (owner + 2) % 4): slices}
+        assert sent == {
+            ("all_to_all", owner ^ 1): 2 * slices,
+            ("all_to_all", (owner + 2) % 4): slices,
+        }
 
 
 def compressed_gathers(rank: int, world_size: int) -> dict[str, bool]:
-    """Which units' values are rounded while they are in use."""
+    """Which groups' values are rounded while they are in use."""
     frozen = model()
     frozen.layers[1].requires_grad_(False)
     engine, _ = start(frozen, ds_config(**WHOLE, zero_quantized_nontrainable_weights=True))

@@ -1,9 +1,10 @@
-"""Steps that differ from the recorded pass: the results are those of plain torch, and no rank waits in vain.
+"""Steps that differ from the recorded pass: the results are those of plain torch, and no rank waits
+in vain.
 
-A script is a list of (action, argument). Two ranks play it on the engine, one process plays it on the plain model.
-Shapes and the order of sums are the same. So losses, outputs and weights must be equal bit for bit. Norms are equal
-within rounding, because the squares of a parameter on two ranks are summed in two parts.
-"""
+A script is a list of (action, argument). Two ranks play it on the engine, one process plays it on
+the plain model. Shapes and the order of sums are the same. So losses, outputs and weights must be
+equal bit for bit. Norms are equal within rounding, because the squares of a parameter on two ranks
+are summed in two parts."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ SETTINGS = {
     "prefetch": {"stage3_prefetch_bucket_size": 3 * BLOCK, "stage3_max_reuse_distance": 0},
     "tight": {"stage3_max_live_parameters": BLOCK, "stage3_prefetch_bucket_size": BLOCK},
 }
-DROPPED: Script = [("train", ())] * 3 + [("train", (1,)), ("train", (1,)), ("train", (0, 3)), ("train", ())] * 2
+DROPPED: Script = [("train", ())] * 3 + [
+    ("train", (1,)),
+    ("train", (1,)),
+    ("train", (0, 3)),
+    ("train", ()),
+] * 2
 EVALUATED: Script = [
     ("train", ()),
     ("train", ()),
@@ -36,7 +42,14 @@ EVALUATED: Script = [
     ("eval", ()),
     ("train", ()),
 ]
-UNUSED: Script = [("train", ()), ("forward", ()), ("train", ()), ("forward", (2,)), ("train", ()), ("train", ())]
+UNUSED: Script = [
+    ("train", ()),
+    ("forward", ()),
+    ("train", ()),
+    ("forward", (2,)),
+    ("train", ()),
+    ("train", ()),
+]
 FAILED: Script = [
     *[("train", ())] * 2,
     ("forward raises", 2),
@@ -64,7 +77,8 @@ SCRIPTS = {
     "failed": FAILED,
     "twice": TWICE,
 }
-# Each script runs under all settings. It also runs with each kind of checkpointing, under one of the settings.
+# Each script runs under all settings. It also runs with each kind of checkpointing, under one of
+# the settings.
 PATHS = [(script, None, settings) for script in list(SCRIPTS)[:3] for settings in SETTINGS]
 PATHS += [
     (script, kind, list(SETTINGS)[(number + shift) % 3])
@@ -82,7 +96,10 @@ def _raise(*_: object) -> None:
 
 
 class Player:
-    """Plays scripts. The plain model gets all slices of a batch in turn. Each rank of the engine gets one slice."""
+    """Plays scripts.
+
+    The plain model gets all slices of a batch in turn. Each rank of the engine gets one slice.
+    """
 
     def __init__(self, checkpointing: str | None, tied: bool, settings: dict | None):
         self.model = toy(checkpointing=checkpointing, tied=tied)
@@ -108,7 +125,9 @@ class Player:
         if self.engine is not None:
             self.engine.step()
             return [self.engine.get_global_grad_norm()]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self.model.parameters() if p.grad is not None]
+        )
         for param in self.model.parameters():
             # In the engine a missing gradient counts as zero, and Adam's moments decay.
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
@@ -136,15 +155,22 @@ class Player:
         if action == "forward":
             return found
         for last in (False, True) if action == "same graph" else (True,):
-            for loss in losses:  # the engine adds gradients in this order: all ranks, then all ranks again
+            for (
+                loss
+            ) in losses:  # the engine adds gradients in this order: all ranks, then all ranks again
                 self.backward(loss, retain_graph=not last)
         return found + self.update()
 
     def failing(self, kind: str, block: int, batch: dict) -> list[float]:
-        """Raise an exception in the middle of a pass, on all ranks. Then drop the gradients and go on."""
+        """Raise an exception in the middle of a pass, on all ranks.
+
+        Then drop the gradients and go on.
+        """
         module = self.model.blocks[block]
         handle = (
-            module.down.weight.register_hook(_raise) if kind == "backward" else module.up.register_forward_hook(_raise)
+            module.down.weight.register_hook(_raise)
+            if kind == "backward"
+            else module.up.register_forward_hook(_raise)
         )
         with torch.set_grad_enabled(kind != "eval"):
             try:
@@ -178,7 +204,9 @@ def assert_same_script(name: str, checkpointing: str | None, tied: bool, setting
         expected = expected * 2 if len(expected) == 1 else expected
         where = f"{number}: {SCRIPTS[name][number]}: {found} is not {expected}"
         assert found[:2] == expected[:2], where
-        assert relative(found[2:], expected[2:]) <= rounding(torch.float32, WIDTH * 3 * WIDTH), where
+        assert relative(found[2:], expected[2:]) <= rounding(torch.float32, WIDTH * 3 * WIDTH), (
+            where
+        )
         assert len(one) == 1 or one[1] == two[1], "ranks report different norms"
 
 
@@ -202,7 +230,9 @@ def test_several_forwards_or_backwards_in_one_step(tied, checkpointing):
 def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[list, list]:
     """Return the losses of training steps, and what the model generates after each step."""
     model = models.build(name)
-    engine, optimizer = start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
+    engine, optimizer = (
+        start(model, ds_config(stage3_param_persistence_threshold=40)) if sharded else (None, None)
+    )
     optimizer = optimizer or adamw([{"params": [param for _, param in trainable(model)]}])
     losses, generated = [], []
     for batch in models.batches(name, 4):
@@ -218,7 +248,9 @@ def generating(rank: int, world_size: int, name: str, sharded: bool) -> tuple[li
         for part in [parts[rank]] if sharded else parts:
             prompt = part["input_ids"]
             generated.append(
-                model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
+                model.generate(
+                    input_ids=prompt, attention_mask=torch.ones_like(prompt), **options
+                ).tolist()
             )
         model.train()
     return losses, generated

@@ -17,4 +17,6 @@ def test_ranks_measure_all_links():
     assert all(0 < link["latency"] < 60 and link["bandwidth"] > 0 for link in found["links"])
     torch = [each for each in found["findings"] if each["check"] == "torch"]
     assert len(torch) == 1 and torch[0]["where"].endswith("(machine 0)")
-    assert "for each of 3 ranks" in next(each["found"] for each in found["findings"] if each["check"] == "host memory")
+    assert "for each of 3 ranks" in next(
+        each["found"] for each in found["findings"] if each["check"] == "host memory"
+    )

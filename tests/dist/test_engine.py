@@ -44,14 +44,18 @@ def make(way: str, model: Toy) -> zero.ZeroEngine:
     if way == "optimizer":
         return zero.initialize(model=model, optimizer=adamw([{"params": params}]), config=CONFIG)[0]
     if way == "function":
-        return zero.initialize(model=model, optimizer=lambda given: adamw(list(given)), config_params=CONFIG)[0]
+        return zero.initialize(
+            model=model, optimizer=lambda given: adamw(list(given)), config_params=CONFIG
+        )[0]
     section = ds_config(
         stage3_param_persistence_threshold=30,
         optimizer={"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
     )
     if way == "section":
         return zero.initialize(model=model, config=section)[0]
-    return zero.initialize(model=model, model_parameters=[{"params": params[::-1]}], config=section)[0]
+    return zero.initialize(
+        model=model, model_parameters=[{"params": params[::-1]}], config=section
+    )[0]
 
 
 def made(rank: int, world_size: int, way: str) -> Curve:
@@ -110,7 +114,9 @@ def test_backward_may_be_called_on_the_loss_itself():
 
 
 def boundaries(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Return the steps so far after each micro-batch: as the configuration says, and by hand as accelerate does."""
+    """Return the steps so far after each micro-batch: as the configuration says, and by hand as
+    accelerate does.
+    """
     counts: tuple[list[int], list[int]] = ([], [])
     for by_hand, seen in zip((False, True), counts, strict=True):
         engine, _ = start(toy(), ds_config(accumulation=2, stage3_param_persistence_threshold=30))
@@ -127,7 +133,9 @@ def test_accumulation_boundaries():
 
 
 def forgotten(rank: int, world_size: int) -> bool:
-    """Whether gradients that `zero_grad` dropped in the middle of an accumulation have no effect on the next step."""
+    """Whether gradients that `zero_grad` dropped in the middle of an accumulation have no effect on
+    the next step.
+    """
     norms = []
     for before in (False, True):
         engine, _ = start(toy(), CONFIG)
@@ -186,7 +194,9 @@ def jointly(rank: int, world_size: int) -> tuple[list[float], list[float]]:
             norms.append(engine.get_global_grad_norm())
         references[1](x=references[0](x=batch["x"]), y=batch["y"]).backward()
         for model, optimizer in zip(references, optimizers, strict=True):
-            expected.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+            expected.append(
+                torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+            )
             optimizer.step()
             optimizer.zero_grad()
     return norms, expected
@@ -198,7 +208,9 @@ def test_two_engines_train_on_one_loss():
 
 
 def destroyed(rank: int, world_size: int) -> bool:
-    """Whether a model keeps its values when its engine is destroyed, and can be given to another engine."""
+    """Whether a model keeps its values when its engine is destroyed, and can be given to another
+    engine.
+    """
     model = toy()
     engine, _ = start(model, CONFIG)
     step(engine, toy_batches(1))
@@ -229,7 +241,9 @@ class Measuring(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:
-            group["d"] = sum(float(param.grad.norm()) for param in group["params"] if param.grad is not None)
+            group["d"] = sum(
+                float(param.grad.norm()) for param in group["params"] if param.grad is not None
+            )
 
 
 class Prodigy(torch.optim.SGD):
@@ -241,7 +255,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     others = [*model.parameters(), torch.nn.Parameter(torch.ones(3))]
     found = {
         "foreign parameter": error_of(
-            lambda: zero.initialize(model=model, optimizer=adamw([{"params": others}]), config=CONFIG)
+            lambda: zero.initialize(
+                model=model, optimizer=adamw([{"params": others}]), config=CONFIG
+            )
         )
     }
     for kind in (torch.optim.LBFGS, Prodigy):
@@ -255,18 +271,32 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     found["model"] = error_of(lambda: zero.initialize(config=CONFIG))
     found["config"] = error_of(lambda: zero.initialize(model=toy()))
     found["mpu"] = error_of(lambda: zero.initialize(model=toy(), mpu=object(), config=CONFIG))
-    found["batch"] = error_of(lambda: zero.initialize(model=toy(), config=CONFIG | {"train_batch_size": 7}))
+    found["batch"] = error_of(
+        lambda: zero.initialize(model=toy(), config=CONFIG | {"train_batch_size": 7})
+    )
     engine, _ = start(toy(), CONFIG)
-    found["half"], found["dtype"] = error_of(engine.half), error_of(lambda: engine.to(torch.bfloat16))
+    found["half"], found["dtype"] = (
+        error_of(engine.half),
+        error_of(lambda: engine.to(torch.bfloat16)),
+    )
     found["device"] = error_of(lambda: engine.to("meta"))
     found["loss"] = error_of(lambda: engine.backward(torch.ones(2)))
     found["compile"] = error_of(lambda: engine.compile(schedule=[(0, [])]))
-    assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
+    assert (
+        engine.to("cpu") is engine
+        and engine.float() is engine
+        and engine.to(torch.float32) is engine
+    )
     frozen, *_ = zero.initialize(model=toy().requires_grad_(False), config=CONFIG)
     found["step"] = error_of(frozen.step)
     for told in (None, True):
-        model, config = toy(), CONFIG | {"zero_optimization": {"stage": 3, "elementwise_optimizer": told}}
-        engine, *_ = zero.initialize(model=model, optimizer=Measuring(model.parameters(), lr=0.1), config=config)
+        model, config = (
+            toy(),
+            CONFIG | {"zero_optimization": {"stage": 3, "elementwise_optimizer": told}},
+        )
+        engine, *_ = zero.initialize(
+            model=model, optimizer=Measuring(model.parameters(), lr=0.1), config=config
+        )
         engine.backward(loss_of(engine(**toy_batches(1)[0])))
         found[f"numbers of its own, {told}"] = error_of(engine.step)
     return found
@@ -276,7 +306,8 @@ def test_what_is_refused_says_what_to_do():
     expected = {
         "foreign parameter": "not the model's",
         "LBFGS": "LBFGS",
-        "Prodigy": "it takes sums over all parameters, and each process has some of them; use another one",
+        "Prodigy": "it takes sums over all parameters, and each process has some of them; use "
+        "another one",
         "model": "model is missing",
         "config": "config is missing",
         "mpu": "mpu",
@@ -287,7 +318,8 @@ def test_what_is_refused_says_what_to_do():
         "loss": "scalar tensor",
         "compile": "no DeepCompile",
         "step": "optimizer",
-        "numbers of its own, None": "that depends on which tensors this rank has (param group 0, d: ",
+        "numbers of its own, None": "that depends on which tensors this rank has (param group 0, "
+        "d: ",
         "numbers of its own, True": "Measuring changes 'd' of its param group",
     }
     for found in run_on(2, refusals):
@@ -304,14 +336,16 @@ def attributes(rank: int, world_size: int) -> dict[str, bool]:
         "module": engine.module is model,
         "config": engine.config is CONFIG,
         "parameters": [*engine.parameters()] == [*model.parameters()],
-        "attributes of the model": engine.checkpointing is None and not hasattr(engine, "nothing_like_it"),
+        "attributes of the model": engine.checkpointing is None
+        and not hasattr(engine, "nothing_like_it"),
         "train and eval": not engine.eval().module.training and engine.train().module.training,
         "no norm before the first step": engine.get_global_grad_norm() is None,
         "groups": len(optimizer.param_groups) == 1 and optimizer.param_groups[0]["lr"] == LR,
         "overflow": optimizer.overflow is False,
         "parts": all(p.partition_numel() == p.ds_tensor.numel() for p in engine.parameters()),
         "state of this rank": engine.optimizer.state_dict().keys() == {"state", "param_groups"},
-        "true sizes": sum(p.ds_numel for p in engine.parameters()) == sum(p.numel() for p in toy().parameters()),
+        "true sizes": sum(p.ds_numel for p in engine.parameters())
+        == sum(p.numel() for p in toy().parameters()),
     }
 
 

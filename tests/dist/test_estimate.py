@@ -1,4 +1,6 @@
-"""`zero estimate` compared with two real ranks: bytes of states, gathered elements, and what a step moves."""
+"""`zero estimate` compared with two real ranks: bytes of states, gathered elements, and what a step
+moves.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ import transformers
 import zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
-from zero import links
-from zero.__main__ import main
-from zero.comm import Communicator
+from zero.comm import traffic
+from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
-from zero.estimate.question import Question
-from zero.estimate.rank import DEVICE, DISK, HOST, estimate, fill_in, read_config
-from zero.estimate.rank import build as build_fake
-from zero.estimate.traffic import NETWORK, READ, WRITTEN
-from zero.offload.files import ScratchFile
-from zero.optim import ownership
+from zero.offload.nvme import ScratchFile
+from zero.optim import assignment
+from zero.tools.cli import main
+from zero.tools.estimate.question import Question
+from zero.tools.estimate.rank import DEVICE, DISK, HOST, estimate, fill_in, read_config
+from zero.tools.estimate.rank import build as build_fake
+from zero.tools.estimate.traffic import NETWORK, READ, WRITTEN
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
 CPU = {"device": "cpu"}
@@ -47,9 +49,17 @@ MODELS = ("t5", "gpt2", "llama")
 
 
 def config(zero_section: dict[str, Any], **others: Any) -> dict[str, Any]:
-    sizes = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+    sizes = {
+        "train_micro_batch_size_per_gpu": 6,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+    }
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    return sizes | {"optimizer": optimizer, "bf16": {"enabled": True}, "zero_optimization": zero_section} | others
+    return (
+        sizes
+        | {"optimizer": optimizer, "bf16": {"enabled": True}, "zero_optimization": zero_section}
+        | others
+    )
 
 
 def storages(tensors: list[torch.Tensor | None]) -> int:
@@ -62,32 +72,51 @@ def storages(tensors: list[torch.Tensor | None]) -> int:
 
 
 def measure(rank: int, world_size: int, name: str, settings: dict[str, Any]) -> dict[str, int]:
-    """Return what this rank holds after its second backward, in bytes, and the most elements that it gathered."""
+    """Return what this rank holds after its second backward, in bytes, and the most elements that
+    it gathered.
+    """
     engine = zero.initialize(model=build(name), config=settings)[0]
     carried = 0
     for number, batch in enumerate(batches(name, 4)):
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
         engine.backward(engine(**rows).loss)
         if number == 2:
-            carried = storages([engine.reducer.carried(unit) for unit in engine.units])
+            carried = storages(
+                [engine.reducer.carried(param_group) for param_group in engine.groups]
+            )
         if number < 3:
             engine.step()
     shards = list(engine.optimizer.shards.values())
-    moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.dim()]
+    moments = [
+        value
+        for state in engine.optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    ]
     return {
         "gradients": storages([shard.grad for shard in shards]),
         "masters": storages([shard.master for shard in shards]),
         "optimizer state": storages(moments),
         "sums of micro-batches": carried,
         "gathered": engine.residency.peak,
-        "second shards": storages([getattr(unit, "second", None) for unit in engine.units]),
-        "parameters": storages([unit.full if unit.persistent else unit.shard for unit in engine.units]),
+        "second shards": storages(
+            [getattr(param_group, "second", None) for param_group in engine.groups]
+        ),
+        "parameters": storages(
+            [
+                param_group.full if param_group.persistent else param_group.shard
+                for param_group in engine.groups
+            ]
+        ),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "case", "ranks"),
-    [*((name, case, 2) for name in MODELS for case in CASES), *(("llama", case, 4) for case in GROUPS)],
+    [
+        *((name, case, 2) for name in MODELS for case in CASES),
+        *(("llama", case, 4) for case in GROUPS),
+    ],
 )
 def test_states_and_gathered_parameters_are_what_a_rank_holds(name, case, ranks):
     settings = config((CASES | GROUPS)[case])
@@ -109,18 +138,28 @@ def test_what_is_offloaded_is_on_the_host_or_on_disk():
         assert parts[HOST][part] == on_device[part] and part not in parts[DEVICE]
     assert parts[DISK] == {"parameters": on_device["parameters"] - parts[DEVICE]["parameters"]}
     sections["offload_param"] = nvme | {"max_in_cpu": 1 << 30}
-    assert not estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts[DISK]
+    assert not estimate(model, load_config(config({"stage": 3} | sections)), Question(2)).parts[
+        DISK
+    ]
 
 
 def test_fp32_weights_on_the_host_are_the_masters_of_an_optimizer_on_disk():
-    sections = {"stage": 3, "offload_param": CPU, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+    sections = {
+        "stage": 3,
+        "offload_param": CPU,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+    }
     model = torch.nn.Linear(2048, 1024)
     for enabled in (True, False):
         settings = load_config(config(sections, bf16={"enabled": enabled}))
         assert ("masters" in estimate(model, settings, Question(2)).parts[DISK]) is enabled
 
 
-GATHERS, GRADIENTS, REFRESH = "parameters for forward and backward", "gradients", "updated parameters"
+GATHERS, GRADIENTS, REFRESH = (
+    "parameters for forward and backward",
+    "gradients",
+    "updated parameters",
+)
 WHOLE = "whole tensors to their owners and back"
 MUON = {"optimizer": {"type": "Muon", "params": {}}}
 FP32 = {"bf16": {"enabled": False}}
@@ -130,39 +169,66 @@ FILES = {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp", "overlap_s
 TRAFFIC: dict[str, tuple[str, dict[str, Any]]] = {
     "stage 0": ("gpt2", config({"stage": 0}, **FP32)),
     "stage 1": ("llama", config({"stage": 1}, **FP32)),
-    "stage 1, bf16 messages": ("llama", config({"stage": 1}, **FP32, communication_data_type="bf16")),
+    "stage 1, bf16 messages": (
+        "llama",
+        config({"stage": 1}, **FP32, communication_data_type="bf16"),
+    ),
     "stage 2": ("t5", config({"stage": 2})),
-    **{f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3)) for name in MODELS},
-    "stage 3, few live": ("gpt2", config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000})),
+    **{
+        f"{name}, stage 3": (name, config({"stage": 3, **SMALL}, gradient_accumulation_steps=3))
+        for name in MODELS
+    },
+    "stage 3, few live": (
+        "gpt2",
+        config({"stage": 3, **SMALL, "stage3_max_live_parameters": 6000}),
+    ),
     "stage 3, no reuse": ("t5", config({"stage": 3, **SMALL, "stage3_max_reuse_distance": 0})),
     "stage 3, Muon": ("gpt2", config({"stage": 3, **SMALL}, **MUON)),
-    "stage 3, Muon, no accumulation": ("llama", config({"stage": 3}, gradient_accumulation_steps=1, **MUON)),
-    "stage 3, codes": ("llama", config({"stage": 3, **SMALL, **QUANTIZED, "zero_quantized_gradient_bits": 4})),
+    "stage 3, Muon, no accumulation": (
+        "llama",
+        config({"stage": 3}, gradient_accumulation_steps=1, **MUON),
+    ),
+    "stage 3, codes": (
+        "llama",
+        config({"stage": 3, **SMALL, **QUANTIZED, "zero_quantized_gradient_bits": 4}),
+    ),
     "optimizer in files": ("large", config({"stage": 2, **FILES})),
-    "8-bit moments in files": ("large", config({"stage": 3, "zero_quantized_moments": True, **FILES})),
+    "8-bit moments in files": (
+        "large",
+        config({"stage": 3, "zero_quantized_moments": True, **FILES}),
+    ),
     "all in files": ("large", config({"stage": 3, **FILES, "offload_param": NVME}, **FP32)),
     "all in files, bf16": ("large", config({"stage": 3, **FILES, "offload_param": NVME})),
 }
 HYBRID_TRAFFIC = {
     "groups of 2": ("llama", config({"stage": 3, **SMALL, "mics_shard_size": 2}, **FP32)),
     "second shards": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2})),
-    "second shards, codes": ("gpt2", config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2, **QUANTIZED})),
+    "second shards, codes": (
+        "gpt2",
+        config({"stage": 3, **SMALL, "zero_hpz_partition_size": 2, **QUANTIZED}),
+    ),
 }
 
 
 # Small models, too, are updated in parts.
-IN_PARTS = partial(mock.patch.multiple, ownership, LEAST_ELEMENTS=1, LEAST_MATRICES=1)
+IN_PARTS = partial(mock.patch.multiple, assignment, LEAST_ELEMENTS=1, LEAST_MATRICES=1)
 
 
 def make(name: str) -> torch.nn.Module:
     if name != "large":
         return build(name)
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(1024, 1100), torch.nn.ReLU(), torch.nn.Linear(1100, 1024))
+    return torch.nn.Sequential(
+        torch.nn.Linear(1024, 1100), torch.nn.ReLU(), torch.nn.Linear(1100, 1024)
+    )
 
 
-def moved(rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, int]]:
-    """Return the bytes that this rank moves in the second step of each case, as messages and requests have them."""
+def moved(
+    rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, int]]:
+    """Return the bytes that this rank moves in the second step of each case, as messages and
+    requests have them.
+    """
     sent, exchange, start = Counter(), Communicator._exchange, ScratchFile._start
 
     def send(self, name, group, tag, parts, received):
@@ -173,12 +239,19 @@ def moved(rank: int, world_size: int, cases: dict[str, tuple[str, dict[str, Any]
         sent[READ if is_read else WRITTEN] += mapped.nbytes
         return start(self, mapped, host, is_read, after)
 
-    counts = mock.patch.object(Communicator, "_exchange", send), mock.patch.object(ScratchFile, "_start", transfer)
+    counts = (
+        mock.patch.object(Communicator, "_exchange", send),
+        mock.patch.object(ScratchFile, "_start", transfer),
+    )
     with counts[0], counts[1], IN_PARTS():
-        return {case: _moved_by(rank, world_size, sent, *settings) for case, settings in cases.items()}
+        return {
+            case: _moved_by(rank, world_size, sent, *settings) for case, settings in cases.items()
+        }
 
 
-def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: dict[str, Any]) -> dict[str, int]:
+def _moved_by(
+    rank: int, world_size: int, sent: Counter, name: str, settings: dict[str, Any]
+) -> dict[str, int]:
     engine, found = zero.initialize(model=make(name), config=settings)[0], Counter()
     steps = settings["gradient_accumulation_steps"]
     inputs = torch.randn(6, 1024, dtype=engine.settings.compute_dtype)
@@ -186,7 +259,7 @@ def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: di
     for number, batch in enumerate(data):
         if number == steps:
             sent.clear()
-            blocking, before = Counter(engine.comm.bytes), Counter(links.MOVED)
+            blocking, before = Counter(engine.comm.bytes), Counter(traffic.MOVED)
         rows = {key: value.chunk(world_size)[rank] for key, value in batch.items()}
         output = engine(**rows)
         loss = output.float().square().mean() if name == "large" else output.loss
@@ -194,35 +267,50 @@ def _moved_by(rank: int, world_size: int, sent: Counter, name: str, settings: di
         if number == len(data) - 1:
             found[GATHERS] = sent.pop("all_gather", 0)
         engine.step()
-    found[WHOLE] = (engine.comm.bytes - blocking)["all_to_all"] if engine.optimizer.whole is not None else 0
+    found[WHOLE] = (
+        (engine.comm.bytes - blocking)["all_to_all"] if engine.optimizer.whole is not None else 0
+    )
     found[REFRESH] = sent.pop("all_gather", 0)
-    found[GRADIENTS] = sum(sent.pop(name, 0) for name in ("reduce_scatter", "reduce_replicas", "all_to_all"))
+    found[GRADIENTS] = sum(
+        sent.pop(name, 0) for name in ("reduce_scatter", "reduce_replicas", "all_to_all")
+    )
     engine.destroy()
     # The monitor's numbers are those of the messages and requests.
-    counted = links.MOVED - before
+    counted = traffic.MOVED - before
     assert counted == Counter({NETWORK: found.total(), READ: sent[READ], WRITTEN: sent[WRITTEN]})
     return found | sent
 
 
-@pytest.mark.parametrize(("cases", "ranks"), [(TRAFFIC, 2), (HYBRID_TRAFFIC, 4)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("cases", "ranks"), [(TRAFFIC, 2), (HYBRID_TRAFFIC, 4)], ids=["2 ranks", "4 ranks"]
+)
 def test_the_traffic_is_what_a_rank_sends_reads_and_writes(cases, ranks):
     every = run_on(ranks, moved, cases)
     for case, (name, settings) in cases.items():
         with IN_PARTS():
             links = estimate(make(name), load_config(settings), Question(ranks)).traffic.links
-        predicted = links[NETWORK] + Counter({link: links[link].total() for link in (READ, WRITTEN)})
-        most = {cause: max(found[case][cause] for found in every) for cause in {*predicted, *every[0][case]}}
+        predicted = links[NETWORK] + Counter(
+            {link: links[link].total() for link in (READ, WRITTEN)}
+        )
+        most = {
+            cause: max(found[case][cause] for found in every)
+            for cause in {*predicted, *every[0][case]}
+        }
         if settings["zero_optimization"]["stage"] == 0:  # the second half of an all-reduce
             most[GRADIENTS] += most.pop(GATHERS)
         assert predicted == Counter(most), case
 
 
 def test_following_real_calls_gives_the_same_traffic():
-    """With tokens, a traced forward and backward is followed, else the modules in the order in which they were made."""
+    """With tokens, a traced forward and backward is followed, else the modules in the order in
+    which they were made.
+    """
     name, settings = TRAFFIC["stage 3, few live"]
     made, settings = build(name), load_config(settings)
     made.config.architectures = [type(made).__name__]
-    traced = estimate(build_fake(made.config, settings.compute_dtype), settings, Question(2, 3, 7)).traffic
+    traced = estimate(
+        build_fake(made.config, settings.compute_dtype), settings, Question(2, 3, 7)
+    ).traffic
     plain = estimate(made, settings, Question(2)).traffic
     assert traced.links == plain.links and traced.operations > plain.operations == 0
 
@@ -230,7 +318,9 @@ def test_following_real_calls_gives_the_same_traffic():
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_named_optimizer_has_an_estimate(kind):
     known = {"SGD": 0, "Adagrad": 1, "Lion": 1, "RMSprop": 1, "ASGD": 1, "Muon": 1}
-    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(16, 16, bias=False), torch.nn.Identity())
+    model = torch.nn.Sequential(
+        torch.nn.Identity(), torch.nn.Linear(16, 16, bias=False), torch.nn.Identity()
+    )
     settings = config({"stage": 0}, optimizer={"type": kind, "params": {}})
     parts = estimate(model, load_config(settings), Question(1)).parts[DEVICE]
     assert parts.get("optimizer state", 0) == 4 * 256 * known.get(kind, 2)
@@ -239,21 +329,36 @@ def test_every_named_optimizer_has_an_estimate(kind):
 def test_auto_is_what_transformers_fills_in(tmp_path):
     build("llama").save_pretrained(tmp_path)
     auto = dict.fromkeys(
-        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+        ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+        "auto",
     )
     settings = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3} | auto}
     filled = fill_in(load_config(settings, allow_auto=True), read_config(str(tmp_path)))
     section = filled.zero_optimization
     assert (section.reduce_bucket_size, section.stage3_prefetch_bucket_size) == (900, 810)
-    assert section.stage3_param_persistence_threshold == 300 and filled.compute_dtype == torch.bfloat16
+    assert (
+        section.stage3_param_persistence_threshold == 300 and filled.compute_dtype == torch.bfloat16
+    )
 
 
 def test_the_command(tmp_path, capsys):
     build("gpt2").save_pretrained(tmp_path / "model")
     file = tmp_path / "ds.json"
     batch = {"train_batch_size": 64}  # two micro-batches of 8 on each of 4 ranks
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | batch))
-    asked = [str(tmp_path / "model"), "--ds-config", str(file), "--world", "4", "--batch", "8", "--seq", "16"]
+    file.write_text(
+        json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}} | batch)
+    )
+    asked = [
+        str(tmp_path / "model"),
+        "--ds-config",
+        str(file),
+        "--world",
+        "4",
+        "--batch",
+        "8",
+        "--seq",
+        "16",
+    ]
     main(["estimate", *asked])
     text = capsys.readouterr().out
     assert "4 ranks, each of them holds at most" in text and "activations" in text
@@ -283,7 +388,11 @@ def test_host_memory_is_pinned_or_pageable(tmp_path, capsys):
     build("gpt2").save_pretrained(tmp_path / "model")
     file, cpu = tmp_path / "ds.json", {"device": "cpu"}
     sections = {"offload_param": cpu, "offload_optimizer": cpu | {"pin_memory": False}}
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3} | SMALL | sections}))
+    file.write_text(
+        json.dumps(
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3} | SMALL | sections}
+        )
+    )
     asked = [str(tmp_path / "model"), "--ds-config", str(file), "--world", "2"]
     main(["estimate", *asked, "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -294,11 +403,22 @@ def test_host_memory_is_pinned_or_pageable(tmp_path, capsys):
 
 
 def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
-    """Its states are estimated, also where its constructor looks at values; its activations are refused in one line."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"])
+    """Its states are estimated, also where its constructor looks at values; its activations are
+    refused in one line.
+    """
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vit = transformers.ViTConfig(
+        **sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"]
+    )
     vit.save_pretrained(tmp_path / "vit")
-    bert = transformers.BertConfig(**sizes, vocab_size=64, architectures=["BertForSequenceClassification"])
+    bert = transformers.BertConfig(
+        **sizes, vocab_size=64, architectures=["BertForSequenceClassification"]
+    )
     bert.save_pretrained(tmp_path / "bert")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
@@ -310,10 +430,15 @@ def test_a_model_that_is_not_one_of_language(tmp_path, capsys):
         main(["estimate", str(tmp_path / name), "--ds-config", str(file), *more])
         return capsys.readouterr().out
 
-    elements = sum(param.numel() for param in transformers.ViTForImageClassification(vit).parameters())
+    elements = sum(
+        param.numel() for param in transformers.ViTForImageClassification(vit).parameters()
+    )
     assert f"{elements:,} parameters" in ask("vit")
     assert "activations" in ask("bert", *tokens)
-    for arguments, words in ((["vit", *tokens], "leave --batch and --seq out"), (["adapter"], "base model")):
+    for arguments, words in (
+        (["vit", *tokens], "leave --batch and --seq out"),
+        (["adapter"], "base model"),
+    ):
         with pytest.raises(SystemExit) as ended:
             ask(*arguments)
         assert ended.value.code == 2

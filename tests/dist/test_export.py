@@ -1,4 +1,6 @@
-"""Consolidated weights: they are right, only rank 0 has them, and saving takes the memory of two units."""
+"""Consolidated weights: they are right, only rank 0 has them, and saving takes the memory of two
+groups.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from tests.parity.models import batches, build
 from tests.parity.test_variants import variant
 from tests.processes import run_on
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.export import copied_state_dict
 from zero.errors import UsageError
-from zero.export import copied_state_dict
 
 
 def consolidated(rank: int, world_size: int, kind: str, sections: dict) -> dict | None:
@@ -69,7 +71,9 @@ def test_a_copy_of_a_state_dict_keeps_ties_and_values():
     copies, expected = copied_state_dict(model.state_dict(), rank=0), weights_of(model)
     with torch.no_grad():
         model.stem.weight.zero_()
-    assert list(copies) == list(expected) and all(torch.equal(copies[name], expected[name]) for name in expected)
+    assert list(copies) == list(expected) and all(
+        torch.equal(copies[name], expected[name]) for name in expected
+    )
     assert len({value.untyped_storage().data_ptr() for value in copies.values()}) == len(copies) - 1
 
 
@@ -77,7 +81,9 @@ def unfrozen(rank: int, world_size: int) -> tuple[set, set]:
     model = variant("frozen encoder")
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40))
-    return frozen, set(engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or ())
+    return frozen, set(
+        engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True) or ()
+    )
 
 
 def test_frozen_parameters_can_be_left_out():
@@ -87,7 +93,7 @@ def test_frozen_parameters_can_be_left_out():
 
 
 class Wide(nn.Module):
-    """Sixteen units of 4 MB each in fp32."""
+    """Sixteen groups of 4 MB each in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,14 +101,24 @@ class Wide(nn.Module):
 
 
 def private_memory() -> int:
-    """Return the bytes of this process's private writable memory. Memory-mapped files do not count."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    """Return the bytes of this process's private writable memory.
+
+    Memory-mapped files do not count.
+    """
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
     return int(line.split()[1]) * 1024
 
 
 @contextmanager
 def limited_memory(extra: int) -> Iterator[None]:
-    """Limit private memory to `extra` bytes more than now. That is too little for a whole `Wide`."""
+    """Limit private memory to `extra` bytes more than now.
+
+    That is too little for a whole `Wide`.
+    """
     former = resource.getrlimit(resource.RLIMIT_DATA)
     ctypes.CDLL(None).malloc_trim(0)  # so that malloc has no free memory in reserve
     resource.setrlimit(resource.RLIMIT_DATA, (private_memory() + extra, former[1]))
@@ -114,28 +130,39 @@ def limited_memory(extra: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, former)
 
 
-def within_two_units(rank: int, world_size: int, folder: str) -> dict[str, float] | None:
-    engine = zero.initialize(model=Wide(), config=ds_config(stage3_param_persistence_threshold=0))[0]
+def within_two_groups(rank: int, world_size: int, folder: str) -> dict[str, float] | None:
+    engine = zero.initialize(model=Wide(), config=ds_config(stage3_param_persistence_threshold=0))[
+        0
+    ]
     start(toy(), ds_config())[0].save_16bit_model(folder)  # makes threads and connections
-    unit = 4 * 1024**2
-    # Two units, and a shard of one if the dtype changes. The rest is for malloc's arenas and messages.
-    with limited_memory(2 * unit + unit // 2 + 16 * 2**20):
+    group = 4 * 1024**2
+    # Two groups, and a shard of one if the dtype changes. The rest is for malloc's arenas and
+    # messages.
+    with limited_memory(2 * group + group // 2 + 16 * 2**20):
         engine.save_16bit_model(folder)
         engine.save_16bit_model(folder + "/bf16", save_dtype="bf16")
         state = engine._zero3_consolidated_16bit_state_dict()
-    return None if state is None else {name: value.double().sum().item() for name, value in state.items()}
+    return (
+        None
+        if state is None
+        else {name: value.double().sum().item() for name, value in state.items()}
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit exists on Linux only")
-def test_no_rank_needs_more_memory_than_two_units(tmp_path):
-    sums, other = run_on(2, within_two_units, str(tmp_path))
+def test_no_rank_needs_more_memory_than_two_groups(tmp_path):
+    sums, other = run_on(2, within_two_groups, str(tmp_path))
     torch.manual_seed(0)  # as run_on does
     expected = {name: value.double().sum().item() for name, value in Wide().state_dict().items()}
     assert sums == expected and other is None
     assert {
-        name: value.double().sum().item() for name, value in load_file(tmp_path / "model.safetensors").items()
+        name: value.double().sum().item()
+        for name, value in load_file(tmp_path / "model.safetensors").items()
     } == sums
-    assert load_file(tmp_path / "bf16" / "model.safetensors")["layers.3.weight"].dtype == torch.bfloat16
+    assert (
+        load_file(tmp_path / "bf16" / "model.safetensors")["layers.3.weight"].dtype
+        == torch.bfloat16
+    )
 
 
 def saving(rank: int, world_size: int, folder: str, allowed: bool) -> tuple[bool, str]:
@@ -156,19 +183,31 @@ def test_saving_needs_the_setting(tmp_path):
     assert not path.exists()
     assert run_on(2, saving, str(path.parent), True) == [(True, "")] * 2
     found, expected = load_file(path), weights_of(toy())
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
-MODES = {"as trained": (3, None), "fp16": (3, "fp16"), "stage 2": (2, torch.float32), "one file": (1, "bf16")}
+MODES = {
+    "as trained": (3, None),
+    "fp16": (3, "fp16"),
+    "stage 2": (2, torch.float32),
+    "one file": (1, "bf16"),
+}
 
 
 def save_t5(rank: int, world_size: int, folder: str) -> None:
-    """Save into the same folders twice. Files of the earlier save, with other file sizes, must be gone."""
+    """Save into the same folders twice.
+
+    Files of the earlier save, with other file sizes, must be gone.
+    """
     for name, (stage, dtype) in MODES.items():
         engine, _ = start(build("t5"), ds_config(bf16={"enabled": True}, stage=stage))
         train_zero(engine, batches("t5", 2))
         for max_file_bytes in (10_000, 10**9 if name == "one file" else 20_000):
-            engine.save_16bit_model(Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes)
+            engine.save_16bit_model(
+                Path(folder) / name, save_dtype=dtype, max_file_bytes=max_file_bytes
+            )
         engine.save_checkpoint(Path(folder) / name / "checkpoint")
     with pytest.raises(UsageError, match="save_dtype is 'half'; give one of fp16, bf16, fp32"):
         engine.save_16bit_model(folder, save_dtype="half")
@@ -179,13 +218,24 @@ def test_saved_models_load_with_from_pretrained(tmp_path):
     for name, (_, dtype) in MODES.items():
         folder = tmp_path / name
         files = sorted(path.name for path in folder.glob("*.*"))
-        assert len(files) > 4 if name != "one file" else files == ["config.json", "model.safetensors"]
-        model, report = T5ForConditionalGeneration.from_pretrained(folder, dtype="auto", output_loading_info=True)
-        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert (
+            len(files) > 4 if name != "one file" else files == ["config.json", "model.safetensors"]
+        )
+        model, report = T5ForConditionalGeneration.from_pretrained(
+            folder, dtype="auto", output_loading_info=True
+        )
+        assert not any(
+            report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
         masters = get_fp32_state_dict_from_zero_checkpoint(folder / "checkpoint")
-        expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, dtype)
+        expected = {None: torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16}.get(
+            dtype, dtype
+        )
         assert model.dtype == expected
-        for key, value in model.state_dict().items():  # transformers keeps some weights of an fp16 T5 in fp32
+        for (
+            key,
+            value,
+        ) in model.state_dict().items():  # transformers keeps some weights of an fp16 T5 in fp32
             assert torch.equal(value, masters[key].to(expected).to(value.dtype)), (name, key)
 
 
@@ -208,7 +258,9 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(tmp_path):
 
 
 def saved_without_a_state_dict(rank: int, world_size: int, folder: str) -> tuple[dict, list[bool]]:
-    """Save as sentence-transformers does: all ranks gather the weights, then all save a module of the model."""
+    """Save as sentence-transformers does: all ranks gather the weights, then all save a module of
+    the model.
+    """
     model = build("t5")
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=40))
     train_zero(engine, batches("t5", 1))

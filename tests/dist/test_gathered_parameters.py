@@ -21,9 +21,9 @@ from tests.dist.training import (
     weights_of,
 )
 from tests.processes import run_on
-from zero.deepspeed.fragments import safe_get_full_fp32_param
+from zero.core.param_group import ParamGroup, owning_group
+from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param
 from zero.offload import tiers
-from zero.unit import Unit, unit_of
 
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)
 
@@ -42,7 +42,9 @@ def reading(rank: int, world_size: int) -> dict:
         found["generator"] = torch.equal(model.blocks[0].up.weight, true["blocks.0.up.weight"])
         with zero.GatheredParameters(model.blocks[0].parameters()):
             found["nested"] = torch.equal(model.blocks[0].down.weight, true["blocks.0.down.weight"])
-        found["after the inner one"] = torch.equal(model.blocks[0].up.weight, true["blocks.0.up.weight"])
+        found["after the inner one"] = torch.equal(
+            model.blocks[0].up.weight, true["blocks.0.up.weight"]
+        )
     with zero.GatheredParameters(model.parameters(), enabled=False):
         found["disabled"] = bool(model.head.weight.isnan().all())
     with zero.GatheredParameters([]):
@@ -57,16 +59,25 @@ def test_reading():
 
 
 def sets(rank: int, world_size: int) -> list[str]:
-    """Return which units are gathered for a set of parameters. A set has another order on each rank."""
+    """Return which groups are gathered for a set of parameters.
+
+    A set has another order on each rank.
+    """
     model = toy()
     start(model, SOME_PERSISTENT)
     params = list(model.parameters())
-    with recorded(Unit, "all_gather") as events, zero.GatheredParameters(set(params[::-1] if rank else params)):
+    with (
+        recorded(ParamGroup, "all_gather") as events,
+        zero.GatheredParameters(set(params[::-1] if rank else params)),
+    ):
         pass
-    with recorded(Unit, "all_gather") as again, zero.GatheredParameters(params[::-1] if rank else params):
+    with (
+        recorded(ParamGroup, "all_gather") as again,
+        zero.GatheredParameters(params[::-1] if rank else params),
+    ):
         pass
-    assert [unit for _, unit in again] == [unit for _, unit in events]
-    return [unit.name for _, unit in events]
+    assert [group for _, group in again] == [group for _, group in events]
+    return [group.name for _, group in events]
 
 
 def test_all_ranks_gather_in_one_order_whatever_that_of_the_argument():
@@ -79,7 +90,9 @@ def stepping_inside(rank: int, world_size: int) -> list[int]:
     engine.backward(loss_of(engine(**toy_batches(1)[0])))
     with (
         zero.GatheredParameters(engine.module.head.weight),
-        pytest.raises(ValueError, match="unit 'head.weight' .* leave that context before the step"),
+        pytest.raises(
+            ValueError, match="group 'head.weight' .* leave that context before the step"
+        ),
     ):
         engine.step()
     engine.step()
@@ -97,7 +110,10 @@ def doubled(model: nn.Module) -> None:
 
 
 def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Curve:
-    """Rank 1, the modifier rank, doubles all weights. Other ranks write wrong values. Then training goes on."""
+    """Rank 1, the modifier rank, doubles all weights.
+
+    Other ranks write wrong values. Then training goes on.
+    """
     config = ds_config(stage3_param_persistence_threshold=30, **sections)
     torch.manual_seed(3)
     with zero.Init(config_dict_or_path=config, enabled=under_init):
@@ -111,7 +127,9 @@ def modified(rank: int, world_size: int, sections: dict, under_init: bool) -> Cu
     return train_zero(engine, toy_batches(3))
 
 
-def expected_after_doubling(rank: int, world_size: int, dtype: torch.dtype | None, rounded: bool) -> Curve:
+def expected_after_doubling(
+    rank: int, world_size: int, dtype: torch.dtype | None, rounded: bool
+) -> Curve:
     model = toy()
     doubled(model)
     for param in model.parameters() if rounded else ():
@@ -131,12 +149,18 @@ def test_what_the_modifier_rank_writes_is_every_ranks_and_the_masters():
 
 
 def partly(rank: int, world_size: int) -> tuple[bool, bool, bool]:
-    """Writing one parameter of a unit leaves the others as they are. Persistent and sharded parameters act alike."""
+    """Writing one parameter of a group leaves the others as they are.
+
+    Persistent and sharded parameters act alike.
+    """
     true = weights_of(toy())
     model = toy()
     engine, _ = start(model, SOME_PERSISTENT)
     block = model.blocks[1]
-    with torch.no_grad(), zero.GatheredParameters([block.up.weight, block.norm.bias], modifier_rank=0):
+    with (
+        torch.no_grad(),
+        zero.GatheredParameters([block.up.weight, block.norm.bias], modifier_rank=0),
+    ):
         if rank == 0:
             block.up.weight.fill_(0.5)
             block.norm.bias.fill_(0.25)
@@ -158,7 +182,11 @@ def test_writing_one_parameter_leaves_the_rest():
 def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
     """By place of the masters: the parameters whose fp32 values a write after a step left wrong."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    places = {"none": {}, "cpu": {"overlap_step": True}, "nvme": {"nvme_path": folder, "overlap_step": True}}
+    places = {
+        "none": {},
+        "cpu": {"overlap_step": True},
+        "nvme": {"nvme_path": folder, "overlap_step": True},
+    }
     found = {}
     for device, options in places.items():
         sections = {"offload_optimizer": {"device": device, **options}, "bf16": {"enabled": True}}
@@ -167,16 +195,23 @@ def masters_beside_a_write(rank: int, world_size: int, folder: str) -> dict[str,
             model = toy()
             engine, _ = start(model, ds_config(stage3_param_persistence_threshold=30, **sections))
             step(engine, toy_batches(1))
-            written = model.blocks[1].up.weight, model.blocks[1].norm.bias  # of a sharded and a persistent unit
+            written = (
+                model.blocks[1].up.weight,
+                model.blocks[1].norm.bias,
+            )  # of a sharded and a persistent group
             with torch.no_grad(), zero.GatheredParameters(written, modifier_rank=0, enabled=writes):
                 if rank == 0 and writes:
                     for param in written:
                         param[..., 1] = 0.3
-            values.append({name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()})
+            values.append(
+                {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+            )
         expected, actual = values
         for name in ("blocks.1.up.weight", "blocks.1.norm.bias"):
             expected[name][..., 1] = torch.tensor(0.3).bfloat16()
-        found[device] = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
+        found[device] = [
+            name for name, value in actual.items() if not torch.equal(value, expected[name])
+        ]
     return found
 
 
@@ -198,7 +233,9 @@ def failing(rank: int, world_size: int) -> dict:
         found["raised"] = True
     found["freed"] = engine.residency.live == gathered(engine) == 0
     with zero.GatheredParameters(model.parameters()):
-        found["sharded values stay"] = torch.equal(model.blocks[2].up.weight, true["blocks.2.up.weight"])
+        found["sharded values stay"] = torch.equal(
+            model.blocks[2].up.weight, true["blocks.2.up.weight"]
+        )
     losses = step(engine, toy_batches(1))
     found["goes on"] = losses[0] == losses[0]
     return found
@@ -216,7 +253,7 @@ def without_modifier(rank: int, world_size: int) -> bool:
     with torch.no_grad(), zero.GatheredParameters(model.head.weight):
         model.head.weight.zero_()
     with zero.GatheredParameters(model.head.weight):
-        return bool(model.head.weight.any()) and unit_of(model.head.weight) is not None
+        return bool(model.head.weight.any()) and owning_group(model.head.weight) is not None
 
 
 def test_changes_without_a_modifier_rank_are_discarded():
@@ -224,12 +261,17 @@ def test_changes_without_a_modifier_rank_are_discarded():
 
 
 def refused(rank: int, world_size: int) -> bool:
-    """Whether a change is an error with `enable_sanity_checks`, under `Init` and in an engine, and is undone."""
+    """Whether a change is an error with `enable_sanity_checks`, under `Init` and in an engine, and
+    is undone.
+    """
     config = ds_config(stage3_param_persistence_threshold=30, enable_sanity_checks=True)
     with zero.Init(config_dict_or_path=config):
         model = toy()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="in-place modification of 1 sharded"), torch.no_grad():
+        with (
+            pytest.raises(RuntimeError, match="in-place modification of 1 sharded"),
+            torch.no_grad(),
+        ):
             with zero.GatheredParameters(model.head.weight):
                 model.head.weight.zero_()
         start(model, config)

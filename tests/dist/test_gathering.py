@@ -1,6 +1,7 @@
-"""When units are gathered: prefetch, reuse, limits and persistence. The tests read events and count all-gathers.
+"""When groups are gathered: prefetch, reuse, limits and persistence. The tests read events and
+count all-gathers.
 
-The units of the toy model in the order of their use: stem, blocks.0 ... blocks.3, head.
+The groups of the toy model in the order of their use: stem, blocks.0 ... blocks.3, head.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ import pytest
 from tests.dist.toys import BLOCK, WIDTH, after_each, gathering, recorded, short, toy, toy_batches
 from tests.dist.training import ds_config, start, step, train_zero
 from tests.processes import run_on
-from zero.unit import Unit
+from zero.core.param_group import ParamGroup
 
 STRAY = WIDTH * WIDTH
 SIZES = [STRAY, BLOCK, BLOCK, BLOCK, BLOCK, STRAY]
-# Elements used between a unit's forward and its backward: all later units, twice each.
+# Elements used between a group's forward and its backward: all later groups, twice each.
 REUSE_DISTANCES = [2 * sum(SIZES[i + 1 :]) for i in range(6)]
 NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
-def traced(rank: int, world_size: int, settings: dict) -> tuple[list[list[tuple[str, str]]], list[int], int]:
-    """Return of three steps: the events, the number of all-gathers, and the most elements in flight at a time."""
+def traced(
+    rank: int, world_size: int, settings: dict
+) -> tuple[list[list[tuple[str, str]]], list[int], int]:
+    """Return of three steps: the events, the number of all-gathers, and the most elements in flight
+    at a time.
+    """
     engine, _ = start(toy(), ds_config(**NOTHING_PERSISTENT | settings))
     events, gathers, in_flight = [], [], [0]
-    with after_each(Unit, "all_gather", lambda _: in_flight.append(gathering(engine))):
+    with after_each(ParamGroup, "all_gather", lambda _: in_flight.append(gathering(engine))):
         for batch in toy_batches(3):
             before = engine.comm.calls["all_gather"]
-            with recorded(Unit, "all_gather", "unshard") as seen:
+            with recorded(ParamGroup, "all_gather", "unshard") as seen:
                 step(engine, [batch])
             events.append(short(seen))
             gathers.append(engine.comm.calls["all_gather"] - before)
@@ -38,11 +43,13 @@ def trace(**settings: int) -> tuple[list[list[tuple[str, str]]], list[int], int]
 
 
 def lead_times(events: list[tuple[str, str]]) -> list[int]:
-    """Return for each all-gather how many uses of other units begin between its start and the use it serves."""
+    """Return for each all-gather how many uses of other groups begin between its start and the use
+    it serves.
+    """
     found = []
     for position, (event, name) in enumerate(events):
         if event == "all_gather":
-            uses = [unit for kind, unit in events[position:] if kind == "unshard"]
+            uses = [group for kind, group in events[position:] if kind == "unshard"]
             found.append(uses.index(name))
     return found
 
@@ -53,7 +60,7 @@ def test_without_prefetch_every_gather_starts_when_it_is_needed():
     assert in_flight == BLOCK
 
 
-def test_prefetch_starts_the_next_gather_before_the_unit_at_hand_is_used():
+def test_prefetch_starts_the_next_gather_before_the_group_at_hand_is_used():
     events, _, _ = trace(prefetch_bucket_size=1, max_reuse_distance=0)
     assert set(lead_times(events[0])) == {0}, "the first step is only recorded"
     for of_step in events[1:]:
@@ -75,11 +82,15 @@ def test_a_larger_bucket_prefetches_farther():
 
 
 def test_prefetch_keeps_to_the_limit_of_live_parameters():
-    events, _, in_flight = trace(prefetch_bucket_size=10**9, max_live_parameters=2 * BLOCK, max_reuse_distance=0)
+    events, _, in_flight = trace(
+        prefetch_bucket_size=10**9, max_live_parameters=2 * BLOCK, max_reuse_distance=0
+    )
     assert max(lead_times(events[2])) <= 2 and in_flight <= 2 * BLOCK
 
 
-@pytest.mark.parametrize("distance", [0, REUSE_DISTANCES[4], REUSE_DISTANCES[3] - 1, REUSE_DISTANCES[2], 10**9])
+@pytest.mark.parametrize(
+    "distance", [0, REUSE_DISTANCES[4], REUSE_DISTANCES[3] - 1, REUSE_DISTANCES[2], 10**9]
+)
 def test_reuse_distance_decides_what_backward_gathers_again(distance):
     _, gathers, _ = trace(max_reuse_distance=distance, prefetch_bucket_size=0)
     again = sum(reuse > distance for reuse in REUSE_DISTANCES)
@@ -98,7 +109,7 @@ def persistence(rank: int, world_size: int, settings: dict) -> tuple[int, int, l
     engine, _ = start(toy(), ds_config(stage3_prefetch_bucket_size=0, **settings))
     train_zero(engine, toy_batches(2))
     readable = [name for name, param in engine.module.named_parameters() if not param.isnan().any()]
-    with recorded(Unit, "all_gather") as started:
+    with recorded(ParamGroup, "all_gather") as started:
         step(engine, toy_batches(1))
     return engine.residency.persistent, engine.residency.live, readable, len(started)
 
@@ -106,21 +117,28 @@ def persistence(rank: int, world_size: int, settings: dict) -> tuple[int, int, l
 @pytest.mark.parametrize("threshold", [0, WIDTH - 1, WIDTH, 3 * WIDTH, STRAY, 10**6])
 def test_parameters_up_to_the_persistence_threshold_stay_gathered(threshold):
     expected = {name: p.numel() for name, p in toy().named_parameters() if p.numel() <= threshold}
-    for elements, live, readable, gathers in run_on(2, persistence, {"stage3_param_persistence_threshold": threshold}):
+    for elements, live, readable, gathers in run_on(
+        2, persistence, {"stage3_param_persistence_threshold": threshold}
+    ):
         assert sorted(readable) == sorted(expected)
         assert elements == sum(expected.values()) and live == 0
         assert gathers == {STRAY: 4, 10**6: 0}.get(threshold, 6)
 
 
 def test_the_model_persistence_threshold_bounds_them_all():
-    settings = {"stage3_param_persistence_threshold": WIDTH, "stage3_model_persistence_threshold": 5 * WIDTH}
+    settings = {
+        "stage3_param_persistence_threshold": WIDTH,
+        "stage3_model_persistence_threshold": 5 * WIDTH,
+    }
     elements, _, readable, _ = run_on(2, persistence, settings)[0]
     assert elements == 5 * WIDTH and len(readable) == 5
 
 
 def accumulating(rank: int, world_size: int) -> list[int]:
     """Return the number of all-gathers of each micro-batch. A step has two."""
-    engine, _ = start(toy(), ds_config(accumulation=2, stage3_prefetch_bucket_size=0, **NOTHING_PERSISTENT))
+    engine, _ = start(
+        toy(), ds_config(accumulation=2, stage3_prefetch_bucket_size=0, **NOTHING_PERSISTENT)
+    )
     found = []
     for batch in toy_batches(8):
         before = engine.comm.calls["all_gather"]

@@ -1,4 +1,6 @@
-"""Param groups whose optimizer state has different names, such as SGD with momentum for matrices only."""
+"""Param groups whose optimizer state has different names, such as SGD with momentum for matrices
+only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, start, train_zero, trainable
 from tests.processes import run_on
-from zero.deepspeed.fragments import safe_get_full_optimizer_state, safe_get_local_optimizer_state
+from zero.integrations.deepspeed.fragments import (
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+)
 
 # The option that the group of matrices has, and the state that only this group has.
 KINDS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -25,10 +30,15 @@ def engine_of(name: str) -> zero.ZeroEngine:
     make, option, _ = KINDS[name]
 
     def grouping(named):
-        groups = [[param for _, param in named if (param.dim() > 1) == matrices] for matrices in (True, False)]
+        groups = [
+            [param for _, param in named if (param.dim() > 1) == matrices]
+            for matrices in (True, False)
+        ]
         return [{"params": groups[0]} | option, {"params": groups[1]}]
 
-    return start(toy(), ds_config(stage3_param_persistence_threshold=0, sub_group_size=50), grouping, make)[0]
+    return start(
+        toy(), ds_config(stage3_param_persistence_threshold=0, sub_group_size=50), grouping, make
+    )[0]
 
 
 def read(rank: int, world_size: int, name: str) -> None:
@@ -37,9 +47,14 @@ def read(rank: int, world_size: int, name: str) -> None:
     assert all(safe_get_full_optimizer_state(param, key) is None for param in weights.values())
     train_zero(engine, toy_batches(1))
     for param in weights.values():
-        full, part = safe_get_full_optimizer_state(param, key), safe_get_local_optimizer_state(param, key)
+        full, part = (
+            safe_get_full_optimizer_state(param, key),
+            safe_get_local_optimizer_state(param, key),
+        )
         if len(param.ds_shape) > 1:
-            assert full.shape == param.ds_shape and full.any() and part.shape == param.ds_tensor.shape
+            assert (
+                full.shape == param.ds_shape and full.any() and part.shape == param.ds_tensor.shape
+            )
         else:
             assert full is None
             assert part is None or not part.numel()  # empty: this rank has no part of the parameter

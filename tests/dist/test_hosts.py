@@ -1,4 +1,5 @@
-"""`zero launch` on hosts with networks of their own: real ssh, addresses, limited links, and a link that breaks.
+"""`zero launch` on hosts with networks of their own: real ssh, addresses, limited links, and a link
+that breaks.
 
 Each host's name is 127.0.1.1 for itself, as on Debian, and each has a `docker0` that leads nowhere.
 """
@@ -20,13 +21,17 @@ from tests.hosts import PORT, Host, hosts, why_not
 from tests.processes import child_environment, fork_ranks, kill_tree
 from tests.tolerance import rounding
 
-pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(420)]
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.timeout(420),
+]
 
 STEPS, CUT = 7, 5
 WIDTH, ROWS = 16, 12
 TERMS = 6 * WIDTH + ROWS
-# The global batch is the same on any number of ranks: accumulation follows. A checkpoint is made after steps 2, 4, 6.
-# Where there is a file `cut`, the job waits after step CUT until that file is gone.
+# The global batch is the same on any number of ranks: accumulation follows. A checkpoint is made
+# after steps 2, 4, 6. Where there is a file `cut`, the job waits after step CUT until that file is
+# gone.
 SCRIPT = f"""
 import os, sys, time
 from pathlib import Path
@@ -34,9 +39,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 folder = Path(sys.argv[1])
 log = os.open(folder / (os.uname().nodename + ".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 2)
-import torch, zero, zero.watchdog
+import torch, zero, zero.comm.watchdog
 
-zero.watchdog.GRACE = 2.0
+zero.comm.watchdog.GRACE = 2.0
 config = {{
     "train_batch_size": {ROWS},
     "train_micro_batch_size_per_gpu": 2,
@@ -75,7 +80,17 @@ while engine.global_steps < {STEPS}:
 @contextlib.contextmanager
 def job(on: Host, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`zero launch` of the script on a host. Its lines go to the file `out`."""
-    words = [sys.executable, "-m", "zero", "launch", "--hostfile", folder / "hosts", "--ssh_port", str(PORT), *options]
+    words = [
+        sys.executable,
+        "-m",
+        "zero",
+        "launch",
+        "--hostfile",
+        folder / "hosts",
+        "--ssh_port",
+        str(PORT),
+        *options,
+    ]
     with open(folder / "out", "w") as out:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
         command = on.command(*words, folder / "script.py", folder)
@@ -108,7 +123,10 @@ def losses(text: str) -> dict[int, float]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the job. A file in it gives torchrun on all hosts shorter times than its own, 15 and 30 seconds."""
+    """The folder of the job.
+
+    A file in it gives torchrun on all hosts shorter times than its own, 15 and 30 seconds.
+    """
     monkeypatch.chdir(tmp_path)
     times = {"keep_alive_interval": 2, "keep_alive_max_attempt": 3, "last_call_timeout": 5}
     settings = ",".join(f"{name}={seconds}" for name, seconds in times.items())
@@ -143,12 +161,17 @@ def test_a_broken_link_ends_the_job_on_both_sides(folder: Path, alone: dict[int,
     expected = [alone[step] for step in range(1, CUT + 1)]
     assert list(found.values()) == pytest.approx(expected, rel=rounding_of(CUT))
     assert "rank 1 does not answer" in (folder / "node0.log").read_text()
-    assert "[rank 1] ranks wait for each other, and the machine of rank 0" in (folder / "node1.log").read_text()
+    assert (
+        "[rank 1] ranks wait for each other, and the machine of rank 0"
+        in (folder / "node1.log").read_text()
+    )
 
 
 def test_an_elastic_job_goes_on_without_a_lost_host(folder: Path, alone: dict[int, float]):
     with hosts(3, folder, rate="200mbit") as (first, _, third):
-        with job(first, folder, "--num_gpus", "1", "--elastic_training", "--min_elastic_nodes", "2") as started:
+        with job(
+            first, folder, "--num_gpus", "1", "--elastic_training", "--min_elastic_nodes", "2"
+        ) as started:
             cut(third, folder, ranks=3)
             third.kill()
             assert started.wait(timeout=250) == 0, (folder / "out").read_text()
@@ -160,7 +183,9 @@ def test_an_elastic_job_goes_on_without_a_lost_host(folder: Path, alone: dict[in
 
 
 def processes(host: Host) -> str:
-    return subprocess.run(host.command("ps", "ax"), capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        host.command("ps", "ax"), capture_output=True, text=True, check=True
+    ).stdout
 
 
 def rounding_of(steps: int) -> float:

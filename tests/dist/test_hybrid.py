@@ -1,4 +1,6 @@
-"""Hybrid sharding beside training: checkpoints between any two ways to shard, single values, meshes, mistakes."""
+"""Hybrid sharding beside training: checkpoints between any two ways to shard, single values,
+meshes, mistakes.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,28 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
-from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, load_train, stored, train_save_train
+from tests.dist.test_checkpoint import (
+    OTHER_CUTS,
+    STEPS,
+    assert_same_tensors,
+    load_train,
+    stored,
+    train_save_train,
+)
 from tests.dist.toys import Toy, toy, toy_batches
 from tests.dist.training import adamw, curve_on, ds_config, relative, split, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_whole_tensor import MAKE
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.deepspeed.fragments import (
+from zero.core.param_group import owning_group
+from zero.errors import UsageError
+from zero.integrations.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-from zero.errors import UsageError
-from zero.unit import unit_of
 
 
 # (ranks, section) of the writer and of the reader.
@@ -41,18 +50,32 @@ from zero.unit import unit_of
 )
 def test_checkpoints_hold_the_same_state_however_the_ranks_are_grouped(writer, reader, tmp_path):
     (written, section), (read, other) = writer, reader
-    straight = curve_on(written, train_save_train, "llama", ds_config(clip=1.0, **section), str(tmp_path))
-    resumed = curve_on(read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS | other), str(tmp_path))
+    straight = curve_on(
+        written, train_save_train, "llama", ds_config(clip=1.0, **section), str(tmp_path)
+    )
+    resumed = curve_on(
+        read, load_train, "llama", ds_config(clip=1.0, **OTHER_CUTS | other), str(tmp_path)
+    )
     assert_same_tensors(stored(tmp_path / f"again{read}"), stored(tmp_path))
-    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+    assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(
+        torch.float32, 1000, STEPS
+    )
     for folder in (tmp_path, tmp_path / f"again{read}"):
-        manifest = json.loads((Path(folder) / f"global_step{STEPS}" / "checkpoint.json").read_text())
+        manifest = json.loads(
+            (Path(folder) / f"global_step{STEPS}" / "checkpoint.json").read_text()
+        )
         for key, entry in manifest["tensors"].items():
-            assert sum(numel for _, numel, *_ in entry["slices"]) == entry["numel"], f"{key} is written once"
+            assert sum(numel for _, numel, *_ in entry["slices"]) == entry["numel"], (
+                f"{key} is written once"
+            )
 
 
-def whole_tensors(rank: int, world_size: int, folder: str, section: dict[str, Any], save: bool) -> None:
-    """Train and save with an optimizer whose state has tensors of other shapes, or load that and save it again."""
+def whole_tensors(
+    rank: int, world_size: int, folder: str, section: dict[str, Any], save: bool
+) -> None:
+    """Train and save with an optimizer whose state has tensors of other shapes, or load that and
+    save it again.
+    """
     engine, _ = start(build("llama"), ds_config(**section), make=MAKE["torch's Adafactor"])
     if save:
         train_zero(engine, batches("llama", 1))
@@ -71,19 +94,27 @@ MESH = {"stage3_param_persistence_threshold": 0}
 
 
 def single_values(rank: int, world_size: int, folder: str) -> int:
-    """On a mesh of 2 x 2: whole values of single parameters are plain torch's. Returns the shard group's size."""
+    """On a mesh of 2 x 2: whole values of single parameters are plain torch's.
+
+    Returns the shard group's size.
+    """
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     with zero.Init():  # over all ranks: the engine shards again
         model = toy(blocks=2)
     engine, *_ = zero.initialize(
-        model=model, optimizer=adamw([{"params": model.parameters()}]), config=ds_config(**MESH), mesh=mesh
+        model=model,
+        optimizer=adamw([{"params": model.parameters()}]),
+        config=ds_config(**MESH),
+        mesh=mesh,
     )
     plain, (batch,) = toy(blocks=2), toy_batches(1)
     parts = split(batch, world_size)
     for part in parts:
         (plain(**part) / world_size).backward()
     engine.backward(engine(**parts[rank]))
-    for (name, param), own in zip(plain.named_parameters(), engine.module.parameters(), strict=True):
+    for (name, param), own in zip(
+        plain.named_parameters(), engine.module.parameters(), strict=True
+    ):
         assert torch.equal(safe_get_full_fp32_param(own), param), name
         torch.testing.assert_close(safe_get_full_grad(own), param.grad, rtol=1e-5, atol=1e-8)
         with zero.GatheredParameters([own]):
@@ -121,9 +152,12 @@ def mistakes(rank: int, world_size: int) -> list[str]:
         model = Toy(blocks=1)
         with pytest.raises(UsageError) as caught:
             zero.initialize(
-                model=model, optimizer=adamw([{"params": model.parameters()}]), config=ds_config(**section), mesh=mesh
+                model=model,
+                optimizer=adamw([{"params": model.parameters()}]),
+                config=ds_config(**section),
+                mesh=mesh,
             )
-        assert not any(unit_of(param) for param in model.parameters()), "nothing was done"
+        assert not any(owning_group(param) for param in model.parameters()), "nothing was done"
         texts.append(str(caught.value))
 
     note(mics_shard_size=3)
@@ -138,26 +172,41 @@ def mistakes(rank: int, world_size: int) -> list[str]:
 
 def test_mistakes_are_named_before_anything_is_done():
     third, fourth, both, names, other = run_on(2, mistakes)[0]
-    assert third == "zero_optimization.mics_shard_size is 3, which does not divide the number of processes, 2"
-    assert fourth == "zero_optimization.zero_hpz_partition_size is 4, which does not divide the number of processes, 2"
+    assert (
+        third
+        == "zero_optimization.mics_shard_size is 3, which does not divide the number of processes, "
+        "2"
+    )
+    assert (
+        fourth
+        == "zero_optimization.zero_hpz_partition_size is 4, which does not divide the number of "
+        "processes, 2"
+    )
     assert "mics_shard_size (or a mesh) 2 and zero_hpz_partition_size 2" in both
     assert "('cp',)" in names and "'replicate', 'shard'" in names
     assert "mics_shard_size is 1, and the mesh's dimension shard has 2 ranks" in other
 
 
 def rounded_for_use(rank: int, world_size: int) -> None:
-    """Weights travel as codes, and the second shard holds them rounded. Who reads them gets the exact ones."""
-    section = {"zero_hpz_partition_size": 2, "zero_quantized_weights": True, "stage3_param_persistence_threshold": 0}
+    """Weights travel as codes, and the second shard holds them rounded.
+
+    Who reads them gets the exact ones.
+    """
+    section = {
+        "zero_hpz_partition_size": 2,
+        "zero_quantized_weights": True,
+        "stage3_param_persistence_threshold": 0,
+    }
     engine, _ = start(toy(), ds_config(**section, stage3_max_reuse_distance=0))
     weight = engine.module.blocks[0].up.weight
     for batch in toy_batches(2):
         engine.backward(engine(**batch))
-        assert unit_of(weight).second is not None
+        assert owning_group(weight).second is not None
         exact = safe_get_full_fp32_param(weight)
         engine.reshard()
         with zero.GatheredParameters([weight]):
             assert torch.equal(weight, exact)
-        with unit_of(weight).unsharded():
+        with owning_group(weight).unsharded():
             assert torch.equal(weight, exact)
         engine.step()
 

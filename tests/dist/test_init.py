@@ -25,9 +25,9 @@ from tests.dist.training import (
 from tests.parity import models
 from tests.parity.test_variants import variant
 from tests.processes import run_on
-from zero.deepspeed.fragments import safe_get_full_fp32_param
+from zero.core.param_group import owning_group
 from zero.errors import UsageError
-from zero.unit import unit_of
+from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param
 
 STEPS = 4
 
@@ -39,7 +39,10 @@ def built(seed: int, tied: bool = False, **options) -> Toy:
 
 
 def from_init(rank: int, world_size: int, tied: bool, sections: dict) -> Curve:
-    """Build a model under `Init`. Each rank draws other values, and all must get those of rank 0."""
+    """Build a model under `Init`.
+
+    Each rank draws other values, and all must get those of rank 0.
+    """
     config = ds_config(stage3_param_persistence_threshold=30, **sections)
     model = built(3 + rank, tied, config_dict_or_path=config)
     engine, _ = start(model, config)
@@ -85,7 +88,9 @@ def masters(rank: int, world_size: int, sections: dict) -> list[torch.Tensor]:
     return [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 
-@pytest.mark.parametrize("sections", [{"stage": 1}, {}, {"offload_optimizer": {"device": "cpu"}}], ids=str)
+@pytest.mark.parametrize(
+    "sections", [{"stage": 1}, {}, {"offload_optimizer": {"device": "cpu"}}], ids=str
+)
 def test_without_init_masters_keep_the_fp32_values_of_the_model(sections):
     for found in run_on(2, masters, sections):
         assert all(map(torch.equal, found, toy().parameters()))
@@ -96,8 +101,10 @@ def kept(rank: int, world_size: int) -> list[bool]:
     model.requires_grad_(False)
     next(model.parameters()).requires_grad_()
     config = ds_config(bf16={"enabled": True})
-    engine, *_ = zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    return [unit.initial_master is not None for unit in engine.units]
+    engine, *_ = zero.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
+    )
+    return [group.initial_master is not None for group in engine.groups]
 
 
 def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():
@@ -105,7 +112,9 @@ def test_no_fp32_values_are_kept_of_frozen_parameters_or_beside_masters():
 
 
 class Watch:
-    """Measures the memory of all parameters each time a module is assigned to its parent, before `Init` sees that."""
+    """Measures the memory of all parameters each time a module is assigned to its parent, before
+    `Init` sees that.
+    """
 
     def __init__(self) -> None:
         self.modules: list[weakref.ref] = []
@@ -118,17 +127,21 @@ class Watch:
     def elements(self) -> int:
         alive = [module for reference in self.modules if (module := reference()) is not None]
         params = {param for module in alive for param in module.parameters()}
-        storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in params}
+        storages = {
+            param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in params
+        }
         return sum(storages.values()) // 4
 
 
 def building(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Return the most elements outside of shards, those at the end, and the elements of this rank's shards."""
+    """Return the most elements outside of shards, those at the end, and the elements of this rank's
+    shards.
+    """
     watch = Watch()
     handle = register_module_module_registration_hook(watch)
     model = built(3)
     handle.remove()
-    shards = sum(unit_of(param).shard.numel() for param in model.parameters())
+    shards = sum(owning_group(param).shard.numel() for param in model.parameters())
     return watch.peak, watch.elements(), shards
 
 
@@ -162,12 +175,14 @@ def test_dtype_is_the_arguments_or_the_configurations_or_the_one_built():
 
 
 def nesting(rank: int, world_size: int) -> list[int]:
-    """Count sharded parameters of modules made inside of an inner `Init`, after it, after both, and when disabled."""
+    """Count sharded parameters of modules made inside of an inner `Init`, after it, after both, and
+    when disabled.
+    """
     with zero.Init():
         with zero.Init():
             inner = nn.Linear(WIDTH, WIDTH)
         # An engine may be made here for a complete model.
-        assert unit_of(inner.weight) is not None
+        assert owning_group(inner.weight) is not None
         between = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     outside = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     with zero.Init(enabled=False):
@@ -181,7 +196,9 @@ def nesting(rank: int, world_size: int) -> list[int]:
         pass
     after_error = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     modules = (inner, between, outside, disabled, built_before, after_error)
-    return [sum(unit_of(param) is not None for param in module.parameters()) for module in modules]
+    return [
+        sum(owning_group(param) is not None for param in module.parameters()) for module in modules
+    ]
 
 
 def test_init_ends_where_its_context_ends():
@@ -196,8 +213,14 @@ def looks(rank: int, world_size: int) -> dict:
     true = variant("plain")
 
     def compare(when: str) -> None:
-        for (name, param), expected in zip(model.named_parameters(), true.parameters(), strict=True):
-            if param.shape != expected.shape or param.numel() != expected.numel() or param.ndim != expected.ndim:
+        for (name, param), expected in zip(
+            model.named_parameters(), true.parameters(), strict=True
+        ):
+            if (
+                param.shape != expected.shape
+                or param.numel() != expected.numel()
+                or param.ndim != expected.ndim
+            ):
                 found["unlike"].append(f"{when}: {name} looks like {tuple(param.shape)}")
             if not param.isnan().all() or param.ds_numel != expected.numel():
                 found["unlike"].append(f"{when}: {name} shows values")
@@ -248,17 +271,20 @@ def test_sharded_parameters_look_true_show_nan_and_refuse_writing():
 
 
 def drawn(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """Return which parameters of a T5 built under `Init` differ from one built without, and whether rows differ.
+    """Return which parameters of a T5 built under `Init` differ from one built without, and whether
+    rows differ.
 
-    transformers draws the weights in the constructor of the whole model. All of them are sharded by then.
-    """
+    transformers draws the weights in the constructor of the whole model. All of them are sharded by
+    then."""
     torch.manual_seed(20 + rank)
     with zero.Init():
         model = models.t5()
     torch.manual_seed(20)
     true = models.t5().state_dict()
     with zero.GatheredParameters(model.parameters()):
-        unlike = [name for name, value in model.state_dict().items() if not torch.equal(value, true[name])]
+        unlike = [
+            name for name, value in model.state_dict().items() if not torch.equal(value, true[name])
+        ]
         return unlike, bool(model.shared.weight.std() > 0.5)
 
 

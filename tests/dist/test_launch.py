@@ -21,11 +21,12 @@ import pytest
 
 from tests.processes import REPOSITORY, run
 from zero.errors import UsageError
-from zero.launch import _parser, choose, parse_hostfile, remote_command
+from zero.tools.launch import _parser, choose, parse_hostfile, remote_command
 
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin")
 HOSTS = ("127.0.0.1", "127.0.0.2")
-# Each rank prints its numbers. With "fail", rank 1 fails. The others notice nothing: somebody must end them.
+# Each rank prints its numbers. With "fail", rank 1 fails. The others notice nothing: somebody must
+# end them.
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -49,12 +50,18 @@ def free_port() -> int:
 
 
 def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
-    """Start an sshd of this user with its own keys. Return it, and the text of a command `ssh` that reaches it."""
+    """Start an sshd of this user with its own keys.
+
+    Return it, and the text of a command `ssh` that reaches it.
+    """
     port = free_port()
     for key in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True
+        )
     (folder / "sshd_config").write_text(
-        f"Port {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\n"
+        f"Port {port}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/user.pub\nStrictModes "
+        "no\nUsePAM no\n"
         f"PidFile none\nListenAddress {HOSTS[0]}\nListenAddress {HOSTS[1]}\n"
     )
     (folder / "ssh_config").write_text(
@@ -63,7 +70,9 @@ def start_sshd(folder: Path) -> tuple[subprocess.Popen, str]:
     )
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and server.poll() is None:
         with socket.socket() as client:
@@ -91,7 +100,9 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         server.wait()
 
 
-def job(folder: Path, what: str, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
+def job(
+    folder: Path, what: str, environment: dict[str, str], *more: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "hosts").write_text(f"# two\n{HOSTS[0]} slots=2\n\n{HOSTS[1]} slots=4  # more\n")
     options = ["--hostfile", folder / "hosts", "--include", f"{HOSTS[0]}:1@{HOSTS[1]}:0,3"]
@@ -102,7 +113,9 @@ def job(folder: Path, what: str, environment: dict[str, str], *more: str) -> sub
 
 def left_over(folder: Path) -> list[psutil.Process]:
     script = str(folder / "script.py")
-    return [each for each in psutil.process_iter(["cmdline"]) if script in (each.info["cmdline"] or ())]
+    return [
+        each for each in psutil.process_iter(["cmdline"]) if script in (each.info["cmdline"] or ())
+    ]
 
 
 def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path: Path):
@@ -110,7 +123,9 @@ def test_ranks_on_two_hosts_work_together(environment: dict[str, str], tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [(0, HOSTS[0], 0, "1"), (1, HOSTS[1], 0, "0,3"), (2, HOSTS[1], 1, "0,3")]
     for rank, host, local, slots in expected:
-        line = f"[{host}] [default{local}]:rank {rank} of 3 local {local} slots {slots} told two words"
+        line = (
+            f"[{host}] [default{local}]:rank {rank} of 3 local {local} slots {slots} told two words"
+        )
         assert line in done.stdout.splitlines(), done.stdout
 
 
@@ -121,7 +136,10 @@ def test_all_hosts_end_when_one_fails(environment: dict[str, str], tmp_path: Pat
     assert f"zero launch: {HOSTS[1]} ended with code 1" in done.stderr
     found = json.loads(done.stdout)
     assert (found["exit_code"], found["ranks"], found["failed_first"]) == (1, 3, HOSTS[1])
-    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [(HOSTS[0], [1]), (HOSTS[1], [0, 3])]
+    assert [(each["host"], each["slots"]) for each in found["hosts"]] == [
+        (HOSTS[0], [1]),
+        (HOSTS[1], [0, 3]),
+    ]
     assert found["hosts"][1]["exit_code"] == 1
     deadline = time.monotonic() + 30
     while left_over(tmp_path) and time.monotonic() < deadline:
@@ -134,8 +152,13 @@ def test_what_a_recorder_asks_for_reaches_all_hosts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("UNRELATED", "x")
     options = _parser().parse(["--elastic_training", "--min_elastic_nodes", "2", "train.py"])
     command = shlex.split(remote_command(options, {"a": [0], "user@b": [0, 1]}, 1))
-    assert "ZERO_WATCH_FOLDER=/shared/a b" in command and not any("UNRELATED" in word for word in command)
-    assert command[command.index("--nnodes") + 1] == "2:2" and command[command.index("--local_addr") + 1] == "b"
+    assert "ZERO_WATCH_FOLDER=/shared/a b" in command and not any(
+        "UNRELATED" in word for word in command
+    )
+    assert (
+        command[command.index("--nnodes") + 1] == "2:2"
+        and command[command.index("--local_addr") + 1] == "b"
+    )
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in command
 
 
@@ -171,7 +194,11 @@ def test_wrong_choices_are_refused(options: dict, message: str):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a slots=x", "line 1: expected"), ("a slots=1\na slots=2", "line 2: host a is there twice"), ("#", "no host")],
+    [
+        ("a slots=x", "line 1: expected"),
+        ("a slots=1\na slots=2", "line 2: host a is there twice"),
+        ("#", "no host"),
+    ],
 )
 def test_wrong_hostfiles_are_refused(tmp_path: Path, text: str, message: str):
     file = tmp_path / "hosts"

@@ -1,4 +1,7 @@
-"""fp16: how the loss scale reacts to overflows. All ranks react alike when one of them overflows."""
+"""fp16: how the loss scale reacts to overflows.
+
+All ranks react alike when one of them overflows.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,21 @@ from tests.dist.training import LR, ds_config, split, start, step
 from tests.processes import run_on
 from zero.config import load_config
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.step import NonFiniteGradientError
+from zero.optim.sharded_optimizer import NonFiniteGradientError
 
 
 def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str, ...]) -> dict:
-    """Take one step for each letter. At "x", gradients of the `broken` parameters are infinite on the last rank."""
+    """Take one step for each letter.
+
+    At "x", gradients of the `broken` parameters are infinite on the last rank.
+    """
     model = toy()
-    warmup = {"warmup_min_lr": LR / 2, "warmup_max_lr": LR, "warmup_num_steps": 100, "warmup_type": "linear"}
+    warmup = {
+        "warmup_min_lr": LR / 2,
+        "warmup_max_lr": LR,
+        "warmup_num_steps": 100,
+        "warmup_type": "linear",
+    }
     config = ds_config(
         fp16={"enabled": True, **fp16} if fp16 else {"enabled": False},
         optimizer={"type": "AdamW", "params": {"lr": LR}},
@@ -31,7 +42,9 @@ def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str,
     for event, batch in zip(events, toy_batches(len(events)), strict=True):
         handles = []
         if event == "x" and rank == world_size - 1:
-            handles = [names[name].register_hook(lambda grad: grad * float("inf")) for name in broken]
+            handles = [
+                names[name].register_hook(lambda grad: grad * float("inf")) for name in broken
+            ]
         before = [master.clone() for master in masters]
         try:
             step(engine, [split(batch, world_size)[rank]])
@@ -41,14 +54,18 @@ def play(rank: int, world_size: int, events: str, fp16: dict, broken: tuple[str,
             handle.remove()
         found["scales"].append(engine.optimizer.loss_scale)
         found["overflow"].append(engine.optimizer.overflow)
-        found["changed"].append(not all(torch.equal(a, b) for a, b in zip(before, masters, strict=True)))
+        found["changed"].append(
+            not all(torch.equal(a, b) for a, b in zip(before, masters, strict=True))
+        )
     found["skipped"] = engine.skipped_steps
     found["lr"] = scheduler.get_last_lr()[0]
     found["finite"] = all(bool(master.isfinite().all()) for master in masters)
     return found
 
 
-def played(world_size: int, events: str, fp16: dict, broken: tuple[str, ...] = ("blocks.1.down.weight",)) -> list[dict]:
+def played(
+    world_size: int, events: str, fp16: dict, broken: tuple[str, ...] = ("blocks.1.down.weight",)
+) -> list[dict]:
     ranks = run_on(world_size, play, events, fp16, broken)
     for found in ranks:
         assert found["scales"] == ranks[0]["scales"], "ranks scale differently"
@@ -64,7 +81,15 @@ def played(world_size: int, events: str, fp16: dict, broken: tuple[str, ...] = (
         ("xx.x.", {"initial_scale_power": 8, "hysteresis": 1}),
         ("x.x..xx", {"initial_scale_power": 8, "hysteresis": 3}),
         ("xx.xx", {"initial_scale_power": 8, "hysteresis": 2, "consecutive_hysteresis": True}),
-        ("xx...", {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 3, "loss_scale_window": 2}),
+        (
+            "xx...",
+            {
+                "initial_scale_power": 3,
+                "hysteresis": 1,
+                "min_loss_scale": 3,
+                "loss_scale_window": 2,
+            },
+        ),
         ("x.x", {"loss_scale": 64}),
     ],
     ids=["growth", "no hysteresis", "hysteresis", "consecutive", "minimum", "static"],
@@ -84,7 +109,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(events, fp16, world_size)
 
 
 def test_the_learning_rate_waits_where_the_step_is_skipped():
-    rates = {events: played(2, events, {"initial_scale_power": 8})[0]["lr"] for events in ("..", ".xx.", "....")}
+    rates = {
+        events: played(2, events, {"initial_scale_power": 8})[0]["lr"]
+        for events in ("..", ".xx.", "....")
+    }
     assert rates[".."] == rates[".xx."] < rates["...."]
 
 
@@ -99,7 +127,9 @@ def test_an_overflow_at_the_minimum_names_the_first_broken_parameter_on_every_ra
 
 
 def test_nan_counts_as_an_overflow_of_a_persistent_parameter_too():
-    for found in played(2, ".x.", {"initial_scale_power": 8}, ("head.weight", "blocks.0.norm.weight")):
+    for found in played(
+        2, ".x.", {"initial_scale_power": 8}, ("head.weight", "blocks.0.norm.weight")
+    ):
         assert found["overflow"] == [False, True, False]
 
 
@@ -115,7 +145,9 @@ def step_regardless(rank: int, world_size: int) -> tuple[int, bool]:
     handle = model.blocks[1].down.weight.register_hook(lambda grad: grad * float("inf"))
     step(engine, toy_batches(1))
     handle.remove()
-    return engine.skipped_steps, all(bool(shard.master.isfinite().all()) for shard in engine.optimizer.shards.values())
+    return engine.skipped_steps, all(
+        bool(shard.master.isfinite().all()) for shard in engine.optimizer.shards.values()
+    )
 
 
 def test_a_step_with_overflow_is_taken_where_it_is_asked_for():
@@ -126,7 +158,10 @@ def losses(rank: int, world_size: int, scale: float) -> tuple[float, float]:
     engine, *_ = zero.initialize(
         model=toy(),
         config=ds_config(
-            fp16={"enabled": True, "loss_scale": scale}, optimizer={"type": "AdamW"}, clip=1.0, sub_group_size=100
+            fp16={"enabled": True, "loss_scale": scale},
+            optimizer={"type": "AdamW"},
+            clip=1.0,
+            sub_group_size=100,
         ),
     )
     loss = engine(**split(toy_batches(1)[0], world_size)[rank])
@@ -137,6 +172,6 @@ def losses(rank: int, world_size: int, scale: float) -> tuple[float, float]:
 
 def test_the_scale_shows_neither_in_the_loss_nor_in_the_norm():
     (difference, norm), (_, scaled) = run_on(2, losses, 1.0)[0], run_on(2, losses, 4096.0)[0]
-    assert difference == 0 and scaled == pytest.approx(norm, rel=2 * torch.finfo(torch.float16).eps), (
-        "fp16 rounds small gradients to zero unscaled"
-    )
+    assert difference == 0 and scaled == pytest.approx(
+        norm, rel=2 * torch.finfo(torch.float16).eps
+    ), "fp16 rounds small gradients to zero unscaled"

@@ -1,4 +1,6 @@
-"""`zero memory`: what is held in a step, by kind, in bytes that are known beforehand; and its picture."""
+"""`zero memory`: what is held in a step, by kind, in bytes that are known beforehand; and its
+picture.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import torch
 
 import zero
 from tests.processes import REPOSITORY, run_on
-from zero.__main__ import main
-from zero.watch.memory import MemoryRun
-from zero.watch.picture import draw, peaks
+from zero.tools.cli import main
+from zero.tools.profile.memory import MemoryRun
+from zero.tools.profile.picture import draw, peaks
 
 RANKS, STEPS, LAYERS, WIDTH, ROWS = 2, 3, 3, 256, 64
 # A layer's weight and bias in fp32, and one of its outputs.
 LAYER, OUTPUT = 4 * (WIDTH * WIDTH + WIDTH), 4 * ROWS * WIDTH
-# Padding of units, and numbers such as losses and counters.
+# Padding of groups, and numbers such as losses and counters.
 SMALL = 4096
 
 
@@ -28,7 +30,9 @@ class Sampled(MemoryRun):
 
 
 def train(rank: int, world_size: int, folder: Path) -> None:
-    layers = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(LAYERS)]
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()) for _ in range(LAYERS)
+    ]
     model = torch.nn.Sequential(*layers)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -58,10 +62,13 @@ def test_the_bytes_of_each_kind(tmp_path: Path):
             assert own <= kinds["parameters"] <= own + SMALL
             assert 2 * own <= kinds["optimizer"] <= 2 * own + 2 * SMALL + LAYER
         gathered = [kinds.get("gathered parameters", 0) for kinds in held]
-        assert LAYER <= max(gathered) <= LAYER + SMALL and gathered[-1] == 0  # one unit at a time
-        # Autograd keeps the input of each layer and the output of each ReLU, which is the input of the next layer.
+        assert LAYER <= max(gathered) <= LAYER + SMALL and gathered[-1] == 0  # one group at a time
+        # Autograd keeps the input of each layer and the output of each ReLU, which is the input of
+        # the next layer.
         kept = [kinds.get("activations", 0) for kinds in held]
-        ends = next(number for number, each in enumerate(samples) if each["phase"] == "backward") - 1
+        ends = (
+            next(number for number, each in enumerate(samples) if each["phase"] == "backward") - 1
+        )
         assert (LAYERS + 1) * OUTPUT <= kept[ends] <= (LAYERS + 1) * OUTPUT + SMALL
         assert kept[0] <= SMALL and kept[-1] <= OUTPUT + SMALL
         highest = peaks(samples)["host"]
@@ -77,11 +84,16 @@ def test_the_bytes_of_each_kind(tmp_path: Path):
 def test_a_device_has_a_panel_of_its_own(tmp_path: Path):
     bytes_of = {"device": {"parameters": 2 << 20}, "host": {"optimizer": 1 << 20}}
     samples = [
-        {"seconds": n / 10, "phase": "step", "bytes": bytes_of, "resident": 1, "allocated": 3 << 20} for n in (0, 1)
+        {"seconds": n / 10, "phase": "step", "bytes": bytes_of, "resident": 1, "allocated": 3 << 20}
+        for n in (0, 1)
     ]
     draw(samples, "a title", tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
-    assert "device: 2 MiB at most" in text and "host: 1 MiB at most" in text and "torch's allocator" in text
+    assert (
+        "device: 2 MiB at most" in text
+        and "host: 1 MiB at most" in text
+        and "torch's allocator" in text
+    )
 
 
 SCRIPT = """

@@ -1,4 +1,6 @@
-"""Training with 8-bit moments: near fp32 moments, the same bits on every tier, and checkpoints for any other run."""
+"""Training with 8-bit moments: near fp32 moments, the same bits on every tier, and checkpoints for
+any other run.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +11,31 @@ import pytest
 import torch
 
 import zero
-from tests.dist.training import Make, adamw, assert_same_weights, ds_config, loss_of, relative, split, start, step
+from tests.dist.training import (
+    Make,
+    adamw,
+    assert_same_weights,
+    ds_config,
+    loss_of,
+    relative,
+    split,
+    start,
+    step,
+)
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.checkpoint.background import wait_for_background_saves
-from zero.deepspeed.fragments import (
+from zero.errors import UsageError
+from zero.integrations.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from zero.errors import UsageError
 from zero.offload import tiers
-from zero.optim import cpu_adam, moments
+from zero.optim import adam8bit, cpu_adam
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 CODED = {"zero_quantized_moments": True}
@@ -34,7 +46,9 @@ BF16 = {"enabled": True, "bf16_master_weights_and_grads": True}
 def engine_with(sections: dict, make: Make = adamw) -> zero.ZeroEngine:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     accumulation = 4 // torch.distributed.get_world_size()
-    return start(build("llama"), ds_config(accumulation=accumulation, **SMALL | sections), make=make)[0]
+    return start(
+        build("llama"), ds_config(accumulation=accumulation, **SMALL | sections), make=make
+    )[0]
 
 
 def losses_of(engine: zero.ZeroEngine, data: list) -> list[float]:
@@ -47,7 +61,11 @@ def losses_of(engine: zero.ZeroEngine, data: list) -> list[float]:
 def moments_of(engine: zero.ZeroEngine) -> dict[str, torch.Tensor]:
     """Both moments of all parameters, as a script sees them."""
     named = list(engine.module.named_parameters())
-    return {f"{key} {name}": safe_get_full_optimizer_state(param, key) for name, param in named for key in moments.KEYS}
+    return {
+        f"{key} {name}": safe_get_full_optimizer_state(param, key)
+        for name, param in named
+        for key in adam8bit.KEYS
+    }
 
 
 def trained(rank: int, world_size: int, sections: dict, steps: int) -> tuple[list[float], dict]:
@@ -57,13 +75,16 @@ def trained(rank: int, world_size: int, sections: dict, steps: int) -> tuple[lis
     for tile in engine.optimizer.tiles:
         state, numel = engine.optimizer.state[tile.master], tile.master.numel()
         assert all(
-            moments.is_coded(state[key], numel) == ("zero_quantized_moments" in sections) for key in moments.KEYS
+            adam8bit.is_coded(state[key], numel) == ("zero_quantized_moments" in sections)
+            for key in adam8bit.KEYS
         )
     return losses, engine._zero3_consolidated_16bit_state_dict()
 
 
 def test_losses_stay_near_those_of_fp32_moments():
-    """Rounding moments to codes moves a loss as 2% of it at most, while it falls by half, and the last ones by 1%."""
+    """Rounding moments to codes moves a loss as 2% of it at most, while it falls by half, and the
+    last ones by 1%.
+    """
     expected = run_on(1, trained, CPU, STEPS)[0][0]
     assert expected[-1] < 0.5 * expected[0]
     few = (2, CODED | CPU | {"stage": 2}, STEPS // 3), (4, CODED | {"stage": 1}, STEPS // 6)
@@ -71,17 +92,26 @@ def test_losses_stay_near_those_of_fp32_moments():
         found = run_on(ranks, trained, sections, steps)[0][0]
         assert relative(found[:10], expected[:10]) < 1e-4
         assert relative(found, expected[:steps]) < 0.03
-        assert statistics.mean(found[-20:]) == pytest.approx(statistics.mean(expected[:steps][-20:]), rel=0.015)
+        assert statistics.mean(found[-20:]) == pytest.approx(
+            statistics.mean(expected[:steps][-20:]), rel=0.015
+        )
 
 
-@pytest.mark.skipif(not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a tile begins")
+@pytest.mark.skipif(
+    not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a tile begins"
+)
 @pytest.mark.parametrize("bf16", [{}, BF16])
 def test_tiers_change_no_bit(bf16, tmp_path):
     files = {"device": "nvme", "nvme_path": str(tmp_path)}
     both = files | {"pipeline_read": True, "pipeline_write": True}
     expected, *others = (
         run_on(2, trained, CODED | {"bf16": bf16} | sections, 6)[0]
-        for sections in ({}, CPU, {"offload_optimizer": files}, {"offload_param": files, "offload_optimizer": both})
+        for sections in (
+            {},
+            CPU,
+            {"offload_optimizer": files},
+            {"offload_param": files, "offload_optimizer": both},
+        )
     )
     for losses, weights in others:
         assert losses == expected[0]
@@ -89,7 +119,10 @@ def test_tiers_change_no_bit(bf16, tmp_path):
 
 
 def test_updates_by_torch_are_those_of_the_kernel():
-    """On an accelerator torch's optimizer makes the step. A hook on it makes that happen here, too."""
+    """On an accelerator torch's optimizer makes the step.
+
+    A hook on it makes that happen here, too.
+    """
     expected, found = (run_on(1, hooked, hooks)[0] for hooks in (False, True))
     assert relative(found, expected) < 1e-5
 
@@ -104,8 +137,13 @@ def hooked(rank: int, world_size: int, hooks: bool) -> list[float]:
     return losses
 
 
-def saved(rank: int, world_size: int, sections: dict, folder: str) -> tuple[list[float], dict, dict]:
-    """Save in the middle of a run. Return the losses that follow, the weights, and the moments when it was saved."""
+def saved(
+    rank: int, world_size: int, sections: dict, folder: str
+) -> tuple[list[float], dict, dict]:
+    """Save in the middle of a run.
+
+    Return the losses that follow, the weights, and the moments when it was saved.
+    """
     engine, data = engine_with(sections), batches("llama", 4)
     losses_of(engine, data)
     engine.save_checkpoint(folder)
@@ -113,7 +151,9 @@ def saved(rank: int, world_size: int, sections: dict, folder: str) -> tuple[list
     return losses_of(engine, data), engine._zero3_consolidated_16bit_state_dict(), found
 
 
-def resumed(rank: int, world_size: int, sections: dict, folder: str) -> tuple[list[float], dict, dict]:
+def resumed(
+    rank: int, world_size: int, sections: dict, folder: str
+) -> tuple[list[float], dict, dict]:
     engine, data = engine_with(sections), batches("llama", 4)
     engine.load_checkpoint(folder)
     found = moments_of(engine)
@@ -123,15 +163,22 @@ def resumed(rank: int, world_size: int, sections: dict, folder: str) -> tuple[li
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 def test_a_run_resumes_with_the_same_bits(ranks, place, tmp_path):
-    sections = CODED | {"offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "files")}}
-    (losses, weights, moments), again = (run_on(ranks, each, sections, str(tmp_path))[0] for each in (saved, resumed))
+    sections = CODED | {
+        "offload_optimizer": {"device": place, "nvme_path": str(tmp_path / "files")}
+    }
+    (losses, weights, adam8bit), again = (
+        run_on(ranks, each, sections, str(tmp_path))[0] for each in (saved, resumed)
+    )
     assert losses == again[0]
-    for found, expected in ((again[1], weights), (again[2], moments)):
+    for found, expected in ((again[1], weights), (again[2], adam8bit)):
         assert_same_weights(found, expected)
 
 
 def saved_in_background(rank: int, world_size: int, folder: str) -> tuple[dict, dict]:
-    """Save while training goes on. Return the moments of that step, and those of a run that resumes."""
+    """Save while training goes on.
+
+    Return the moments of that step, and those of a run that resumes.
+    """
     config = ds_config(accumulation=2, **SMALL | CODED | CPU) | {"checkpoint": {"async_save": True}}
     engine, data = start(build("llama"), config)[0], batches("llama", 2)
     losses_of(engine, data)
@@ -159,29 +206,43 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_checkpoints_fit_any_other_run(change, tmp_path):
-    """Blocks lie elsewhere then: each moment is rounded once more. If the new run has fp32 moments, nothing is."""
+    """Blocks lie elsewhere then: each moment is rounded once more.
+
+    If the new run has fp32 moments, nothing is.
+    """
     (before, old), (after, new) = CHANGES[change]
     losses, _, moments = run_on(before, saved, old, str(tmp_path))[0]
     again, _, found = run_on(after, resumed, new, str(tmp_path))[0]
-    for name, value in moments.items():
+    for name, value in adam8bit.items():
         if change == "codes to fp32":
             assert torch.equal(found[name], value)
-        assert torch.allclose(found[name], value, rtol=0.02, atol=0.02 * value.abs().max().item()), name
+        assert torch.allclose(
+            found[name], value, rtol=0.02, atol=0.02 * value.abs().max().item()
+        ), name
         assert not ((found[name] == 0) & (value > 0)).any() or "exp_avg_sq" not in name
     assert relative(again, losses) < 1e-3
 
 
 def third_moments(engine: zero.ZeroEngine) -> list[torch.Tensor]:
-    assert all(state["max_exp_avg_sq"].dtype == torch.float32 for state in engine.optimizer.state.values())
-    return [safe_get_full_optimizer_state(param, "max_exp_avg_sq") for param in engine.module.parameters()]
+    assert all(
+        state["max_exp_avg_sq"].dtype == torch.float32 for state in engine.optimizer.state.values()
+    )
+    return [
+        safe_get_full_optimizer_state(param, "max_exp_avg_sq")
+        for param in engine.module.parameters()
+    ]
 
 
 def with_amsgrad(rank: int, world_size: int, folder: str) -> list[list[float]]:
-    """Hand a run with fp32 moments over to one with codes, and that one to another with fp32 moments.
+    """Hand a run with fp32 moments over to one with codes, and that one to another with fp32
+    moments.
 
     Return the same two losses of each. The checkpoints bring `amsgrad` along.
     """
-    engine, data = engine_with(CPU, partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)), batches("llama", 2)
+    engine, data = (
+        engine_with(CPU, partial(torch.optim.AdamW, lr=1e-3, amsgrad=True)),
+        batches("llama", 2),
+    )
     losses_of(engine, data)
     found = []
     for sections in (CODED | CPU, CPU):
@@ -200,7 +261,10 @@ def test_third_moments_stay_fp32_beside_codes(tmp_path):
 
 
 def with_bad_gradients(rank: int, world_size: int, checked: bool) -> list[bool]:
-    """A step with one infinite gradient. Return: whether it was skipped, and whether other elements stayed finite."""
+    """A step with one infinite gradient.
+
+    Return: whether it was skipped, and whether other elements stayed finite.
+    """
     engine = engine_with(CODED | CPU | {"bf16": {"enabled": True, "check_grad_overflow": checked}})
     param, data = next(iter(engine.module.parameters())), batches("llama", 3)
     for number, batch in enumerate(data):
@@ -215,7 +279,11 @@ def with_bad_gradients(rank: int, world_size: int, checked: bool) -> list[bool]:
             break
     finite = [value.isfinite().all().item() for value in moments_of(engine).values()]
     weights = safe_get_full_fp32_param(param).isfinite()
-    return [engine.skipped_steps == 1, all(finite), weights.sum().item() >= weights.numel() - (not checked)]
+    return [
+        engine.skipped_steps == 1,
+        all(finite),
+        weights.sum().item() >= weights.numel() - (not checked),
+    ]
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -25,24 +25,34 @@ from tests.dist.toys import ROWS, toy, toy_batches
 from tests.dist.training import ds_config, loss_of, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.errors import UsageError
 from zero.monitor import facts, log_summary, monitor
 from zero.monitor.writers import writers
 from zero.offload import tiers
-from zero.report.runs import read
+from zero.tools.report.runs import read
 
 RANKS, STEPS, ACCUMULATION = 2, 3, 2
-# The toy's matrix products at 2 operations a product: forward and both gradients, without that of the model's input.
+# The toy's matrix products at 2 operations a product: forward and both gradients, without that of
+# the model's input.
 FLOPS_A_ROW = 6 * (2 * 13 * 13 + 4 * 2 * 13 * 39) - 2 * 13 * 13
 
 
 def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
     """Train with monitors. Return this rank's losses, step by step."""
     where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    sections = {"json_monitor": where, "csv_monitor": where, "steps_per_print": 2, "wall_clock_breakdown": True}
-    sections["flops_profiler"] = {"enabled": True, "profile_step": 2, "output_file": str(folder / "flops")}
+    sections = {
+        "json_monitor": where,
+        "csv_monitor": where,
+        "steps_per_print": 2,
+        "wall_clock_breakdown": True,
+    }
+    sections["flops_profiler"] = {
+        "enabled": True,
+        "profile_step": 2,
+        "output_file": str(folder / "flops"),
+    }
     config = ds_config(accumulation=ACCUMULATION, stage3_param_persistence_threshold=0) | sections
     model, losses = toy(), []
     engine, _ = start(model, config)
@@ -62,26 +72,37 @@ def monitored(rank: int, world_size: int, folder: Path) -> list[list[float]]:
 
 def test_each_step_is_measured_and_written(tmp_path: Path):
     by_rank = run_on(RANKS, monitored, tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records] == [1, 2, 3]
     assert [record["samples"] for record in records] == [4, 8, 12]
-    means = [sum(sum(losses[step]) for losses in by_rank) / (RANKS * ACCUMULATION) for step in range(STEPS)]
+    means = [
+        sum(sum(losses[step]) for losses in by_rank) / (RANKS * ACCUMULATION)
+        for step in range(STEPS)
+    ]
     assert [record["loss"] for record in records] == pytest.approx(means, rel=1e-6)
     for record in records:
         assert record["bytes"]["reduce_scatter"] == 4 * record["elements"]["reduce_scatter"] > 0
         assert record["lr"] == 1e-3 and record["grad_norm"] > 0
         assert set(record["seconds"]) == {"forward", "backward", "step"}
-        assert record["memory"]["host_bytes_peak"] > 0 and record["memory"]["gathered_elements_peak"] > 0
+        assert (
+            record["memory"]["host_bytes_peak"] > 0
+            and record["memory"]["gathered_elements_peak"] > 0
+        )
         assert len(record["ranks"]["working_seconds"]) == RANKS
     run = records[0]["run"]
-    assert [("run" in record, "warnings" in record) for record in records] == [(True, True)] + [(False, False)] * 2
+    assert [("run" in record, "warnings" in record) for record in records] == [(True, True)] + [
+        (False, False)
+    ] * 2
     assert records[0]["warnings"] == ["rank 0 warns"]
     effective = {row["key"]: row["effective"] for row in run["configuration"]}
     assert effective["zero_optimization.stage"] == "3" and effective["gradient_clipping"] == "0.0"
     assert run["environment"]["ranks"] == "2" and run["environment"]["torch"] == torch.__version__
     elements = sum(param.numel() for param in toy().parameters())
     assert run["parameters"] == elements
-    # fp32 weights are their own masters; AdamW has two moments and a counter. Small shards have much padding.
+    # fp32 weights are their own masters; AdamW has two moments and a counter. Small shards have
+    # much padding.
     kinds = run["memory"]["host"]
     assert 4 * elements / RANKS <= kinds["parameters"] <= 5 * elements / RANKS
     assert 2 * kinds["parameters"] <= kinds["optimizer"] <= 2 * kinds["parameters"] + 100
@@ -90,9 +111,13 @@ def test_each_step_is_measured_and_written(tmp_path: Path):
 
     found = read(tmp_path / "job")
     assert found.curve("loss")[1] == [record["loss"] for record in records]
-    assert all(spent >= 0 for spent in found.time_by_part().values()) and found.warnings == [(1, "rank 0 warns")]
+    assert all(spent >= 0 for spent in found.time_by_part().values()) and found.warnings == [
+        (1, "rank 0 warns")
+    ]
 
-    rows = list(csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()))
+    rows = list(
+        csv.reader((tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().splitlines())
+    )
     assert rows[0] == ["step", "train_loss"]
     assert [(int(x), float(y)) for x, y in rows[1:]] == [(r["samples"], r["loss"]) for r in records]
 
@@ -101,28 +126,41 @@ PEAK = 1e9
 
 
 def language(rank: int, world_size: int, folder: Path) -> dict[str, int]:
-    """Train a small model of language with its optimizer in files. Return the bytes that this rank has sent."""
+    """Train a small model of language with its optimizer in files.
+
+    Return the bytes that this rank has sent.
+    """
     tiers.LEAST_BYTES_IN_A_FILE = 1
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # the other rank is on another machine
     where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
-    files = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder), "overlap_step": False}}
+    files = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(folder), "overlap_step": False}
+    }
     with mock.patch.object(monitor, "peak", lambda device, dtype: PEAK):
         engine, _ = start(build("t5"), ds_config(**files) | {"json_monitor": where})
     before = Counter(engine.comm.sent)
     train_zero(engine, batches("t5", 2))
-    return {"sent": 4 * (engine.comm.sent - before).total(), "elements": sum(u.layout.numel for u in engine.units)}
+    return {
+        "sent": 4 * (engine.comm.sent - before).total(),
+        "elements": sum(u.layout.numel for u in engine.groups),
+    }
 
 
 def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     found = run_on(2, language, tmp_path)[0]
-    records = [json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "job" / "steps.jsonl").read_text().splitlines()
+    ]
     batch, record = batches("t5", 2)[-1], records[-1]
     tokens = batch["input_ids"].numel() + batch["labels"].numel()
     steps_per_second = record["samples_per_second"] * record["step"] / record["samples"]
     assert record["tokens_per_second"] == pytest.approx(tokens * steps_per_second)
-    # A token of the source meets the weights of the encoder alone, one of the target those of the decoder.
+    # A token of the source meets the weights of the encoder alone, one of the target those of the
+    # decoder.
     model = build("t5")
-    encoder, decoder = (_multiplied(part) for part in (model.encoder, nn.ModuleList([model.decoder, model.lm_head])))
+    encoder, decoder = (
+        _multiplied(part) for part in (model.encoder, nn.ModuleList([model.decoder, model.lm_head]))
+    )
     operations = 6 * (encoder * batch["input_ids"].numel() + decoder * batch["labels"].numel())
     assert record["model_flops_per_second"] == pytest.approx(operations / 2 * steps_per_second)
     assert record["mfu"] == pytest.approx(record["model_flops_per_second"] / PEAK)
@@ -134,7 +172,10 @@ def test_tokens_files_and_memory_of_ranks(tmp_path: Path):
     assert record["links"]["disk read"] > 2 * shard and record["links"]["disk written"] > 3 * shard
     assert min(record["disk_bytes_per_second"][name] for name in ("read", "written")) > 0
     of_ranks = record["ranks"]
-    assert all(0 < now <= peak for now, peak in zip(of_ranks["host_bytes"], of_ranks["host_bytes_peak"], strict=True))
+    assert all(
+        0 < now <= peak
+        for now, peak in zip(of_ranks["host_bytes"], of_ranks["host_bytes_peak"], strict=True)
+    )
     assert of_ranks["device_bytes"] == [0, 0]
 
 
@@ -156,13 +197,20 @@ def test_late_updates_end_before_memory_is_counted():
 
 
 def _multiplied(module: nn.Module) -> int:
-    of_modules = (each.parameters(recurse=False) for each in module.modules() if not isinstance(each, nn.Embedding))
+    of_modules = (
+        each.parameters(recurse=False)
+        for each in module.modules()
+        if not isinstance(each, nn.Embedding)
+    )
     return sum(param.numel() for params in of_modules for param in params)
 
 
 def logged(rank: int, world_size: int, section: dict[str, Any]) -> str:
     """Train with the log of collectives. Return what this rank prints."""
-    config = ds_config(stage3_param_persistence_threshold=0) | {"comms_logger": section, "memory_breakdown": True}
+    config = ds_config(stage3_param_persistence_threshold=0) | {
+        "comms_logger": section,
+        "memory_breakdown": True,
+    }
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         engine, optimizer = start(toy(), config)
         train_zero(engine, toy_batches(2))
@@ -181,7 +229,9 @@ def test_collectives_and_memory_are_printed_on_rank_0():
     calls, *lines = first.splitlines()
     assert len(second.splitlines()) == 1
     shown = [line for line in lines if line.startswith("step ")]
-    assert len(shown) == 2 and all("host parameters " in line and ", optimizer " in line for line in shown)
+    assert len(shown) == 2 and all(
+        "host parameters " in line and ", optimizer " in line for line in shown
+    )
     ended = [line for line in lines if line.startswith("comm op: all_gather ")]
     head = next(number for number, line in enumerate(lines) if line.startswith("Comm. Op "))
     assert lines[head].split("  ")[-1].strip() == "Straggler(ms)"
@@ -192,7 +242,9 @@ def test_collectives_and_memory_are_printed_on_rank_0():
         else:
             name = line
     assert {"all_gather", "reduce_scatter"} <= {name for name, _ in table}
-    assert sum(int(row[0]) for name, row in table if name == "all_gather") == len(ended) <= int(calls)
+    assert (
+        sum(int(row[0]) for name, row in table if name == "all_gather") == len(ended) <= int(calls)
+    )
     for name, (count, *numbers) in table:
         total, average, rate, bus, straggler = map(float, numbers)
         assert total == pytest.approx(int(count) * average, abs=0.01 * (1 + int(count)))
@@ -201,23 +253,39 @@ def test_collectives_and_memory_are_printed_on_rank_0():
         assert bus == pytest.approx(factor * rate, abs=0.02) and straggler >= 0
 
 
-def test_chosen_collectives_have_rows_for_each_unit():
-    section = {"enabled": True, "prof_all": False, "prof_ops": ["all_gather_into_tensor"], "debug": True}
+def test_chosen_collectives_have_rows_for_each_group():
+    section = {
+        "enabled": True,
+        "prof_all": False,
+        "prof_ops": ["all_gather_into_tensor"],
+        "debug": True,
+    }
     first, _ = run_on(RANKS, logged, section)
     names = [line for line in first.splitlines() if line.startswith(("all_", "reduce"))]
-    assert all(name.startswith("all_gather") for name in names) and sum(" | " in name for name in names) > 2
+    assert (
+        all(name.startswith("all_gather") for name in names)
+        and sum(" | " in name for name in names) > 2
+    )
 
 
 def test_operations_are_counted_exactly(tmp_path: Path):
     run_on(1, monitored, tmp_path)
-    assert f"step 2 on rank 0: {FLOPS_A_ROW * ROWS * ACCUMULATION:.4g} in" in (tmp_path / "flops").read_text()
+    assert (
+        f"step 2 on rank 0: {FLOPS_A_ROW * ROWS * ACCUMULATION:.4g} in"
+        in (tmp_path / "flops").read_text()
+    )
 
 
 def with_divided_losses(rank: int, world_size: int, folder: Path) -> list[float]:
-    """As the Trainer does: it divides the loss itself. The learning rate is a tensor. The folder goes away."""
+    """As the Trainer does: it divides the loss itself.
+
+    The learning rate is a tensor. The folder goes away.
+    """
     model = toy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
-    config = ds_config(accumulation=ACCUMULATION) | {"json_monitor": {"enabled": True, "output_path": str(folder)}}
+    config = ds_config(accumulation=ACCUMULATION) | {
+        "json_monitor": {"enabled": True, "output_path": str(folder)}
+    }
     engine = zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     losses = []
     for step, batch in enumerate(toy_batches(2)):
@@ -231,7 +299,9 @@ def with_divided_losses(rank: int, world_size: int, folder: Path) -> list[float]
             engine.step()
         if step == 0 and rank == 0:
             record = json.loads((folder / "DeepSpeedJobName" / "steps.jsonl").read_text())
-            assert record["loss"] == pytest.approx(losses[0], rel=1e-6) and record["lr"] == pytest.approx(1e-2)
+            assert record["loss"] == pytest.approx(losses[0], rel=1e-6) and record[
+                "lr"
+            ] == pytest.approx(1e-2)
     return losses
 
 
@@ -249,14 +319,18 @@ def test_what_cannot_be_written_is_refused_on_all_ranks_before_training(tmp_path
     (tmp_path / "file").write_text("")
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}}
     run_on(RANKS, refused, monitor, "csv_monitor.output_path: cannot write to")
-    profiler = {"flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}}
+    profiler = {
+        "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "none" / "table")}
+    }
     run_on(RANKS, refused, profiler, "flops_profiler.output_file: .* there is no such folder")
 
 
 @pytest.mark.parametrize("section", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named(section: str):
     config = load_config(ds_config() | {section: {"enabled": True}})
-    with mock.patch.dict(sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}):
+    with mock.patch.dict(
+        sys.modules, {"tensorboard": None, "torch.utils.tensorboard": None, "wandb": None}
+    ):
         with pytest.raises(UsageError, match=f"package {section} is missing"):
             writers(config)
 
@@ -279,6 +353,19 @@ def test_wandb_gets_the_numbers_under_deepspeeds_names():
     config = load_config(ds_config() | {"wandb": {"enabled": True, "project": "mine"}})
     with mock.patch.dict(sys.modules, {"wandb": fake}):
         (writer,) = writers(config)
-    writer.write({"step": 1, "samples": 4, "loss": 2.0, "lr": 0.1, "loss_scale": None, "seconds": {"forward": 0.5}})
-    expected = {"Train/Samples/train_loss": 2.0, "Train/Samples/lr": 0.1, "Train/Seconds/forward": 0.5}
+    writer.write(
+        {
+            "step": 1,
+            "samples": 4,
+            "loss": 2.0,
+            "lr": 0.1,
+            "loss_scale": None,
+            "seconds": {"forward": 0.5},
+        }
+    )
+    expected = {
+        "Train/Samples/train_loss": 2.0,
+        "Train/Samples/lr": 0.1,
+        "Train/Seconds/forward": 0.5,
+    }
     assert fake.calls == [{"project": "mine", "group": None, "entity": None}, (4, expected)]

@@ -1,4 +1,6 @@
-"""Offload: where state lives, what the settings do, disk errors, and the public functions during a late update."""
+"""Offload: where state lives, what the settings do, disk errors, and the public functions during a
+late update.
+"""
 
 import errno
 import io
@@ -10,12 +12,25 @@ import pytest
 import torch
 
 import zero
-from tests.dist.training import Curve, assert_equal, assert_same_weights, curve_on, ds_config, start, step, train_zero
+from tests.dist.training import (
+    Curve,
+    assert_equal,
+    assert_same_weights,
+    curve_on,
+    ds_config,
+    start,
+    step,
+    train_zero,
+)
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero import device
-from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from zero.integrations.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from zero.offload import tiers
 from zero.optim import cpu_adam, placement
 
@@ -27,13 +42,19 @@ PIPELINED = {"device": "nvme", "pipeline_read": True, "pipeline_write": True}
 def engine_on(folder: str, param: dict, optimizer: dict, **others: object) -> zero.ZeroEngine:
     """Make an engine. Every tensor that is offloaded to nvme goes to a file, however small."""
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    offload = {"offload_param": {"nvme_path": folder, **param}, "offload_optimizer": {"nvme_path": folder, **optimizer}}
+    offload = {
+        "offload_param": {"nvme_path": folder, **param},
+        "offload_optimizer": {"nvme_path": folder, **optimizer},
+    }
     config = ds_config(**{**SMALL, "sub_group_size": 20000, **offload})
     return start(build("t5"), config | others)[0]
 
 
 def in_memory() -> zero.ZeroEngine:
-    """Make an engine without files that updates as offload does. Without a compiler that is torch's fused Adam."""
+    """Make an engine without files that updates as offload does.
+
+    Without a compiler that is torch's fused Adam.
+    """
     with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
         return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}))[0]
 
@@ -60,7 +81,10 @@ def automatic(rank: int, world_size: int, folder: str, rooms: list[int]) -> tupl
 
 
 def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path):
-    """The reserve is 1 GiB of 10. Units are offloaded when less than half of the reserve is free."""
+    """The reserve is 1 GiB of 10.
+
+    Groups are offloaded when less than half of the reserve is free.
+    """
     reserve = 1 << 30
     some = reserve + 400_000
     rooms = [some, some, some, reserve // 2, reserve // 2 - 1, some, some, 0]
@@ -68,7 +92,8 @@ def test_auto_takes_back_what_fits_and_offloads_it_again_under_pressure(tmp_path
     assert_equal(curve, curve_on(1, plain))
     fit = here[1]
     assert 0 < fit < 8
-    # The first step only measures. Below half of the reserve, units leave. What fits for two steps comes back.
+    # The first step only measures. Below half of the reserve, groups leave. What fits for two steps
+    # comes back.
     assert here == [0, fit, fit, fit, 0, 0, fit, 0]
 
 
@@ -82,8 +107,10 @@ def settings_seen(rank: int, world_size: int, folder: str) -> dict:
         PIPELINED,
         aio={"block_size": 8192, "queue_depth": 6, "thread_count": 2},
     )
-    file = next(unit.tier.file for unit in engine.units if unit.tier.file is not None)
-    assert all(shard.tier.file is file for shard in engine.optimizer.shards.values()), "one file for all of a folder"
+    file = next(group.tier.file for group in engine.groups if group.tier.file is not None)
+    assert all(shard.tier.file is file for shard in engine.optimizer.shards.values()), (
+        "one file for all of a folder"
+    )
     return {"settings": file.settings, "ahead": engine.schedule.prefetch_bucket_size}
 
 
@@ -102,7 +129,9 @@ def timed(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_times_are_counted_by_phase(tmp_path):
-    lines = [line for line in run_on(1, timed, str(tmp_path))[0].splitlines() if line.startswith("step ")]
+    lines = [
+        line for line in run_on(1, timed, str(tmp_path))[0].splitlines() if line.startswith("step ")
+    ]
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     assert all("forward" in line and "backward" in line and "file" in line for line in lines)
 
@@ -114,9 +143,15 @@ def read_and_write(rank: int, world_size: int, folder: str) -> list[torch.Tensor
     engine = engine_on(folder, FILES, PIPELINED) if folder else in_memory()
     seen = []
     for batch in batches("t5", 3):
-        step(engine, [batch.copy() if world_size == 1 else {k: v.chunk(2)[rank] for k, v in batch.items()}])
+        step(
+            engine,
+            [batch.copy() if world_size == 1 else {k: v.chunk(2)[rank] for k, v in batch.items()}],
+        )
         for param in engine.module.parameters():
-            seen += [safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
+            seen += [
+                safe_get_full_fp32_param(param),
+                safe_get_full_optimizer_state(param, "exp_avg"),
+            ]
             safe_set_full_fp32_param(param, seen[-2] * 0.5)
     return seen
 
@@ -131,7 +166,9 @@ def test_values_are_read_and_written_behind_a_late_update(tmp_path):
 # -- checkpoints
 
 
-def written_and_read(rank: int, world_size: int, folder: str, checkpoint: str, writes: bool, files: bool) -> Curve:
+def written_and_read(
+    rank: int, world_size: int, folder: str, checkpoint: str, writes: bool, files: bool
+) -> Curve:
     engine = engine_on(folder, FILES, PIPELINED) if files else in_memory()
     half = STEPS // 2
     if writes:
@@ -146,7 +183,10 @@ def written_and_read(rank: int, world_size: int, folder: str, checkpoint: str, w
 def test_checkpoints_go_from_any_tier_to_any(tmp_path, from_files, to_files):
     folder, checkpoint = str(tmp_path / "files"), str(tmp_path / "checkpoint")
     curve_on(1, written_and_read, folder, checkpoint, True, from_files)
-    found, expected = curve_on(1, written_and_read, folder, checkpoint, False, to_files), curve_on(1, plain)
+    found, expected = (
+        curve_on(1, written_and_read, folder, checkpoint, False, to_files),
+        curve_on(1, plain),
+    )
     assert found.losses == expected.losses[STEPS // 2 :]
     assert_same_weights(found.weights, expected.weights)
 
@@ -201,14 +241,21 @@ def test_a_step_that_was_interrupted_is_no_step_and_a_checkpoint_mends_it(tmp_pa
 
 
 def own_optimizer(rank: int, world_size: int, folder: str) -> Curve:
-    """Train with the script's own optimizer and scheduler, a tensor as learning rate, and calls of `zero_grad`."""
+    """Train with the script's own optimizer and scheduler, a tensor as learning rate, and calls of
+    `zero_grad`.
+    """
     model = build("t5")
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    offload = {"offload_param": {**FILES, "nvme_path": folder}, "offload_optimizer": {**PIPELINED, "nvme_path": folder}}
+    offload = {
+        "offload_param": {**FILES, "nvme_path": folder},
+        "offload_optimizer": {**PIPELINED, "nvme_path": folder},
+    }
     config = ds_config(**SMALL, **(offload if folder else {}))
-    engine, *_ = zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
     curve = Curve()
     for batch in batches("t5", 4):
         curve.losses += train_zero(engine, [batch]).losses

@@ -1,4 +1,7 @@
-"""Own training loops: `loss.backward()`, several forwards, reads outside of modules, `zero.fragments`, generation."""
+"""Own training loops:
+
+`loss.backward()`, several forwards, reads outside of modules, `zero.fragments`, generation.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
-from zero.activations import MIN_BYTES, HostActivations
-from zero.deepspeed import fragments
-from zero.deepspeed.labels import ZeroParamStatus
-from zero.deepspeed.utilities import unwrap_model_for_generation
+from zero.core.activation_offload import MIN_BYTES, HostActivations
 from zero.errors import UsageError
+from zero.integrations.deepspeed import fragments
+from zero.integrations.deepspeed.labels import ZeroParamStatus
+from zero.integrations.deepspeed.utilities import unwrap_model_for_generation
 
 WIDTH, ROWS, LR = 8, 4, 1e-2
 # The inner lengths of two layers, forward and backward, and the sums over rows and micro-batches.
@@ -26,7 +29,10 @@ SMALL = {"stage3_param_persistence_threshold": 0}
 
 
 class Tied(nn.Module):
-    """Reads the embedding's weight outside of the embedding's call. Its module `scale` returns a parameter."""
+    """Reads the embedding's weight outside of the embedding's call.
+
+    Its module `scale` returns a parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +80,9 @@ def build(kind: type[nn.Module]) -> nn.Module:
 
 def tokens(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + part)
-    return torch.randint(0, 16, (ROWS,), generator=generator), torch.randint(0, 16, (ROWS,), generator=generator)
+    return torch.randint(0, 16, (ROWS,), generator=generator), torch.randint(
+        0, 16, (ROWS,), generator=generator
+    )
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -82,7 +90,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def follows(engine: zero.ZeroEngine, reference: nn.Module, world_size: int) -> None:
-    """Assert that the engine's gradients are those of `reference`, whose losses were summed over ranks."""
+    """Assert that the engine's gradients are those of `reference`, whose losses were summed over
+    ranks.
+    """
     for name, grad in gradients(engine.module).items():
         expected = dict(reference.named_parameters())[name].grad
         assert_close(grad, expected / world_size, TERMS)
@@ -112,7 +122,9 @@ def test_loss_backward_of_the_script(stage):
 
 
 def several(rank: int, world_size: int) -> None:
-    """Run two forwards before one backward, and two backwards of one graph with `zero_grad` between them."""
+    """Run two forwards before one backward, and two backwards of one graph with `zero_grad` between
+    them.
+    """
     engine, reference = engine_of(build(Tied)), build(Tied)
     engine.backward(engine(*tokens(0, rank)) + engine(*tokens(1, rank)))
     for part in range(world_size):
@@ -145,7 +157,9 @@ def two_engines(rank: int, world_size: int) -> None:
 
 
 def unusual(rank: int, world_size: int, stage: int) -> None:
-    """A loss that does not call the root; a step after `no_sync` alone; a backward that fails, and the next one."""
+    """A loss that does not call the root; a step after `no_sync` alone; a backward that fails, and
+    the next one.
+    """
     batch = torch.ones(ROWS, WIDTH)
     engine, reference = engine_of(build(Experts), stage), build(Experts)
 
@@ -215,11 +229,15 @@ def test_no_sync_where_ranks_keep_whole_gradients():
 
 
 def fragments_of(rank: int, world_size: int, stage: int) -> None:
-    """Values that are written can be read back, match the local parts, and are used by the optimizer."""
+    """Values that are written can be read back, match the local parts, and are used by the
+    optimizer.
+    """
     model = build(Experts)
     engine = engine_of(model, stage)
     engine.optimizer.optimizer.param_groups[0]["momentum"] = 0.9
-    full = {name: fragments.safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
+    full = {
+        name: fragments.safe_get_full_fp32_param(param) for name, param in model.named_parameters()
+    }
     plain = dict(build(Experts).named_parameters())
     assert all(torch.equal(full[name], plain[name]) for name in full)
     weight = model.out.weight
@@ -234,7 +252,9 @@ def fragments_of(rank: int, world_size: int, stage: int) -> None:
     engine.step()
     expected = full["out.weight"] - LR * (value + 1)
     torch.testing.assert_close(fragments.safe_get_full_fp32_param(weight), expected)
-    assert torch.equal(fragments.safe_get_full_optimizer_state(weight, "momentum_buffer"), value + 1)
+    assert torch.equal(
+        fragments.safe_get_full_optimizer_state(weight, "momentum_buffer"), value + 1
+    )
     fragments.safe_set_full_fp32_param(weight, 2 * value)
     with zero.GatheredParameters(weight):
         assert torch.equal(weight, 2 * value)
@@ -248,7 +268,7 @@ def test_fragments_are_read_and_written(stage):
 
 
 class Sum(nn.Module):
-    """Three units. Each has one parameter of 5 elements, which two ranks cannot divide evenly."""
+    """Three groups. Each has one parameter of 5 elements, which two ranks cannot divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +281,10 @@ class Sum(nn.Module):
 
 
 def parts_of_a_parameter(rank: int, world_size: int) -> None:
-    """`ds_tensor` is this rank's part of a parameter. Its gradient has that shape. Their norm is that of the step."""
+    """`ds_tensor` is this rank's part of a parameter.
+
+    Its gradient has that shape. Their norm is that of the step.
+    """
     engine = engine_of(build(Sum), gradient_accumulation_steps=2)
     values = [part.value for part in engine.module.parts]
     for value in values:
@@ -289,12 +312,15 @@ def parts_of_a_parameter(rank: int, world_size: int) -> None:
     assert torch.equal(fragments.safe_get_full_fp32_param(values[0]), torch.arange(5.0))
 
 
-def test_parts_of_a_parameter_that_is_a_unit_by_itself():
+def test_parts_of_a_parameter_that_is_a_group_by_itself():
     run_on(2, parts_of_a_parameter)
 
 
 def generation(rank: int, world_size: int) -> None:
-    """Inside of the context the model runs without hooks and gathers. After it, it runs as before."""
+    """Inside of the context the model runs without hooks and gathers.
+
+    After it, it runs as before.
+    """
     engine = engine_of(build(Tied))
     before = engine(*tokens(0, rank))
     engine.backward(before)
@@ -303,18 +329,24 @@ def generation(rank: int, world_size: int) -> None:
     with unwrap_model_for_generation(engine) as model, torch.no_grad():
         gathered = engine.comm.calls["all_gather"]
         assert hooks.forward_hooks == hooks.backward_hooks == []
-        assert torch.equal(model(*tokens(0, rank)), before) and torch.equal(model(*tokens(0, rank)), before)
+        assert torch.equal(model(*tokens(0, rank)), before) and torch.equal(
+            model(*tokens(0, rank)), before
+        )
         assert engine.comm.calls["all_gather"] == gathered
     with zero.GatheredParameters(engine.parameters()), torch.no_grad():  # as TRL does it
         for param in [*hooks.module.parameters(), *hooks.module.ds_external_parameters()]:
             param.ds_active_sub_modules.clear()
         for handle in [*hooks.forward_hooks, *hooks.backward_hooks]:
             handle.remove()
-        hooks.forward_hooks, hooks.backward_hooks = [], []
+        hooks.forward_hooks = []
+        hooks.backward_hooks = []
         assert torch.equal(engine.module(*tokens(0, rank)), before)
         hooks._register_deepspeed_module(hooks.module)
         assert hooks.forward_hooks and hooks.backward_hooks
-    assert engine.module.embed.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and engine.residency.live == 0
+    assert (
+        engine.module.embed.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and engine.residency.live == 0
+    )
     reference = build(Tied)
     engine.backward(engine(*tokens(0, rank)))
     for part in range(world_size):
@@ -327,7 +359,10 @@ def test_generation_without_hooks():
 
 
 class Wide(nn.Module):
-    """Keeps large activations only as inputs of checkpointed layers. `seen` shows which of them are alive."""
+    """Keeps large activations only as inputs of checkpointed layers.
+
+    `seen` shows which of them are alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,13 +377,17 @@ class Wide(nn.Module):
 
 
 def activations_on_the_host(rank: int, world_size: int) -> None:
-    """Gradients are the same, and the device copies of the checkpoints' inputs are freed after forward."""
-    batch = torch.randn(2 * MIN_BYTES // WIDTH // 4, WIDTH, generator=torch.Generator().manual_seed(rank))
+    """Gradients are the same, and the device copies of the checkpoints' inputs are freed after
+    forward.
+    """
+    batch = torch.randn(
+        2 * MIN_BYTES // WIDTH // 4, WIDTH, generator=torch.Generator().manual_seed(rank)
+    )
     found, alive = [], []
     for moved in (False, True):
         engine = engine_of(build(Wide))
         # The engine does this on a GPU only.
-        engine.activations = HostActivations(engine.device, engine.units) if moved else None
+        engine.activations = HostActivations(engine.device, engine.groups) if moved else None
         loss = engine(batch)
         alive.append(sum(reference() is not None for reference in engine.module.seen))
         engine.backward(loss)

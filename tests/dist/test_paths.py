@@ -1,4 +1,6 @@
-"""Ranks that run different submodules: leaf modules let them, and without these the ranks that part are named."""
+"""Ranks that run different submodules: leaf modules let them, and without these the ranks that part
+are named.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,23 @@ from torch import nn
 from tests.dist.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
 from tests.processes import run_on, torchrun
-from zero.deepspeed import fragments
-from zero.deepspeed.labels import ZeroParamStatus
-from zero.deepspeed.leaf import set_z3_leaf_modules
+from zero.integrations.deepspeed import fragments
+from zero.integrations.deepspeed.labels import ZeroParamStatus
+from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
 
 def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
     """Ranks use different experts, one expert is never used, and one rank has a shorter batch."""
     model, reference = build(Experts), build(Experts)
     with pytest.raises(ValueError, match="no module of class Expertz"):
-        engine_of(build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}})
+        engine_of(
+            build(Experts), stage, zero_optimization={"leaf_module": {"classes": ["Expertz"]}}
+        )
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
-    assert {leaf: len(params) for leaf, params in engine.optimizer.leaf_parameters.items()} == {model.experts: 6}
+    assert {leaf: len(params) for leaf, params in engine.optimizer.leaf_parameters.items()} == {
+        model.experts: 6
+    }
     for step in range(4):
         batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
         engine.backward(engine(batches[rank], rank if step else 0))
@@ -37,7 +43,10 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
                 if param.grad is not None:
                     param -= LR * param.grad / world_size
                 param.grad = None
-    assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3 for param in model.parameters())
+    assert all(
+        param.ds_status is ZeroParamStatus.NOT_AVAILABLE or stage < 3
+        for param in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (2, 2), (2, 0)])
@@ -69,7 +78,9 @@ class Mixtures(nn.Module):
 
 
 def without_room(rank: int, world_size: int) -> None:
-    """One rank uses all experts and another only some, and each reduction must wait for the one before it."""
+    """One rank uses all experts and another only some, and each reduction must wait for the one
+    before it.
+    """
     model, reference = build(Mixtures), build(Mixtures)
     set_z3_leaf_modules(model, [Mixture])
     zero_optimization = {**ds_config(**SMALL)["zero_optimization"], "reduce_bucket_size": 1}
@@ -95,7 +106,7 @@ def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other():
 DIVERGING = """
 import torch, zero
 from tests.dist.test_own_loops import Experts, engine_of, build
-zero.world.init_distributed()
+zero.comm.world.init_distributed()
 engine = engine_of(build(Experts), watchdog_timeout=2)
 engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))
 """

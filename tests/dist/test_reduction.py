@@ -13,43 +13,51 @@ import zero
 from tests.dist.toys import BLOCK, after_each, toy, toy_batches
 from tests.dist.training import assert_same_weights, ds_config, start, step, train_zero, weights_of
 from tests.processes import run_on
-from zero.comm import Communicator
-from zero.deepspeed.fragments import safe_get_full_grad, safe_set_full_grad
-from zero.gradients import GradientReducer
+from zero.comm.communicator import Communicator
+from zero.comm.work import Pending
+from zero.core.gradients import GradientReducer
+from zero.integrations.deepspeed.fragments import safe_get_full_grad, safe_set_full_grad
 from zero.offload import tiers
-from zero.pending import Pending
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
-UNITS = 6
+GROUPS = 6
 
 
 def reductions(rank: int, world_size: int, settings: dict) -> tuple[list[int], int, dict]:
-    """Return of two steps: the elements of each collective, the most elements in flight, and the weights."""
+    """Return of two steps: the elements of each collective, the most elements in flight, and the
+    weights.
+    """
     engine, _ = start(toy(), ds_config(**WHOLE, **settings))
     sizes: list[int] = []
     in_flight = [0]
     count = Communicator._count
 
-    def counted(self, name, numel, *unit):
+    def counted(self, name, numel, *param_group):
         if name == "reduce_scatter":
             sizes.append(numel)
-        count(self, name, numel, *unit)
+        count(self, name, numel, *param_group)
 
     def look(reducer):
         in_flight.append(sum(reduction.numel for reduction in reducer._in_flight))
 
-    with mock.patch.object(Communicator, "_count", counted), after_each(GradientReducer, "reduce", look):
+    with (
+        mock.patch.object(Communicator, "_count", counted),
+        after_each(GradientReducer, "reduce", look),
+    ):
         weights = train_zero(engine, toy_batches(2)).weights
     return sizes, max(in_flight), weights
 
 
 def test_the_bucket_bounds_each_collective_and_what_is_on_its_way():
-    results = {size: run_on(2, reductions, {"reduce_bucket_size": size})[0] for size in (101, 3 * BLOCK, 10**9)}
+    results = {
+        size: run_on(2, reductions, {"reduce_bucket_size": size})[0]
+        for size in (101, 3 * BLOCK, 10**9)
+    }
     sizes, in_flight, weights = results[101]
     assert max(sizes) <= 101 and len(sizes) >= 2 * 4 * BLOCK // 101
-    assert in_flight < 2 * BLOCK, "a unit larger than the bucket is reduced alone"
+    assert in_flight < 2 * BLOCK, "a group larger than the bucket is reduced alone"
     sizes, in_flight, _ = results[3 * BLOCK]
-    assert len(sizes) == 2 * UNITS and BLOCK < in_flight <= 3 * BLOCK
+    assert len(sizes) == 2 * GROUPS and BLOCK < in_flight <= 3 * BLOCK
     _, everything, _ = results[10**9]
     assert everything >= 4 * BLOCK
     for _, _, others in results.values():
@@ -74,36 +82,48 @@ def waits(rank: int, world_size: int, overlap: bool) -> tuple[str, dict]:
             letters.append("w")
         wait(self)
 
-    with mock.patch.object(Communicator, "reduce_scatter", starting), mock.patch.object(Pending, "wait", waiting):
+    with (
+        mock.patch.object(Communicator, "reduce_scatter", starting),
+        mock.patch.object(Pending, "wait", waiting),
+    ):
         step(engine, toy_batches(1))
     return "".join(letters), engine._zero3_consolidated_16bit_state_dict()
 
 
 def test_overlap_waits_for_a_reduction_only_when_backward_is_over():
-    (overlapped, weights), (immediate, others) = (run_on(2, waits, overlap)[0] for overlap in (True, False))
-    assert overlapped == "s" * UNITS + "w" * UNITS
-    assert immediate == "sw" * UNITS
+    (overlapped, weights), (immediate, others) = (
+        run_on(2, waits, overlap)[0] for overlap in (True, False)
+    )
+    assert overlapped == "s" * GROUPS + "w" * GROUPS
+    assert immediate == "sw" * GROUPS
     assert_same_weights(others, weights)
 
 
 def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], dict]:
-    """Return for each gradient whether its own memory is already free after `collect`, and the weights."""
+    """Return for each gradient whether its own memory is already free after `collect`, and the
+    weights.
+    """
     engine, _ = start(toy(), ds_config(**WHOLE, contiguous_gradients=contiguous))
     seen: list[bool] = []
     collect = GradientReducer.collect
 
-    def collected(self, unit, index):
-        grad = weakref.ref(unit.params[index].grad)
-        collect(self, unit, index)
+    def collected(self, param_group, index):
+        grad = weakref.ref(param_group.params[index].grad)
+        collect(self, param_group, index)
         seen.append(grad() is None)
 
-    with mock.patch.object(GradientReducer, "collect", collected), mock.patch("zero.gradients.MOST_APART", 0):
+    with (
+        mock.patch.object(GradientReducer, "collect", collected),
+        mock.patch("zero.core.gradients.MOST_APART", 0),
+    ):
         weights = train_zero(engine, toy_batches(2)).weights
     return seen, weights
 
 
-def test_contiguous_gradients_are_copied_before_the_unit_has_all():
-    (copied, weights), (apart, others) = (run_on(2, buffers, contiguous)[0] for contiguous in (True, False))
+def test_contiguous_gradients_are_copied_before_the_group_has_all():
+    (copied, weights), (apart, others) = (
+        run_on(2, buffers, contiguous)[0] for contiguous in (True, False)
+    )
     assert copied and all(copied)
     assert not any(apart)
     assert_same_weights(others, weights)
@@ -139,7 +159,10 @@ def test_sums_of_micro_batches_travel_in_fp32_or_the_configured_dtype():
 
 
 def sent_as_bf16(rank: int, world_size: int) -> float:
-    """Return the reduced gradient of two micro-batches, 2^-8 and 1 + 2^-8 before division by 2. Messages are bf16."""
+    """Return the reduced gradient of two micro-batches, 2^-8 and 1 + 2^-8 before division by 2.
+
+    Messages are bf16.
+    """
     model = torch.nn.Linear(world_size, 1, bias=False)
     engine, _ = start(model, ds_config(stage=1, accumulation=2, communication_data_type="bf16"))
     for gradient in (2.0**-8, 1 + 2.0**-8):
@@ -155,14 +178,22 @@ def test_a_sum_of_micro_batches_is_rounded_once():
 
 
 def sub_groups(rank: int, world_size: int, size: int) -> tuple[list[list[int]], list[int], dict]:
-    """Return the sizes that each call of the optimizer updates, the sizes of this rank's shards, and the weights."""
+    """Return the sizes that each call of the optimizer updates, the sizes of this rank's shards,
+    and the weights.
+    """
     engine, optimizer = start(toy(), ds_config(sub_group_size=size, **WHOLE))
     calls: list[list[int]] = []
     optimizer.optimizer.register_step_pre_hook(
-        lambda inner, *_: calls.append([p.numel() for group in inner.param_groups for p in group["params"]])
+        lambda inner, *_: calls.append(
+            [p.numel() for group in inner.param_groups for p in group["params"]]
+        )
     )
     weights = train_zero(engine, toy_batches(2)).weights
-    return calls[: len(calls) // 2], [unit.layout.shard_numel for unit in engine.units], weights
+    return (
+        calls[: len(calls) // 2],
+        [param_group.layout.shard_numel for param_group in engine.groups],
+        weights,
+    )
 
 
 def test_the_optimizer_never_sees_more_than_a_sub_group():
@@ -172,20 +203,29 @@ def test_the_optimizer_never_sees_more_than_a_sub_group():
         assert sum(sum(call) for call in calls) == sum(own)
         assert_same_weights(weights, results[100][2])
     calls, own, _ = results[10**9]
-    assert calls == [[numel] for numel in own], "a unit at a time"
+    assert calls == [[numel] for numel in own], "a group at a time"
     assert len(results[100][0]) >= 2 * BLOCK // 100
 
 
 def clipped(rank: int, world_size: int, clip: float) -> tuple[float, float]:
-    """Take one step of SGD at learning rate 1. Return the norm of the change, and the gradient norm reported."""
+    """Take one step of SGD at learning rate 1.
+
+    Return the norm of the change, and the gradient norm reported.
+    """
     model = toy()
     before = weights_of(model)
     engine, *_ = zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=ds_config(clip=clip)
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=ds_config(clip=clip),
     )
     step(engine, toy_batches(1))
     after = engine._zero3_consolidated_16bit_state_dict()
-    change = 0.0 if after is None else torch.nn.utils.get_total_norm([after[n] - before[n] for n in after]).item()
+    change = (
+        0.0
+        if after is None
+        else torch.nn.utils.get_total_norm([after[n] - before[n] for n in after]).item()
+    )
     return change, engine.get_global_grad_norm()
 
 
@@ -193,7 +233,10 @@ def clipped(rank: int, world_size: int, clip: float) -> tuple[float, float]:
 def test_clipping_bounds_the_update_and_not_the_reported_norm(world_size):
     unclipped, norm = run_on(world_size, clipped, 0.0)[0]
     weights = torch.nn.utils.get_total_norm(list(toy().parameters())).item()
-    close = {"rel": 0.0, "abs": torch.finfo(torch.float32).eps * (weights + norm)}  # each new weight is rounded
+    close = {
+        "rel": 0.0,
+        "abs": torch.finfo(torch.float32).eps * (weights + norm),
+    }  # each new weight is rounded
     assert unclipped == pytest.approx(norm, **close)
     change, reported = run_on(world_size, clipped, norm / 10)[0]
     assert change == pytest.approx(norm / 10, **close) and reported == norm
@@ -201,13 +244,17 @@ def test_clipping_bounds_the_update_and_not_the_reported_norm(world_size):
 
 
 def accumulated(rank: int, world_size: int) -> list[tuple[int, bool, bool]]:
-    """Return after each micro-batch: steps so far, whether it was the last of a step, whether weights changed."""
+    """Return after each micro-batch: steps so far, whether it was the last of a step, whether
+    weights changed.
+    """
     engine, _ = start(toy(), ds_config(accumulation=3, stage3_param_persistence_threshold=10**6))
     found = []
     for batch in toy_batches(6):
         before, boundary = weights_of(engine.module), engine.is_gradient_accumulation_boundary()
         step(engine, [batch])
-        same = all(torch.equal(before[name], value) for name, value in engine.module.state_dict().items())
+        same = all(
+            torch.equal(before[name], value) for name, value in engine.module.state_dict().items()
+        )
         found.append((engine.global_steps, boundary, not same))
     return found
 
@@ -216,7 +263,14 @@ def test_parameters_change_once_in_as_many_micro_batches_as_configured():
     within, boundary = (False, False), (True, True)
     assert run_on(2, accumulated)[0] == [
         (steps, *kind)
-        for steps, kind in [(0, within), (0, within), (1, boundary), (1, within), (1, within), (2, boundary)]
+        for steps, kind in [
+            (0, within),
+            (0, within),
+            (1, boundary),
+            (1, within),
+            (1, within),
+            (2, boundary),
+        ]
     ]
 
 
@@ -229,7 +283,9 @@ class Weighted(nn.Module):
         return (self.weight * x).sum()
 
 
-def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[list[float], torch.dtype]:
+def summed(
+    rank: int, world_size: int, stage: int, name: str | None
+) -> tuple[list[float], torch.dtype]:
     """Sum the gradients 1/2 and 2^-9: half of a bf16 ulp of 1/2. Return the sum and its dtype."""
     config = ds_config(accumulation=2, bf16={"enabled": True}, stage=stage, **WHOLE)
     engine, _ = start(Weighted(), config | {"data_types": {"grad_accum_dtype": name}})
@@ -238,14 +294,16 @@ def summed(rank: int, world_size: int, stage: int, name: str | None) -> tuple[li
         if value == 1.0:
             engine.step()
     grad = safe_get_full_grad(engine.module.weight)
-    kept = engine.optimizer.shards[engine.units[0]].grad.dtype
+    kept = engine.optimizer.shards[engine.groups[0]].grad.dtype
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(grad.norm().item())
     return grad.unique().tolist(), kept
 
 
 def kept(rank: int, world_size: int, folder: str | None) -> list[tuple[list[float], torch.dtype]]:
-    """Return the gradient and the dtype in which it is kept: after one backward, after two, and when it was set."""
+    """Return the gradient and the dtype in which it is kept: after one backward, after two, and
+    when it was set.
+    """
     tiers.LEAST_BYTES_IN_A_FILE = 1
     away = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}} if folder else {}
     engine, _ = start(Weighted(), ds_config(bf16={"enabled": True}, **WHOLE, **away))
@@ -253,7 +311,7 @@ def kept(rank: int, world_size: int, folder: str | None) -> list[tuple[list[floa
 
     def look() -> None:
         values = safe_get_full_grad(weight).unique().tolist()
-        found.append((values, engine.optimizer.shards[engine.units[0]].grad.dtype))
+        found.append((values, engine.optimizer.shards[engine.groups[0]].grad.dtype))
 
     for value in (1.0, 2.0**-8):
         engine.backward(engine(value))
@@ -268,9 +326,16 @@ def kept(rank: int, world_size: int, folder: str | None) -> list[tuple[list[floa
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, in_files):
-    """One process: nothing is added in a reduction, so 16 bits lose nothing. On gloo, sums over ranks are in fp32."""
+    """One process: nothing is added in a reduction, so 16 bits lose nothing.
+
+    On gloo, sums over ranks are in fp32.
+    """
     path = str(tmp_path) if in_files else None
-    single, summed, wide = ([1.0], torch.bfloat16), ([1 + 2.0**-8], torch.float32), ([1 + 2.0**-9], torch.float32)
+    single, summed, wide = (
+        ([1.0], torch.bfloat16),
+        ([1 + 2.0**-8], torch.float32),
+        ([1 + 2.0**-9], torch.float32),
+    )
     assert run_on(1, kept, path)[0] == [single, summed, single, wide]
     assert [dtype for _, dtype in run_on(2, kept, path)[0]] == [torch.float32] * 4
 
@@ -279,5 +344,9 @@ def test_16_bit_gradients_are_widened_when_something_is_added_to_them(tmp_path, 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_are_summed_in_the_configured_dtype(world_size, stage):
     exact = ([0.5 + 2.0**-9], torch.float32)
-    assert run_on(world_size, summed, stage, None)[0] == run_on(world_size, summed, stage, "fp32")[0] == exact
+    assert (
+        run_on(world_size, summed, stage, None)[0]
+        == run_on(world_size, summed, stage, "fp32")[0]
+        == exact
+    )
     assert run_on(world_size, summed, stage, "bf16")[0] == ([0.5], torch.bfloat16)

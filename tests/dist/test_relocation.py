@@ -9,8 +9,8 @@ from torch import nn
 import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
-from zero.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 from zero.errors import UsageError
+from zero.integrations.deepspeed.configuration import OffloadDeviceEnum, OffloadStateTypeEnum
 
 WIDTH, ROWS = 16, 4
 
@@ -26,22 +26,28 @@ def engine_of(stage: int, **sections: object) -> zero.ZeroEngine:
 
 def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
     """Return the memory addresses of each kind of state."""
-    units, found = engine.optimizer.units, {}
-    found["lp_params"] = [(unit.full if unit.persistent else unit.shard).data_ptr() for unit in units]
+    groups, found = engine.optimizer.groups, {}
+    found["lp_params"] = [
+        (group.full if group.persistent else group.shard).data_ptr() for group in groups
+    ]
     shards = engine.optimizer.shards.values()
     found["hp_params"] = [shard.master.data_ptr() for shard in shards if not shard.shares_weights]
-    waiting = [engine.reducer.carried(unit) for unit in units]
+    waiting = [engine.reducer.carried(group) for group in groups]
     held = [*(shard.grad for shard in shards), *waiting]
     found["lp_grads"] = [grad.data_ptr() for grad in held if grad is not None]
-    found["optim_states"] = [state["exp_avg"].data_ptr() for state in engine.optimizer.state.values() if state]
+    found["optim_states"] = [
+        state["exp_avg"].data_ptr() for state in engine.optimizer.state.values() if state
+    ]
     return found
 
 
-def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, names: list | None) -> list[float]:
+def train(
+    rank: int, world_size: int, stage: int, moves: bool, sections: dict, names: list | None
+) -> list[float]:
     engine, losses = engine_of(stage, **sections), []
     for step in range(6):
         batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = engine(batch.to(engine.units[0].dtype)).float().square().mean()
+        loss = engine(batch.to(engine.groups[0].dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -52,7 +58,8 @@ def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, n
         away = places(engine)
         for kind, addresses in before.items():
             moved = names is None or kind in names
-            # Compare each tensor with itself: one tensor may move to memory that another one has left.
+            # Compare each tensor with itself: one tensor may move to memory that another one has
+            # left.
             same = [there == here for here, there in zip(addresses, away[kind], strict=True)]
             assert (not any(same)) if moved else all(same), kind
         with pytest.raises(UsageError, match="reload_states"):
@@ -69,7 +76,11 @@ def train(rank: int, world_size: int, stage: int, moves: bool, sections: dict, n
         (2, {}, None),
         (3, {"bf16": {"enabled": True}}, None),
         (3, {}, None),
-        (3, {"bf16": {"enabled": True}}, [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]),
+        (
+            3,
+            {"bf16": {"enabled": True}},
+            [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params],
+        ),
         (0, {"bf16": {"enabled": True}}, ["lp_params"]),
     ],
 )
@@ -86,7 +97,10 @@ def refused(rank: int, world_size: int) -> None:
         engine.offload_states(device="nvme")
     engine.offload_states(device=OffloadDeviceEnum.none)
     assert engine.relocation.offloaded == set()
-    with zero.GatheredParameters(list(engine.parameters())), pytest.raises(UsageError, match="is shown"):
+    with (
+        zero.GatheredParameters(list(engine.parameters())),
+        pytest.raises(UsageError, match="is shown"),
+    ):
         engine.offload_states()
 
 

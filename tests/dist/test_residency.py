@@ -1,4 +1,7 @@
-"""How much is gathered at any moment. The tests measure storages, and compare the engine's own counter with them."""
+"""How much is gathered at any moment.
+
+The tests measure storages, and compare the engine's own counter with them.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import run_on
-from zero.deepspeed.fragments import safe_get_full_grad
-from zero.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
+from zero.core.param_group import ParamGroup, State
 from zero.engine import ZeroEngine
-from zero.unit import State, Unit
+from zero.integrations.deepspeed.fragments import safe_get_full_grad
+from zero.integrations.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
 
 LIMITS = [0, 1500, 12000, 10**9]
 
 
 def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict[str, int]]:
-    """Return the peaks for each limit on live parameters, with settings that push the engine to exceed it."""
+    """Return the peaks for each limit on live parameters, with settings that push the engine to
+    exceed it.
+    """
     found = []
     for limit in LIMITS:
         settings = {
@@ -28,18 +33,24 @@ def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict
             "stage3_max_live_parameters": limit,
             "stage3_prefetch_bucket_size": 6000,
         }
-        model, batches = (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
+        model, batches = (
+            (toy(), toy_batches(3)) if kind == "toy" else (variant(kind), data(kind)[:3])
+        )
         engine, _ = start(model, ds_config(accumulation=accumulation, **settings))
         measured = []
-        with after_each(Unit, "all_gather", lambda _, engine=engine, seen=measured: seen.append(gathered(engine))):
+        with after_each(
+            ParamGroup,
+            "all_gather",
+            lambda _, engine=engine, seen=measured: seen.append(gathered(engine)),
+        ):
             train_zero(engine, batches)
-        loose = [unit.layout for unit in engine.units if not unit.persistent]
+        loose = [group.layout for group in engine.groups if not group.persistent]
         found.append(
             {
                 "limit": limit,
                 "counted": engine.residency.peak,
                 "measured": max(measured),
-                "unit": max(layout.numel for layout in loose),
+                "group": max(layout.numel for layout in loose),
                 "padding": sum(layout.padded - layout.numel for layout in loose),
                 "all": sum(layout.numel for layout in loose),
                 "live at rest": engine.residency.live,
@@ -51,31 +62,39 @@ def peaks(rank: int, world_size: int, kind: str, accumulation: int) -> list[dict
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
-    "kind", ["toy", "plain", "reentrant", "non-reentrant", "frozen encoder", "frozen embedding", "untied"]
+    "kind",
+    ["toy", "plain", "reentrant", "non-reentrant", "frozen encoder", "frozen embedding", "untied"],
 )
-def test_live_elements_stay_within_the_limit_and_one_unit(kind, accumulation):
+def test_live_elements_stay_within_the_limit_and_one_group(kind, accumulation):
     for peak in run_on(2, peaks, kind, accumulation)[0]:
-        assert peak["counted"] <= peak["limit"] + peak["unit"], peak
-        assert peak["measured"] <= peak["limit"] + peak["unit"] + peak["padding"], peak
+        assert peak["counted"] <= peak["limit"] + peak["group"], peak
+        assert peak["measured"] <= peak["limit"] + peak["group"] + peak["padding"], peak
         assert peak["live at rest"] == 0, peak
         assert peak["gathered at rest"] == 0, peak
-    assert peak["counted"] > peak["all"] // 2, "without a limit most of the model is kept until its backward"
+    assert peak["counted"] > peak["all"] // 2, (
+        "without a limit most of the model is kept until its backward"
+    )
 
 
 def states(rank: int, world_size: int) -> list[str]:
-    """Look at every unit's memory in each forward and before each gradient. Return what is wrong."""
-    engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=2 * BLOCK))
+    """Look at every group's memory in each forward and before each gradient.
+
+    Return what is wrong.
+    """
+    engine, _ = start(
+        toy(), ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=2 * BLOCK)
+    )
     wrong = []
 
     def look(*_) -> None:
-        for unit in engine.units:
-            size = unit.full.untyped_storage().nbytes()
-            if size != (0 if unit.state is State.SHARDED else unit.layout.padded * 4):
-                wrong.append(f"{unit.describe()} and holds {size} bytes")
+        for group in engine.groups:
+            size = group.full.untyped_storage().nbytes()
+            if size != (0 if group.state is State.SHARDED else group.layout.padded * 4):
+                wrong.append(f"{group.describe()} and holds {size} bytes")
             with torch._C.DisableTorchFunctionSubclass():  # otherwise this read would unshard them
-                shows_nan = any(param.isnan().any() for param in unit.params)
-            if (unit.state is State.UNSHARDED) == shows_nan:
-                wrong.append(f"{unit.describe()} and shows the wrong values")
+                shows_nan = any(param.isnan().any() for param in group.params)
+            if (group.state is State.UNSHARDED) == shows_nan:
+                wrong.append(f"{group.describe()} and shows the wrong values")
 
     for block in engine.module.blocks:
         block.register_forward_hook(look)
@@ -86,7 +105,7 @@ def states(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_a_sharded_unit_holds_no_byte_and_shows_nan():
+def test_a_sharded_group_holds_no_byte_and_shows_nan():
     assert run_on(2, states) == [[], []]
 
 
@@ -108,8 +127,13 @@ def evaluation(rank: int, world_size: int) -> tuple[int, int]:
 
 def state_bytes(engine: ZeroEngine) -> int:
     """Return the bytes of shards, masters, gradients and moments. Each storage counts once."""
-    tensors = [unit.shard for unit in engine.units]
-    tensors += [t for shard in engine.optimizer.shards.values() for t in (shard.master, shard.grad) if t is not None]
+    tensors = [group.shard for group in engine.groups]
+    tensors += [
+        t
+        for shard in engine.optimizer.shards.values()
+        for t in (shard.master, shard.grad)
+        if t is not None
+    ]
     tensors += [t for state in engine.optimizer.state.values() for t in state.values() if t.dim()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
@@ -119,14 +143,16 @@ def state_of_a_rank(rank: int, world_size: int, sections: dict) -> tuple[int, in
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0, **sections))
     train_zero(engine, toy_batches(1))
     numel = sum(param.numel() for param in engine.module.parameters())
-    padding = sum(unit.layout.padded - unit.layout.numel for unit in engine.units)
+    padding = sum(group.layout.padded - group.layout.numel for group in engine.groups)
     # Between steps the buffer of a sharded gradient may be kept or freed.
     return state_bytes(engine), 4 * (numel + padding) * (4 if not sections else 4.5) / world_size
 
 
 @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_state_of_a_rank_is_its_share(sections):
-    """fp32: weight, gradient, two moments. bf16: the weight in 2 bytes; master, gradient and moments in fp32."""
+    """fp32: weight, gradient, two moments. bf16: the weight in 2 bytes; master, gradient and
+    moments in fp32.
+    """
     for world_size in (1, 2, 4):
         for held, share in run_on(world_size, state_of_a_rank, sections):
             assert held <= share
@@ -143,7 +169,10 @@ def left_over(rank: int, world_size: int) -> int:
     engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
     optimizer = adamw([{"params": [torch.nn.Parameter(torch.zeros(1))]}])
     assert type(engine.optimizer.optimizer) is type(optimizer)
-    storages = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
+    storages = {
+        param.untyped_storage().data_ptr(): param.untyped_storage().nbytes()
+        for param in model.parameters()
+    }
     return sum(storages.values()) // 4
 
 
@@ -154,7 +183,9 @@ class Tiled(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         whole = nn.Linear(16, 24)
-        layer = TiledLinear(16, 24, in_splits=2, out_splits=3, init_linear=whole) if tiled else whole
+        layer = (
+            TiledLinear(16, 24, in_splits=2, out_splits=3, init_linear=whole) if tiled else whole
+        )
         self.blocks = nn.ModuleList([nn.Sequential(layer, nn.Tanh())])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,11 +203,13 @@ def tile_by_tile(rank: int, world_size: int, under_init: bool) -> tuple[int, int
     engine.backward(loss)
     expected.backward()
     layer, whole = model.blocks[0][0], reference.blocks[0][0]
-    rows = [torch.cat([safe_get_full_grad(tile.weight) for tile in row], dim=1) for row in layer.linears]
+    rows = [
+        torch.cat([safe_get_full_grad(tile.weight) for tile in row], dim=1) for row in layer.linears
+    ]
     torch.testing.assert_close(torch.cat(rows), whole.weight.grad)
     biases = torch.cat([safe_get_full_grad(row[-1].bias) for row in layer.linears])
     torch.testing.assert_close(biases, whole.bias.grad)
-    return engine.residency.peak, len(engine.units)
+    return engine.residency.peak, len(engine.groups)
 
 
 @pytest.mark.parametrize("under_init", [False, True])
@@ -202,4 +235,8 @@ def test_tiles_of_layers_that_return_their_bias():
                 tile.weight.data.copy_(columns)
         output, given = layer(x)
         torch.testing.assert_close(output, nn.functional.linear(x, whole.weight))
-        assert (given is None) if not bias else torch.equal(given, torch.cat([row[-1].bias for row in layer.linears]))
+        assert (
+            (given is None)
+            if not bias
+            else torch.equal(given, torch.cat([row[-1].bias for row in layer.linears]))
+        )

@@ -18,7 +18,9 @@ schedulefree = pytest.importorskip("schedulefree")
 
 STEPS = 3
 MAKE = {
-    "AdamW": lambda groups: schedulefree.AdamWScheduleFree(groups, lr=1e-2, weight_decay=0.1, warmup_steps=2),
+    "AdamW": lambda groups: schedulefree.AdamWScheduleFree(
+        groups, lr=1e-2, weight_decay=0.1, warmup_steps=2
+    ),
     "SGD, one by one": lambda groups: schedulefree.SGDScheduleFree(groups, lr=1e-2, foreach=False),
 }
 Found = dict[str, list[float]]
@@ -67,7 +69,10 @@ def sharded(rank: int, world_size: int, name: str, sections: dict, folder: str) 
         optimizer.eval()
         engine.save_checkpoint(folder)
         with torch.no_grad():
-            own = {key: value.to(engine.comm.device) for key, value in split(part[0], world_size)[rank].items()}
+            own = {
+                key: value.to(engine.comm.device)
+                for key, value in split(part[0], world_size)[rank].items()
+            }
             found["evaluated"].append(mean(engine(**own).loss.item()))
     return found
 
@@ -95,11 +100,17 @@ def compare(found: Found, name: str, same_bits: bool = False) -> None:
 def test_losses_of_both_kinds_of_weights_are_those_of_one_process(name, ranks, sections, tmp_path):
     sections = {key: value | {"nvme_path": str(tmp_path)} if key == "offload_optimizer" else value
                 for key, value in sections.items()}  # fmt: skip
-    compare(run_on(ranks, sharded, name, sections, str(tmp_path / "saved"))[0], name, same_bits=ranks == 1)
+    compare(
+        run_on(ranks, sharded, name, sections, str(tmp_path / "saved"))[0],
+        name,
+        same_bits=ranks == 1,
+    )
 
 
 def refused(rank: int, world_size: int) -> str:
-    engine, optimizer = start(build("llama"), ds_config(elementwise_optimizer=True), make=MAKE["AdamW"])
+    engine, optimizer = start(
+        build("llama"), ds_config(elementwise_optimizer=True), make=MAKE["AdamW"]
+    )
     with pytest.raises(UsageError) as raised:
         optimizer.train()
     return str(raised.value)

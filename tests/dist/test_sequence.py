@@ -1,4 +1,6 @@
-"""The parts of sequence parallelism on two ranks: the exchange, pieces of batches, other attention, and mistakes."""
+"""The parts of sequence parallelism on two ranks: the exchange, pieces of batches, other attention,
+and mistakes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ import zero
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
 from zero.errors import UsageError
-from zero.sequence import MicroBatches, SequenceGroup, attach, current_group, detach, make_group
+from zero.parallel.sequence import (
+    MicroBatches,
+    SequenceGroup,
+    attach,
+    current_group,
+    detach,
+    make_group,
+)
 
 
 def llama(**settings: Any) -> LlamaForCausalLM:
@@ -50,7 +59,9 @@ def exchanged(rank: int, world_size: int) -> tuple:
     heads.backward(weights)
     expected = torch.cat([weights - 1000.0 * rank, weights + 1000.0 * (1 - rank)] if rank == 0 else
                          [weights - 1000.0, weights], dim=1)  # fmt: skip
-    return torch.equal(heads, whole.chunk(2, dim=1)[rank]), torch.equal(own.grad, expected.chunk(2, dim=2)[rank])
+    return torch.equal(heads, whole.chunk(2, dim=1)[rank]), torch.equal(
+        own.grad, expected.chunk(2, dim=2)[rank]
+    )
 
 
 def test_the_exchange_and_its_gradient():
@@ -58,16 +69,30 @@ def test_the_exchange_and_its_gradient():
 
 
 def pieces(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4 and positions of its own, in other dtypes."""
+    """Rank 0's batch has 5 tokens and a mask, rank 1's has 4 and positions of its own, in other
+    dtypes.
+    """
     ids = torch.arange(5)[None] + 10
-    batch: dict[str, Any] = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "name": "first"}
+    batch: dict[str, Any] = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+        "name": "first",
+    }
     if rank == 1:
         positions = torch.tensor([[0, 1, 0, 1]], dtype=torch.int32)
-        batch = {"input_ids": ids[:, :4] + 10, "position_ids": positions, "cu_seq_lens_q": torch.tensor([0, 2, 4])}
+        batch = {
+            "input_ids": ids[:, :4] + 10,
+            "position_ids": positions,
+            "cu_seq_lens_q": torch.tensor([0, 2, 4]),
+        }
         batch["scores"] = torch.arange(8.0).view(1, 4, 2) / 3
     loader = MicroBatches([batch], make_group(2))
     assert len(loader) == 2
-    return [{key: value.tolist() if key != "name" else value for key, value in each.items()} for each in loader]
+    return [
+        {key: value.tolist() if key != "name" else value for key, value in each.items()}
+        for each in loader
+    ]
 
 
 def test_each_rank_gets_its_piece_of_every_batch():
@@ -91,7 +116,9 @@ def test_each_rank_gets_its_piece_of_every_batch():
 def single_tokens(rank: int, world_size: int) -> list[Any]:
     """Each piece is one token of two sequences: a tensor whose rows do not lie next to each other."""
     ids = torch.tensor([[1, 2], [3, 4]]) + 10 * rank
-    return [batch["input_ids"].tolist() for batch in MicroBatches([{"input_ids": ids}], make_group(2))]
+    return [
+        batch["input_ids"].tolist() for batch in MicroBatches([{"input_ids": ids}], make_group(2))
+    ]
 
 
 def test_pieces_of_one_token():
@@ -102,13 +129,17 @@ PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5]])
 seen: list[torch.Tensor] = []
 
 
-def looking(module: torch.nn.Module, *tensors: Any, position_ids: Any = None, **kwargs: Any) -> tuple:
+def looking(
+    module: torch.nn.Module, *tensors: Any, position_ids: Any = None, **kwargs: Any
+) -> tuple:
     """An attention function that reads positions, as flash attention does."""
     seen.append(position_ids)
     return sdpa_attention_forward(module, *tensors, **kwargs)
 
 
-def loss_of_pieces(model: torch.nn.Module, batch: dict[str, torch.Tensor], ranks: SequenceGroup) -> torch.Tensor:
+def loss_of_pieces(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], ranks: SequenceGroup
+) -> torch.Tensor:
     batch = list(MicroBatches([batch], ranks))[0]
     return ranks.mean_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
 
@@ -173,8 +204,13 @@ def architectures(rank: int, world_size: int) -> dict[str, float]:
         implementation = settings.get("attn_implementation", "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
         # Packed sequences; and padding, so that rank 1 has nothing else of the second sequence.
-        mask = torch.ones_like(ids).index_put((torch.tensor(1), torch.arange(3, 8)), torch.tensor(0))
-        for kind, more in ("packed", {"position_ids": PACKED}), ("padded", {"attention_mask": mask}):
+        mask = torch.ones_like(ids).index_put(
+            (torch.tensor(1), torch.arange(3, 8)), torch.tensor(0)
+        )
+        for kind, more in (
+            ("packed", {"position_ids": PACKED}),
+            ("padded", {"attention_mask": mask}),
+        ):
             batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), **more}
             loss = model(**batch).loss
             loss.backward()
@@ -183,7 +219,9 @@ def architectures(rank: int, world_size: int) -> dict[str, float]:
             loss = loss_of_pieces(model, batch, ranks)
             loss.backward()
             detach(model)
-            found[f"{name} {kind}"] = relative([loss.item(), gradient_norm(model, world_size)], expected)
+            found[f"{name} {kind}"] = relative(
+                [loss.item(), gradient_norm(model, world_size)], expected
+            )
     return found
 
 
@@ -198,7 +236,10 @@ def compiled(rank: int, world_size: int) -> list[float]:
     losses = []
     for compiles in (False, True):
         model = llama(num_hidden_layers=1)
-        config = ds_config() | {"sequence_parallel_size": 2, "compile": {"enabled": compiles, "backend": "aot_eager"}}
+        config = ds_config() | {
+            "sequence_parallel_size": 2,
+            "compile": {"enabled": compiles, "backend": "aot_eager"},
+        }
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=config)
         ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -233,7 +274,9 @@ def test_other_models_are_left_alone():
 
 def mistakes(rank: int, world_size: int) -> list[str]:
     model, ids = llama(), torch.ones(2, 8, dtype=torch.int64)
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
     three_heads = llama(num_attention_heads=3, num_key_value_heads=1, hidden_size=12)
     hybrid = llama()
     hybrid.config.layer_types = ["full_attention", "linear_attention"]
@@ -304,7 +347,9 @@ def replicas(rank: int, world_size: int) -> bool:
         "MASTER_PORT": "1",
     }  # accelerate asks for them, also where a group exists
     plugin = TorchDynamoPlugin(backend="no")
-    AcceleratorState(cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True)
+    AcceleratorState(
+        cpu=True, parallelism_config=parallel, dynamo_plugin=plugin, _from_accelerator=True
+    )
     zero.initialize(model=llama(), config=ds_config() | {"sequence_parallel_size": 2})
     return any("dp_replicate_size 2" in each and "mics_shard_size" in each for each in warnings)
 

@@ -1,4 +1,6 @@
-"""Layers computed a tile of the tokens at a time: the numbers of whole ones, and no tensor larger than a tile's."""
+"""Layers computed a tile of the tokens at a time: the numbers of whole ones, and no tensor larger
+than a tile's.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ import zero
 from tests.dist.test_sequence import llama
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
-from zero.deepspeed.finder import FacadeModule
 from zero.errors import UsageError
-from zero.sequence import tile_mlps, tiled, tiled_loss
+from zero.integrations.deepspeed.finder import FacadeModule
+from zero.parallel.sequence import tile_mlps, tiled, tiled_loss
 
 ULYSSES = FacadeModule("deepspeed.runtime.sequence_parallel.ulysses_sp")
 TOKENS, VOCABULARY, TILES = 30, 97, 4
@@ -33,10 +35,14 @@ def train(rank: int, world_size: int, tiles: int, stage: int) -> tuple[list[floa
     losses, norms = [], []
     for step in range(4):
         # Ranks have sequences of different lengths.
-        ids = torch.randint(VOCABULARY, (2, 9 + rank + step), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(
+            VOCABULARY, (2, 9 + rank + step), generator=torch.Generator().manual_seed(step)
+        )
         labels = ids.roll(-1, dims=1).masked_fill(ids < 30, -100)
         if tiles:
-            hidden = engine(input_ids=ids, logits_to_keep=1, output_hidden_states=True).hidden_states[-1]
+            hidden = engine(
+                input_ids=ids, logits_to_keep=1, output_hidden_states=True
+            ).hidden_states[-1]
             loss = tiled_loss(hidden, engine.lm_head, labels, tiles)
         else:
             loss = engine(input_ids=ids, labels=labels, shift_labels=labels).loss
@@ -90,19 +96,25 @@ def test_a_tiled_loss_makes_no_logits_of_all_tokens():
 def test_more_tiles_than_tokens_and_no_label():
     head, hidden, labels = parts()
     expected = gradients(tiled_loss(hidden, head, labels, 1), head, hidden)
-    torch.testing.assert_close(gradients(tiled_loss(hidden, head, labels, TOKENS + 5), head, hidden), expected)
+    torch.testing.assert_close(
+        gradients(tiled_loss(hidden, head, labels, TOKENS + 5), head, hidden), expected
+    )
     none = gradients(tiled_loss(hidden, head, torch.full_like(labels, -100), TILES), head, hidden)
     assert all(not each.any() for each in none)
 
 
 def test_deepspeeds_names():
     head, hidden, labels = parts()
-    expected = gradients(cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum"), head, hidden)
+    expected = gradients(
+        cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction="sum"), head, hidden
+    )
 
     def loss_of(self: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return cross_entropy(self(x).flatten(0, -2), y.flatten(), reduction="sum")
 
-    fused = ULYSSES.TiledFusedLogitsLoss.apply(loss_of, head, hidden, labels, None, TILES, [head.weight], "sum")
+    fused = ULYSSES.TiledFusedLogitsLoss.apply(
+        loss_of, head, hidden, labels, None, TILES, [head.weight], "sum"
+    )
     torch.testing.assert_close(gradients(fused, head, hidden), expected)
     generic = ULYSSES.sequence_tiled_compute(
         fn=loss_of, seqlen=TOKENS // 2, shards=TILES, kwargs_to_shard={"x": hidden, "y": labels},
@@ -110,8 +122,14 @@ def test_deepspeeds_names():
         output_reduction="sum",
     )  # fmt: skip
     torch.testing.assert_close(gradients(generic, head, hidden), expected)
-    squares = ULYSSES.TiledMLP.apply(lambda self, x: self(x), head, hidden, TILES, [head.weight]).square().sum()
-    torch.testing.assert_close(gradients(squares, head, hidden), gradients(head(hidden).square().sum(), head, hidden))
+    squares = (
+        ULYSSES.TiledMLP.apply(lambda self, x: self(x), head, hidden, TILES, [head.weight])
+        .square()
+        .sum()
+    )
+    torch.testing.assert_close(
+        gradients(squares, head, hidden), gradients(head(hidden).square().sum(), head, hidden)
+    )
 
 
 def test_mistakes_are_named():
@@ -121,4 +139,6 @@ def test_mistakes_are_named():
     with pytest.raises(UsageError, match="tiles: must be at least 1, got 0"):
         tiled(head, hidden, tiles=0)
     with pytest.raises(UsageError, match="output_reduction: must be 'mean' or 'sum', got 'max'"):
-        ULYSSES.TiledFusedLogitsLoss.apply(lambda *_: hidden.sum(), head, hidden, labels, None, 2, None, "max")
+        ULYSSES.TiledFusedLogitsLoss.apply(
+            lambda *_: hidden.sum(), head, hidden, labels, None, 2, None, "max"
+        )

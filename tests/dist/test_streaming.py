@@ -21,7 +21,9 @@ def streamed(rank: int, world_size: int, stage: int) -> None:
     true = weights_of(toy(tied=True))
     del true["head.weight"]  # the same as stem.weight
     for dtype, max_bytes in ((None, 1 << 30), ("bf16", 1 << 30), (None, 6 * BLOCK), ("bf16", 0)):
-        engine, _ = start(toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30))
+        engine, _ = start(
+            toy(tied=True), ds_config(stage=stage, stage3_param_persistence_threshold=30)
+        )
         found = {}
         for name, value in zero.stream_weights(engine, dtype, max_bytes):
             assert name not in found, f"{name} comes twice"
@@ -30,7 +32,9 @@ def streamed(rank: int, world_size: int, stage: int) -> None:
             found[name] = value.clone()
         assert found.keys() == true.keys()
         for name, value in true.items():
-            assert torch.equal(found[name], value.to(torch.bfloat16 if dtype else value.dtype)), name
+            assert torch.equal(found[name], value.to(torch.bfloat16 if dtype else value.dtype)), (
+                name
+            )
         assert engine.residency.live == 0
 
 
@@ -51,8 +55,13 @@ def with_adapters(**options: object) -> peft.PeftModel:
 
 def merged(rank: int, world_size: int, stage: int, options: dict) -> None:
     expected = with_adapters(**options).merge_and_unload().state_dict()
-    engine, _ = start(with_adapters(**options), ds_config(stage=stage, stage3_param_persistence_threshold=30))
-    found = {name: value.clone() for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)}
+    engine, _ = start(
+        with_adapters(**options), ds_config(stage=stage, stage3_param_persistence_threshold=30)
+    )
+    found = {
+        name: value.clone()
+        for name, value in zero.stream_weights(engine, None, 2000, merge_adapters=True)
+    }
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -61,7 +70,9 @@ def merged(rank: int, world_size: int, stage: int, options: dict) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["head"]}], ids=["LoRA", "a trained head"])
+@pytest.mark.parametrize(
+    "options", [{}, {"modules_to_save": ["head"]}], ids=["LoRA", "a trained head"]
+)
 def test_adapters_are_merged_as_peft_merges_them(stage, options):
     run_on(2, merged, stage, options)
 
@@ -78,7 +89,10 @@ def test_an_adapter_that_is_no_sum_is_refused_by_name():
 
 
 def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
-    """Call PEFT's own merge and unmerge inside of `GatheredParameters`. Training state stays as it was."""
+    """Call PEFT's own merge and unmerge inside of `GatheredParameters`.
+
+    Training state stays as it was.
+    """
     reference = with_adapters()
     before = copy.deepcopy(reference.state_dict())
     reference.merge_adapter()
@@ -96,7 +110,9 @@ def merging_inside(rank: int, world_size: int, layer_by_layer: bool) -> None:
                     assert torch.equal(param, expected[name]), name
             with zero.GatheredParameters(part[0].parameters()):
                 pass
-            assert part[0].base_layer.weight.isfinite().all(), "the inner context resharded what the outer one holds"
+            assert part[0].base_layer.weight.isfinite().all(), (
+                "the inner context resharded what the outer one holds"
+            )
             for layer in part:
                 layer.unmerge()
     for name, value in zero.stream_weights(engine):
@@ -109,23 +125,28 @@ def test_peft_merges_inside_of_gathered_parameters(layer_by_layer):
 
 
 def order_of_gathers(rank: int, world_size: int) -> None:
-    """A list of parameters costs one all-gather for each unit. Shapes are true before, within and after."""
+    """A list of parameters costs one all-gather for each group.
+
+    Shapes are true before, within and after.
+    """
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     shapes = [(param.shape, param.numel(), param.dtype) for param in engine.module.parameters()]
     assert shapes == [(param.shape, param.numel(), param.dtype) for param in toy().parameters()]
     calls = engine.comm.calls["all_gather"]
     with zero.GatheredParameters(list(engine.module.parameters())):
-        assert engine.comm.calls["all_gather"] == calls + len(engine.units) == calls + 6
+        assert engine.comm.calls["all_gather"] == calls + len(engine.groups) == calls + 6
         assert engine.module.head.weight.shape == (WIDTH, WIDTH)
     assert engine.residency.live == 0
 
 
-def test_a_list_of_parameters_costs_one_gather_a_unit():
+def test_a_list_of_parameters_costs_one_gather_a_group():
     run_on(2, order_of_gathers)
 
 
 def single_parameters(rank: int, world_size: int) -> None:
-    """A loop over single parameters gathers each one alone, also with nested contexts and with a forward inside."""
+    """A loop over single parameters gathers each one alone, also with nested contexts and with a
+    forward inside.
+    """
     true = weights_of(toy())
     engine, _ = start(toy(), ds_config(stage3_param_persistence_threshold=0))
     before = engine.comm.elements["broadcast"] + engine.comm.elements["all_gather"]

@@ -1,4 +1,6 @@
-"""`zero trace`: one step of all ranks as a trace in which every kind of work has a track, and events nest."""
+"""`zero trace`: one step of all ranks as a trace in which every kind of work has a track, and
+events nest.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import torch
 
 import zero
 from tests.processes import REPOSITORY, run_on
-from zero.__main__ import main
-from zero.watch.command import _seconds
-from zero.watch.spans import Span
-from zero.watch.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
+from zero.tools.cli import main
+from zero.tools.profile.command import _seconds
+from zero.tools.profile.spans import Span
+from zero.tools.profile.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
 
 WIDTH = 800
 STEPS = 4  # in backwards 1, 2, 4, 8... the ranks agree on an order, by a broadcast
@@ -32,7 +34,10 @@ def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> Non
     model = torch.nn.Sequential(*layers)
     place = {"device": device, "nvme_path": str(folder / "nvme")}
     stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    stage |= {"offload_param": place | {"max_in_cpu": 0}, "offload_optimizer": place | {"overlap_step": True}}
+    stage |= {
+        "offload_param": place | {"max_in_cpu": 0},
+        "offload_optimizer": place | {"overlap_step": True},
+    }
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
@@ -68,14 +73,23 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for pid, rank in ((0, "rank 0"), (100, "rank 1")):
         found = {name.partition(" (")[0] for (process, _), name in tracks.items() if process == pid}
-        expected = {"phases", "waits", "compute", "all-gathers in flight", "reductions in flight", "other collectives"}
+        expected = {
+            "phases",
+            "waits",
+            "compute",
+            "all-gathers in flight",
+            "reductions in flight",
+            "other collectives",
+        }
         assert found >= expected | {"file reads", "file writes", "late updates"}
         assert seconds[rank]["phases"] > 0
     of_track = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            of_track[event["pid"], tracks[event["pid"], event["tid"]].partition(" (")[0]].append(event)
+            of_track[event["pid"], tracks[event["pid"], event["tid"]].partition(" (")[0]].append(
+                event
+            )
     assert [event["name"] for event in of_track[0, "phases"]] == ["forward", "backward", "step"]
     assert "broadcast" in [event["name"] for event in of_track[0, "other collectives"]]
     gathers = of_track[100, "all-gathers in flight"]
@@ -84,7 +98,8 @@ def test_a_step_of_two_ranks(tmp_path: Path):
     assert {event["name"] for event in of_track[0, "reductions in flight"]} >= WEIGHTS
     assert any(event["name"] == "aten::addmm" for event in of_track[0, "compute"])
     updates = [event for event in of_track[0, "late updates"] if event["name"] in WEIGHTS]
-    # Some of the step before may be over when the recording begins, and some of this step may come after its end.
+    # Some of the step before may be over when the recording begins, and some of this step may come
+    # after its end.
     assert updates and all("elements" in event["args"] for event in updates)
     assert any(event["name"].startswith("wait for ") for event in of_track[0, "waits"])
     assert_nested(events)
@@ -109,7 +124,10 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys):
     code, stdout, stderr = call(capsys, "--step", "3", "--out", str(out), "--json", str(script))
     assert "trace: step " in stderr
     assert code == 0 and set(json.loads(stdout)["seconds"]["rank 0"]) >= {"phases", "compute"}
-    assert any(event["name"] == "backward" for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"])
+    assert any(
+        event["name"] == "backward"
+        for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"]
+    )
     out.unlink()
     code, _, stderr = call(capsys, "--step", "4", "--out", str(out), str(script))
     assert code == 2 and not out.exists()
@@ -124,7 +142,11 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     "arguments, said",
-    [([], "name a script"), (["--step", "0", "x.py"], "number above 0"), (["--out", "/none/x", "x.py"], "--out")],
+    [
+        ([], "name a script"),
+        (["--step", "0", "x.py"], "number above 0"),
+        (["--out", "/none/x", "x.py"], "--out"),
+    ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
     code, _, stderr = call(capsys, *arguments)
@@ -132,7 +154,10 @@ def test_bad_arguments_are_one_line(arguments: list[str], said: str, capsys):
 
 
 def test_work_in_flight_at_the_same_time_has_lanes():
-    spans = [Span("copies", name, start, end, {}) for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))]
+    spans = [
+        Span("copies", name, start, end, {})
+        for name, start, end in (("a", 0, 9), ("b", 4, 6), ("c", 6, 20))
+    ]
     events = list(in_lanes(events_of_spans(spans, 0)))
     assert [(event["name"], event["tid"]) for event in events] == [
         ("a", "copies"), ("b", "copies (2)"), ("c", "copies (2)"),

@@ -20,39 +20,47 @@ import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
 from tests.processes import REPOSITORY, kill_tree, run, run_on
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
+from zero.comm.work import Pending
 from zero.config import load_config
-from zero.deepspeed.engine import DeepSpeedEngine
-from zero.gradients import GradientReducer
-from zero.optim.arithmetic import TileUpdate
-from zero.optim.step import ZeroOptimizer
-from zero.optim.updates import TileInMemory
-from zero.pending import Pending
-from zero.unit import Unit
-from zero.verify.command import as_json, as_text
-from zero.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
-from zero.verify.plain import PlainEngine
-from zero.verify.record import Recorder
+from zero.core.gradients import GradientReducer
+from zero.core.param_group import ParamGroup
+from zero.integrations.deepspeed.engine import DeepSpeedEngine
+from zero.optim.background import TileInMemory
+from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.optim.update import TileUpdate
+from zero.tools.verify.command import as_json, as_text
+from zero.tools.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
+from zero.tools.verify.plain import PlainEngine
+from zero.tools.verify.record import Recorder
 
 RANKS, STEPS, ACCUMULATION = 2, 2, 2
-DTYPES = {"float32": {}, "bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+DTYPES = {
+    "float32": {},
+    "bfloat16": {"bf16": {"enabled": True}},
+    "float16": {"fp16": {"enabled": True}},
+}
 LOST, FROZEN, LEFT_OUT = "blocks.1.up.weight", "blocks.2", 3
 
 
-collect, update_tile, begin_update = GradientReducer.collect, TileUpdate.__call__, TileUpdate.__init__
+collect, update_tile, begin_update = (
+    GradientReducer.collect,
+    TileUpdate.__call__,
+    TileUpdate.__init__,
+)
 norm_of, backward = ZeroOptimizer._global_norm, DeepSpeedEngine.backward
 
 
-def drop_gradient(reducer: GradientReducer, unit: Unit, index: int) -> None:
-    if unit.param_names[index] == LOST:
-        unit.params[index].grad.zero_()
-    collect(reducer, unit, index)
+def drop_gradient(reducer: GradientReducer, param_group: ParamGroup, index: int) -> None:
+    if param_group.param_names[index] == LOST:
+        param_group.params[index].grad.zero_()
+    collect(reducer, param_group, index)
 
 
 def freeze(update: TileUpdate, values: TileInMemory) -> Pending:
     kept = values.master.clone()
     pending = update_tile(update, values)
-    if values.tile.unit.name == FROZEN:
+    if values.tile.group.name == FROZEN:
         values.master.copy_(kept)
     return pending
 
@@ -65,13 +73,17 @@ def touch(update: TileUpdate, values: TileInMemory) -> Pending:
 
 
 def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
-    """The update goes by these numbers in the place of the param group's, with gradients multiplied by `factor`."""
+    """The update goes by these numbers in the place of the param group's, with gradients multiplied
+    by `factor`.
+    """
 
     def init(update: TileUpdate, *args: Any, **kwargs: Any) -> None:
         begin_update(update, *args, **kwargs)
         update._factor *= factor
         for group in update._groups:
-            group |= {key: group[key] * value if key == "lr" else value for key, value in numbers.items()}
+            group |= {
+                key: group[key] * value if key == "lr" else value for key, value in numbers.items()
+            }
 
     return init
 
@@ -101,11 +113,23 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
 
 
 def record(
-    rank: int, world_size: int, folder: Path, faults: list[str], dtype: str, init: dict[str, Any] | None = None
+    rank: int,
+    world_size: int,
+    folder: Path,
+    faults: list[str],
+    dtype: str,
+    init: dict[str, Any] | None = None,
 ) -> None:
-    """Record the plain run, and one run of the engine for each fault. The model is made in `zero.Init(**init)`."""
+    """Record the plain run, and one run of the engine for each fault.
+
+    The model is made in `zero.Init(**init)`.
+    """
     for name in ("plain", *faults):
-        options = {"accumulation": ACCUMULATION, "clip": 0.1, "stage3_param_persistence_threshold": 0}
+        options = {
+            "accumulation": ACCUMULATION,
+            "clip": 0.1,
+            "stage3_param_persistence_threshold": 0,
+        }
         settings = load_config(ds_config(**options, **DTYPES[dtype]))
         with mock.patch.object(zero.Init, "is_off", name == "plain"):
             with zero.Init(**init or {}, enabled=init is not None):
@@ -113,7 +137,9 @@ def record(
         model.dropped.add(LEFT_OUT)
         optimizer = adamw(one_group(trainable(model)))
         with mock.patch.object(*FAULTS.get(name, FAULTS["none"])):
-            engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(model, settings, optimizer)
+            engine = (PlainEngine if name == "plain" else DeepSpeedEngine)(
+                model, settings, optimizer
+            )
             Recorder(engine, folder / name, steps=STEPS + 1)
             for batch in toy_batches(STEPS):
                 for micro in split(batch, ACCUMULATION * world_size)[rank::world_size]:
@@ -148,8 +174,16 @@ def test_only_an_init_that_rounds_is_taken_for_one(tmp_path: Path, init: dict[st
 def test_planted_faults_are_found_and_explained(tmp_path: Path):
     results = found(tmp_path, ["loss scale", "mean", "gradient", "frozen"], "float32")
     expected = {
-        "loss scale": ("gradient", "stem.weight", "All gradients are 8 times the plain ones: a wrong loss scale"),
-        "mean": ("gradient", "stem.weight", "All gradients are 2 times the plain ones: they are summed over ranks"),
+        "loss scale": (
+            "gradient",
+            "stem.weight",
+            "All gradients are 8 times the plain ones: a wrong loss scale",
+        ),
+        "mean": (
+            "gradient",
+            "stem.weight",
+            "All gradients are 2 times the plain ones: they are summed over ranks",
+        ),
         "gradient": ("gradient", LOST, f"The engine has no gradient for {LOST}"),
         "frozen": ("update", f"{FROZEN}.norm.weight", f"The step has not changed {FROZEN}"),
     }
@@ -166,31 +200,57 @@ def test_planted_faults_are_found_and_explained(tmp_path: Path):
 def test_faults_that_adam_hides_are_found(tmp_path: Path, dtype: str):
     """Its updates hardly change with the size of gradients."""
     expected = {
-        "norm": (1, "norm", "all gradients", "The gradients are equal, so they are added up wrongly"),
-        "skipped": (1, "setting", "whether the step was skipped", "It is True on the engine and False on plain torch"),
+        "norm": (
+            1,
+            "norm",
+            "all gradients",
+            "The gradients are equal, so they are added up wrongly",
+        ),
+        "skipped": (
+            1,
+            "setting",
+            "whether the step was skipped",
+            "It is True on the engine and False on plain torch",
+        ),
         "setting": (1, "setting", "lr of param group 0", "It is 0.001"),
         "clipping": (1, "exp_avg", "stem.weight", "All are"),
         "twice": (1, "exp_avg", "stem.weight", "All are 2 times the plain ones: likely clipping"),
         "rate": (1, "update", "stem.weight", "All updates are 1.01 times the plain ones"),
         "betas": (1, "exp_avg_sq", "stem.weight", "All are 50 times the plain ones"),
         "eps": (1, "update", "stem.weight", "Gradients, settings and states are equal"),
-        "decay": (1, "decay", f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"),
-        "touched": (1, "decay", f"blocks.{LEFT_OUT}.norm.weight", "These elements have had no gradient yet"),
+        "decay": (
+            1,
+            "decay",
+            f"blocks.{LEFT_OUT}.norm.weight",
+            "These elements have had no gradient yet",
+        ),
+        "touched": (
+            1,
+            "decay",
+            f"blocks.{LEFT_OUT}.norm.weight",
+            "These elements have had no gradient yet",
+        ),
     }
     results = found(tmp_path, list(expected), dtype)
     for name, (step, kind, tensor, cause) in expected.items():
         difference = results[name].difference
         assert difference is not None, name
-        assert (difference.step, difference.kind, difference.name) == (step, kind, tensor), f"{name}: {difference}"
+        assert (difference.step, difference.kind, difference.name) == (step, kind, tensor), (
+            f"{name}: {difference}"
+        )
         assert difference.cause.startswith(cause), f"{name}: {difference}"
-        json.loads(as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+        json.loads(
+            as_json(results[name]), parse_constant=lambda text: pytest.fail(f"{text} is not JSON")
+        )
 
 
 def skips(rank: int, world_size: int, make: type[DeepSpeedEngine]) -> bool:
     """What accelerate reads after a step that overflowed, before it steps the schedule."""
     model, fp16 = toy(), {"enabled": True, "initial_scale_power": 32}
     engine = make(model, load_config(ds_config(fp16=fp16)), adamw(one_group(trainable(model))))
-    assert not engine.returned_optimizer.overflow  # accelerate reads it if it is there from the beginning
+    assert (
+        not engine.returned_optimizer.overflow
+    )  # accelerate reads it if it is there from the beginning
     engine.backward(loss_of(engine(**toy_batches(1)[0])))
     engine.step()
     return engine.returned_optimizer.overflow
@@ -210,14 +270,20 @@ def test_what_is_rounding_noise():
     loud, small = pair("loud", [1.0, 2.0], [1.0, 2.0]), pair("small", [3e-3, 0.0], [2e-3, 0.0])
     noise, lost = pair("noise", [1e-5, 0.0], [2e-5, 0.0]), pair("lost", [0.0, 0.0], [1e-4, 0.0])
     assert _without_noise([loud, small, noise, lost], eps) == [loud, small, lost]
-    both, one = pair("both", [math.inf, 1.0], [math.nan, 1.0]), pair("one", [math.inf, 1.0], [1.0, 1.0])
+    both, one = (
+        pair("both", [math.inf, 1.0], [math.nan, 1.0]),
+        pair("one", [math.inf, 1.0], [1.0, 1.0]),
+    )
     assert both.relative == 0.0 and one.relative == math.inf
 
 
 def test_the_last_place_of_a_value_is_rounding():
     """At a learning rate of 1e-6 it is a tenth of the update of a LayerNorm's weight."""
     ones, last_place = torch.ones(4), torch.finfo(torch.float32).eps
-    rounded, other = (_update("weight", n * last_place * ones, 10 * last_place * ones, ones, ones > 0) for n in (9, 8))
+    rounded, other = (
+        _update("weight", n * last_place * ones, 10 * last_place * ones, ones, ones > 0)
+        for n in (9, 8)
+    )
     assert rounded.relative == 0.0 and other.relative == pytest.approx(0.1)
     assert _update("weight", math.nan * ones, ones, ones, ones > 0).relative == math.inf
 
@@ -240,13 +306,25 @@ for step in range(3):
 def test_nothing_is_saved_while_a_script_is_verified(tmp_path: Path):
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(SAVES)
-    done = run([sys.executable, "-m", "zero", "verify", script, output], timeout=120, cwd=REPOSITORY)
+    done = run(
+        [sys.executable, "-m", "zero", "verify", script, output], timeout=120, cwd=REPOSITORY
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within rounding for 1 step(s)" in done.stdout and not output.exists()
 
 
 def test_the_command_runs_a_script_twice():
-    command = [sys.executable, "-m", "zero", "verify", "--steps", "1", "examples/torch_loop.py", "--output", "/nowhere"]
+    command = [
+        sys.executable,
+        "-m",
+        "zero",
+        "verify",
+        "--steps",
+        "1",
+        "examples/torch_loop.py",
+        "--output",
+        "/nowhere",
+    ]
     done = run(command, timeout=120, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal within rounding for 1 step(s)" in done.stdout
@@ -281,14 +359,19 @@ def test_skipped_and_missing_steps_are_named(tmp_path: Path):
     command = [sys.executable, "-m", "zero", "verify", "--steps", "3", script]
     done = run(command, timeout=120, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Both runs skipped 1 step(s)" in done.stdout and "--steps 3: the script made 2" in done.stderr
+    assert (
+        "Both runs skipped 1 step(s)" in done.stdout
+        and "--steps 3: the script made 2" in done.stderr
+    )
     done = run([*command, "all"], timeout=120, cwd=REPOSITORY)
     assert done.returncode == 2 and "no update was compared" in done.stderr
 
 
 def test_a_signal_ends_the_script_too(tmp_path: Path):
     script, started = tmp_path / "script.py", tmp_path / "started"
-    script.write_text(f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
+    script.write_text(
+        f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)"
+    )
     process = subprocess.Popen([sys.executable, "-m", "zero", "verify", script], cwd=REPOSITORY)
     try:
         deadline = time.monotonic() + 60

@@ -1,4 +1,6 @@
-"""Optimizers of whole tensors: checkpoints, offload, fragments, what moves between ranks, and how work is spread."""
+"""Optimizers of whole tensors: checkpoints, offload, fragments, what moves between ranks, and how
+work is spread.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,31 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import zero
 from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
-from tests.dist.training import Curve, assert_equal, curve_on, ds_config, relative, start, train_plain, train_zero
+from tests.dist.training import (
+    Curve,
+    assert_equal,
+    curve_on,
+    ds_config,
+    relative,
+    start,
+    train_plain,
+    train_zero,
+)
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_whole_tensor import MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.deepspeed.fragments import (
+from zero.errors import UsageError
+from zero.integrations.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
     safe_set_full_optimizer_state,
 )
-from zero.errors import UsageError
 from zero.offload import tiers
-from zero.optim import ownership
-from zero.optim.exchange import Assembly
+from zero.optim import assignment
+from zero.optim.redistribute import Assembly
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -70,12 +81,18 @@ def test_another_world_size_and_stage_hold_the_same_state(name, writer, reader, 
     straight = curve_on(written, train_save_train, name, ds_config(stage=stage), str(tmp_path))
     resumed = curve_on(read, load_train, name, ds_config(stage=other, **OTHER_CUTS), str(tmp_path))
     assert_same_tensors(stored(tmp_path / "again"), stored(tmp_path))
-    if name == "Adafactor, lr":  # Muon multiplies in bf16, and Whitened does not store its count of steps
-        assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+    if (
+        name == "Adafactor, lr"
+    ):  # Muon multiplies in bf16, and Whitened does not store its count of steps
+        assert relative(resumed.mean_losses(), straight.mean_losses()) <= rounding(
+            torch.float32, 1000, STEPS
+        )
 
 
 def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
-    """Return elements in all, elements that move, elements sent in a step, its FLOPs, and bytes of state."""
+    """Return elements in all, elements that move, elements sent in a step, its FLOPs, and bytes of
+    state.
+    """
     config = ds_config(stage3_param_persistence_threshold=40)
     engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
     data = batches("llama", 2)
@@ -83,7 +100,9 @@ def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
     before, step = engine.comm.elements["all_to_all"], optimizer.optimizer.step
     params = [param for group in optimizer.param_groups for param in group["params"]]
     assert all(param.grad is None and param.dtype == torch.float32 for param in params)
-    assert {param.shape for param in params} == {param.shape for param in engine.module.parameters()}
+    assert {param.shape for param in params} == {
+        param.shape for param in engine.module.parameters()
+    }
     found = {}
 
     def counted_step(closure=None):
@@ -104,17 +123,29 @@ def test_work_and_state_are_spread_and_whole_tensors_stay():
     assert moved == sent == 0
     for world_size in (2, 4):
         found = run_on(world_size, exchanged)
-        assert sum(each[3] for each in found) == flops and max(each[3] for each in found) <= 1.3 * flops / world_size
-        assert sum(each[4] for each in found) == nbytes and max(each[4] for each in found) <= 1.3 * nbytes / world_size
+        assert (
+            sum(each[3] for each in found) == flops
+            and max(each[3] for each in found) <= 1.3 * flops / world_size
+        )
+        assert (
+            sum(each[4] for each in found) == nbytes
+            and max(each[4] for each in found) <= 1.3 * nbytes / world_size
+        )
         assert {each[0] for each in found} == {total} and 0 < found[0][1] < total
-        assert sum(each[2] for each in found) < 3 * found[0][1], "gradient, master and new master are sent"
+        assert sum(each[2] for each in found) < 3 * found[0][1], (
+            "gradient, master and new master are sent"
+        )
 
 
 def order_of_a_step(rank: int, world_size: int, least: int) -> str:
-    """The letters of what happens: exchanges start, `step()` is called, masters go back, they have arrived."""
-    ownership.LEAST_ELEMENTS = ownership.LEAST_MATRICES = least
+    """The letters of what happens: exchanges start, `step()` is called, masters go back, they have
+    arrived.
+    """
+    assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = least
     happened = []
-    engine, optimizer = start(build("llama"), ds_config(stage3_param_persistence_threshold=0), make=MAKE["Muon"])
+    engine, optimizer = start(
+        build("llama"), ds_config(stage3_param_persistence_threshold=0), make=MAKE["Muon"]
+    )
     train_zero(engine, batches("llama", 1))
 
     def note(owner: object, name: str, letter: str) -> None:
@@ -134,7 +165,7 @@ def order_of_a_step(rank: int, world_size: int, least: int) -> str:
     return "".join(happened)
 
 
-def test_tensors_move_while_those_of_other_units_are_updated():
+def test_tensors_move_while_those_of_other_groups_are_updated():
     assert run_on(2, order_of_a_step, 1 << 20) == ["sUrf"] * 2
     first, second = run_on(2, order_of_a_step, 1)
     assert first == second and re.fullmatch("s(sUrf?)+Urff", first) and first.count("U") > 2
@@ -143,8 +174,13 @@ def test_tensors_move_while_those_of_other_units_are_updated():
 # -- offload
 
 
-def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder: str, sections: dict) -> Curve:
-    """Train two steps, save, resume in a new engine, train two more. Small tensors may go to files too."""
+def offloaded(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, folder: str, sections: dict
+) -> Curve:
+    """Train two steps, save, resume in a new engine, train two more.
+
+    Small tensors may go to files too.
+    """
     tiers.LEAST_BYTES_IN_A_FILE = 1
     config = ds_config(clip=0.5, accumulation=2, **SECTIONS[dtype], **SMALL, **sections)
     data, folder = batches("llama", 4), Path(folder) / str(len(sections))
@@ -167,7 +203,11 @@ def offloaded(rank: int, world_size: int, name: str, dtype: torch.dtype, folder:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "world_size"),
-    [("Muon", torch.bfloat16, 2), ("Whitened", torch.float32, 2), ("torch's Adafactor", torch.float32, 1)],
+    [
+        ("Muon", torch.bfloat16, 2),
+        ("Whitened", torch.float32, 2),
+        ("torch's Adafactor", torch.float32, 1),
+    ],
 )
 def test_files_change_no_bit(name, dtype, world_size, tmp_path):
     in_memory = curve_on(world_size, offloaded, name, dtype, str(tmp_path), {})
@@ -188,7 +228,9 @@ class Norming(torch.optim.SGD):
 
     def step(self, closure=None):
         super().step(closure)
-        self.largest = max(float(p.grad.norm()) for p in self.param_groups[0]["params"] if p.grad is not None)
+        self.largest = max(
+            float(p.grad.norm()) for p in self.param_groups[0]["params"] if p.grad is not None
+        )
 
 
 def norms_in_files(rank: int, world_size: int, folder: str) -> str:
@@ -196,14 +238,19 @@ def norms_in_files(rank: int, world_size: int, folder: str) -> str:
     engine, _ = start(build("llama"), config, make=partial(Norming, lr=0.1))
     with pytest.raises(UsageError) as caught:
         train_zero(engine, batches("llama", 1))
-    with pytest.raises(UsageError):  # the engine stays unusable: some units were updated, others not
+    with pytest.raises(
+        UsageError
+    ):  # the engine stays unusable: some groups were updated, others not
         engine.step()
     return str(caught.value)
 
 
 def test_a_number_that_depends_on_all_gradients_cannot_be_offloaded(tmp_path):
     (found,) = run_on(1, norms_in_files, str(tmp_path))
-    assert "Norming keeps a global value that depends on which tensors this rank has (attribute largest: " in found
+    assert (
+        "Norming keeps a global value that depends on which tensors this rank has (attribute "
+        "largest: " in found
+    )
     assert "offload_optimizer" in found
 
 
@@ -229,11 +276,16 @@ class Counting(torch.optim.SGD):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.counts, self.late, self.log, self.norm = {"steps": numpy.int64(0)}, None, [], float("nan")
+        self.counts = {"steps": numpy.int64(0)}
+        self.late = None
+        self.log = []
+        self.norm = float("nan")
 
     def step(self, closure=None):
         super().step(closure)
-        self.state["total"] = self.state.get("total", 0) + 1  # state of no parameter, as SPAM has it
+        self.state["total"] = (
+            self.state.get("total", 0) + 1
+        )  # state of no parameter, as SPAM has it
         self.state["of all"] = {"steps": self.state.get("of all", {}).get("steps", 0) + 1}
         self.counts["steps"] += 1
         self.late = (self.late or 0) + 1
@@ -244,22 +296,36 @@ class Counting(torch.optim.SGD):
 
 
 def counting(rank: int, world_size: int, folder: str | None) -> tuple[set[int], set[float]]:
-    """Take two steps with a schedule that halves the learning rate. Return the counts and the learning rates."""
+    """Take two steps with a schedule that halves the learning rate.
+
+    Return the counts and the learning rates.
+    """
     model = build("llama")
     optimizer = Counting([{"params": [param]} for param in model.parameters()], lr=1.0)
     schedule = partial(torch.optim.lr_scheduler.MultiplicativeLR, lr_lambda=lambda step: 0.5)
     nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config(**nvme), lr_scheduler=schedule)
+    engine, *_ = zero.initialize(
+        model=model, optimizer=optimizer, config=ds_config(**nvme), lr_scheduler=schedule
+    )
     optimizer.state["total"] = 0
     log = optimizer.log
     train_zero(engine, batches("llama", 2))
-    assert optimizer.state["total"] == optimizer.state["of all"]["steps"] == optimizer.counts["steps"] == 2
+    assert (
+        optimizer.state["total"]
+        == optimizer.state["of all"]["steps"]
+        == optimizer.counts["steps"]
+        == 2
+    )
     assert optimizer.late == 2 and optimizer.log is log and log == [1, 2]
     assert {group["pair"] for group in optimizer.param_groups} == {(2, 0)}
     if folder is None:
-        with pytest.raises(ValueError, match="'total' belongs to no parameter, so it cannot be stored"):
+        with pytest.raises(
+            ValueError, match="'total' belongs to no parameter, so it cannot be stored"
+        ):
             engine.save_checkpoint("nowhere")
-    return {group["k"] for group in optimizer.param_groups}, {group["lr"] for group in optimizer.param_groups}
+    return {group["k"] for group in optimizer.param_groups}, {
+        group["lr"] for group in optimizer.param_groups
+    }
 
 
 @pytest.mark.parametrize("in_files", [False, True])
@@ -277,8 +343,14 @@ def named(rank: int, world_size: int) -> list[str]:
     engine, *_ = zero.initialize(model=model, optimizer=optimizer, config=ds_config())
     train_zero(engine, batches("llama", 1))
     (group,) = optimizer.param_groups
-    assert [(name, p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)] == expected
-    return [name for name, param in zip(group["param_names"], group["params"], strict=True) if optimizer.state[param]]
+    assert [
+        (name, p.shape) for name, p in zip(group["param_names"], group["params"], strict=True)
+    ] == expected
+    return [
+        name
+        for name, param in zip(group["param_names"], group["params"], strict=True)
+        if optimizer.state[param]
+    ]
 
 
 def test_names_and_shapes_are_the_models():
@@ -290,7 +362,10 @@ def fragments(rank: int, world_size: int, stage: int) -> dict:
     engine, optimizer = start(build("llama"), ds_config(stage=stage, **BF16), make=MAKE["Muon"])
     train_zero(engine, batches("llama", 1))
     name, param = next((n, p) for n, p in engine.module.named_parameters() if "q_proj" in n)
-    before, owns = safe_get_full_optimizer_state(param, "momentum_buffer"), optimizer.whole.of_param[param].is_own
+    before, owns = (
+        safe_get_full_optimizer_state(param, "momentum_buffer"),
+        optimizer.whole.of_param[param].is_own,
+    )
     with pytest.raises(UsageError, match=f"momentum_buffer.* of {name} is not cut"):
         safe_get_local_optimizer_state(param, "momentum_buffer")
     safe_set_full_optimizer_state(param, before + 1, "momentum_buffer")
@@ -321,11 +396,18 @@ def test_the_state_of_one_parameter(stage):
 
 
 class Remembering(torch.optim.Optimizer):
-    """Descends along the sum of all gradients. It keeps the first gradient without a copy, and reads `param.factor`."""
+    """Descends along the sum of all gradients.
+
+    It keeps the first gradient without a copy, and reads `param.factor`.
+    """
 
     def __init__(self, params, own_list: bool = False):
         super().__init__(params, {"lr": 1e-2})
-        self.own = [param for group in self.param_groups for param in group["params"]] if own_list else None
+        self.own = (
+            [param for group in self.param_groups for param in group["params"]]
+            if own_list
+            else None
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -357,7 +439,9 @@ def test_attributes_of_parameters_and_gradients_that_are_kept(stage):
     model = marked("llama")
     plain = train_plain(model, batches("llama", STEPS), make=Remembering)
     found = curve_on(2, remembering, stage)
-    assert relative(found.mean_losses(), plain.mean_losses()) <= rounding(torch.float32, 1000, STEPS)
+    assert relative(found.mean_losses(), plain.mean_losses()) <= rounding(
+        torch.float32, 1000, STEPS
+    )
 
 
 def mistaken(rank: int, world_size: int) -> None:

@@ -12,8 +12,8 @@ from tests.dist.training import adamw, assert_same_weights, ds_config, split, st
 from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
-from zero.deepspeed.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero.errors import UsageError
+from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero.offload import tiers
 
 STEPS = 4
@@ -26,10 +26,17 @@ MAKE = {
 }
 
 
-def trained(rank: int, world_size: int, name: str, states: bool, sections: dict, folder: str) -> dict:
-    """Return the weights after some steps in which all ranks have the same batches. Half-way a new engine resumes."""
+def trained(
+    rank: int, world_size: int, name: str, states: bool, sections: dict, folder: str
+) -> dict:
+    """Return the weights after some steps in which all ranks have the same batches.
+
+    Half-way a new engine resumes.
+    """
     tiers.LEAST_BYTES_IN_A_FILE = 1
-    config = ds_config(bf16=BF16 | {"bf16_optimizer_states": states}, accumulation=2, **SMALL | sections)
+    config = ds_config(
+        bf16=BF16 | {"bf16_optimizer_states": states}, accumulation=2, **SMALL | sections
+    )
     data = [split(batch, 2) for batch in batches("llama", STEPS)]
     engine, _ = start(build("llama"), config, make=MAKE[name])
     for number, parts in enumerate(data):
@@ -48,13 +55,24 @@ def trained(rank: int, world_size: int, name: str, states: bool, sections: dict,
 NVME = {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
 
 
-@pytest.mark.parametrize(("name", "states"), [("AdamW", True), ("SGD", False), ("Adafactor", False)])
+@pytest.mark.parametrize(
+    ("name", "states"), [("AdamW", True), ("SGD", False), ("Adafactor", False)]
+)
 def test_ranks_stages_and_tiers_change_no_bit(name, states, tmp_path):
     expected = run_on(1, trained, name, states, {}, str(tmp_path / "one"))[0]
-    assert not all((value - build("llama").state_dict()[key]).abs().max() == 0 for key, value in expected.items())
+    assert not all(
+        (value - build("llama").state_dict()[key]).abs().max() == 0
+        for key, value in expected.items()
+    )
     on_files = {key: value | {"nvme_path": str(tmp_path)} for key, value in NVME.items()}
-    for ranks, sections in ((2, {"stage": 1}), (2, on_files), (4, {"offload_optimizer": {"device": "cpu"}})):
-        found = run_on(ranks, trained, name, states, sections, str(tmp_path / f"{ranks} {len(sections)}"))[0]
+    for ranks, sections in (
+        (2, {"stage": 1}),
+        (2, on_files),
+        (4, {"offload_optimizer": {"device": "cpu"}}),
+    ):
+        found = run_on(
+            ranks, trained, name, states, sections, str(tmp_path / f"{ranks} {len(sections)}")
+        )[0]
         assert_same_weights(found, expected)
 
 
@@ -69,7 +87,9 @@ def after_steps(rank: int, world_size: int, masters: bool, steps: int) -> dict[s
             safe_set_full_fp32_param(param, param.detach().float())
     for batch in batches("llama", 1) * steps:
         step(engine, [batch])
-    return {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    return {
+        name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()
+    }
 
 
 def test_a_step_gives_a_neighbour_of_the_fp32_result():
@@ -85,9 +105,13 @@ def test_a_step_gives_a_neighbour_of_the_fp32_result():
 
 
 def test_updates_smaller_than_bf16_count_on_the_average():
-    """Each update is about a hundredth of the distance between bf16 numbers: rounding to nearest would lose all."""
+    """Each update is about a hundredth of the distance between bf16 numbers: rounding to nearest
+    would lose all.
+    """
     found, expected = (run_on(1, after_steps, masters, 30)[0] for masters in (False, True))
-    started = {name: value.bfloat16().float() for name, value in build("llama").state_dict().items()}
+    started = {
+        name: value.bfloat16().float() for name, value in build("llama").state_dict().items()
+    }
     moved = torch.cat([(found[name] - started[name]).view(-1) for name in found]).double()
     wanted = torch.cat([(expected[name] - started[name]).view(-1) for name in found]).double()
     assert (moved == 0).double().mean() > 0.5, "most are still where they were"
@@ -107,9 +131,17 @@ def test_state_of_whole_tensors_keeps_its_dtype():
 
 
 def resumed(rank: int, world_size: int, folder: str) -> list[set[torch.dtype]]:
-    """Save with bf16 moments. Resume with fp32 ones and with masters, and the other way. Return the moments' dtypes."""
+    """Save with bf16 moments.
+
+    Resume with fp32 ones and with masters, and the other way. Return the moments' dtypes.
+    """
     found, data = [], [split(batch, 2)[rank : rank + 1] for batch in batches("llama", 4)]
-    sections = [BF16 | {"bf16_optimizer_states": True}, BF16, {"enabled": True}, BF16 | {"bf16_optimizer_states": True}]
+    sections = [
+        BF16 | {"bf16_optimizer_states": True},
+        BF16,
+        {"enabled": True},
+        BF16 | {"bf16_optimizer_states": True},
+    ]
     for number, section in enumerate(sections):
         engine, _ = start(build("llama"), ds_config(bf16=section), make=MAKE["AdamW"])
         if number:

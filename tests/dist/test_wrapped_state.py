@@ -1,4 +1,6 @@
-"""Optimizer state in tensors that wrap others, as torchao's 8-bit moments do: trained, offloaded, saved, resumed."""
+"""Optimizer state in tensors that wrap others, as torchao's 8-bit moments do: trained, offloaded,
+saved, resumed.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,14 @@ import torch
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import Curve, curve_on, ds_config, start, train_in_slices, train_zero
 from zero.errors import UsageError
-from zero.optim.wrappers import closed, opened
+from zero.optim.tensor_subclass_state import closed, opened
 
 STEPS, RANKS, ACCUMULATION = 3, 2, 2
-OFFLOAD = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+OFFLOAD = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "offload_optimizer": {"device": "cpu"},
+}
 
 
 class Coded(torch.Tensor):
@@ -22,10 +28,13 @@ class Coded(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Coded:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype):
-        self.codes, self.scale = codes, scale
+        self.codes = codes
+        self.scale = scale
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Coded:
@@ -43,7 +52,9 @@ class Coded(torch.Tensor):
         return cls(tensors["codes"], tensors["scale"], *context)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         raise NotImplementedError(f"{func} is not for coded tensors")
 
 
@@ -91,8 +102,11 @@ def test_wrapped_state_trains_as_in_one_process_and_resumes(tmp_path):
     again = curve_on(RANKS, resumed, section, str(tmp_path))
     assert again.losses == straight.losses
     for name, value in plain.weights.items():
-        assert torch.equal(straight.weights[name], value) and torch.equal(again.weights[name], value), name
-    # One process has other shapes. A code may then be rounded the other way: by 1/32767 of the largest momentum.
+        assert torch.equal(straight.weights[name], value) and torch.equal(
+            again.weights[name], value
+        ), name
+    # One process has other shapes. A code may then be rounded the other way: by 1/32767 of the
+    # largest momentum.
     on_one = curve_on(1, resumed, OFFLOAD, str(tmp_path))
     assert on_one.mean_losses() == pytest.approx(straight.mean_losses(), rel=1e-4)
 

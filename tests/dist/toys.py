@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero.core.param_group import ParamGroup, State
 from zero.engine import ZeroEngine
-from zero.unit import State, Unit
 
 WIDTH = 13
 BLOCK = 2 * WIDTH + (WIDTH + 1) * 3 * WIDTH + (3 * WIDTH + 1) * WIDTH
@@ -31,13 +31,14 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """A stem, blocks and a head. Each of them is one unit, if nothing is persistent.
+    """A stem, blocks and a head. Each of them is one group, if nothing is persistent.
 
-    `dropped`: the numbers of blocks that a forward leaves out. `checkpointing`: None, "reentrant" or "non-reentrant".
-    `tied`: the head has the weight of the stem.
-    """
+    `dropped`: the numbers of blocks that a forward leaves out. `checkpointing`: None, "reentrant"
+    or "non-reentrant". `tied`: the head has the weight of the stem."""
 
-    def __init__(self, blocks: int = 4, checkpointing: str | None = None, tied: bool = False) -> None:
+    def __init__(
+        self, blocks: int = 4, checkpointing: str | None = None, tied: bool = False
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH, bias=False)
         self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
@@ -68,7 +69,8 @@ def toy(**options: Any) -> Toy:
 def toy_batches(steps: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
-        {name: torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for name in ("x", "y")} for _ in range(steps)
+        {name: torch.randn(ROWS, WIDTH, generator=generator).to(dtype) for name in ("x", "y")}
+        for _ in range(steps)
     ]
 
 
@@ -105,14 +107,16 @@ def after_each(cls: type, name: str, look: Any) -> Iterator[None]:
 def gathered(engine: ZeroEngine) -> int:
     """Return how many elements the storages of all full buffers hold now, with padding."""
     return sum(
-        unit.full.untyped_storage().nbytes() // unit.full.element_size() for unit in engine.units if not unit.persistent
+        group.full.untyped_storage().nbytes() // group.full.element_size()
+        for group in engine.groups
+        if not group.persistent
     )
 
 
 def gathering(engine: ZeroEngine) -> int:
     """Return how many elements are being gathered now."""
-    return sum(unit.layout.numel for unit in engine.units if unit.state is State.GATHERING)
+    return sum(group.layout.numel for group in engine.groups if group.state is State.GATHERING)
 
 
-def short(events: list[tuple[str, Unit]]) -> list[tuple[str, str]]:
-    return [(name, unit.name) for name, unit in events]
+def short(events: list[tuple[str, ParamGroup]]) -> list[tuple[str, str]]:
+    return [(name, group.name) for name, group in events]

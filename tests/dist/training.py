@@ -1,8 +1,7 @@
 """Trains the same model on the same global batches, in plain torch and with the engine.
 
-A run reports a *curve*. For each step it has the gradient norm before clipping, and the losses of all micro-batches on
-all ranks, in the order of a single process. At the end come the weights.
-"""
+A run reports a *curve*. For each step it has the gradient norm before clipping, and the losses of
+all micro-batches on all ranks, in the order of a single process. At the end come the weights."""
 
 from __future__ import annotations
 
@@ -49,10 +48,16 @@ def one_group(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
 
 
 def two_groups(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Two param groups: matrices have weight decay, vectors have none and ten times the learning rate."""
+    """Two param groups: matrices have weight decay, vectors have none and ten times the learning
+    rate.
+    """
     return [
         {"params": [param for _, param in named if param.dim() > 1]},
-        {"params": [param for _, param in named if param.dim() <= 1], "weight_decay": 0.0, "lr": 10 * LR},
+        {
+            "params": [param for _, param in named if param.dim() <= 1],
+            "weight_decay": 0.0,
+            "lr": 10 * LR,
+        },
     ]
 
 
@@ -102,7 +107,9 @@ def train_plain(
 Gradients = dict[str, torch.Tensor]
 
 
-def _gradients(model: nn.Module, part: Batch, accumulation: int, scale: float) -> tuple[float, Gradients]:
+def _gradients(
+    model: nn.Module, part: Batch, accumulation: int, scale: float
+) -> tuple[float, Gradients]:
     """Return loss and fp32 gradients of one micro-batch. A missing gradient is zeros."""
     loss = loss_of(model(**part))
     ((loss / accumulation if accumulation > 1 else loss).float() * scale).backward()
@@ -136,30 +143,38 @@ def train_in_slices(
     grouping: Grouping = one_group,
     make: Make = adamw,
 ) -> Curve:
-    """Train as `ranks` ranks in mixed precision do, but in one process: with their shapes and their order of sums.
+    """Train as `ranks` ranks in mixed precision do, but in one process: with their shapes and their
+    order of sums.
 
-    A batch has `ranks * accumulation` parts. Each part gives gradients in `dtype`, of its loss / `accumulation` x
-    `scale`. (In fp16 the scale changes gradients: small ones are subnormal.) Gradients are summed in fp32, of a float64
-    model in float64: micro-batch by micro-batch, and within one rank by rank. With `own_first` each rank's own
-    gradients are summed first, as at stages 0 and 1. The gradients of `shard_size` consecutive ranks are summed before
-    these sums are. Their mean updates the masters, which begin with the model's fp32 values and are rounded into it.
+    A batch has `ranks * accumulation` parts. Each part gives gradients in `dtype`, of its loss /
+    `accumulation` x `scale`. (In fp16 the scale changes gradients: small ones are subnormal.)
+    Gradients are summed in fp32, of a float64 model in float64: micro-batch by micro-batch, and
+    within one rank by rank. With `own_first` each rank's own gradients are summed first, as at
+    stages 0 and 1. The gradients of `shard_size` consecutive ranks are summed before these sums
+    are. Their mean updates the masters, which begin with the model's fp32 values and are rounded
+    into it.
 
-    `norms`: clipping divides by these, step by step, in place of this run's own. The last bit of a norm depends on how
-    parameters are cut, and all weights depend on that bit.
-    """
+    `norms`: clipping divides by these, step by step, in place of this run's own. The last bit of a
+    norm depends on how parameters are cut, and all weights depend on that bit."""
     curve = Curve()
     masters = {
-        name: nn.Parameter(param.detach().to(master_dtype(param), copy=True)) for name, param in trainable(model)
+        name: nn.Parameter(param.detach().to(master_dtype(param), copy=True))
+        for name, param in trainable(model)
     }
     for param in model.parameters():
         param.data = param.data.to(dtype or param.dtype)
     optimizer = make(grouping(list(masters.items())))
     for number, batch in enumerate(batches):
-        found = [_gradients(model, part, accumulation, scale) for part in split(batch, ranks * accumulation)]
+        found = [
+            _gradients(model, part, accumulation, scale)
+            for part in split(batch, ranks * accumulation)
+        ]
         grads = [grad for _, grad in found]
         if own_first:
             grads = [_added(grads[rank::ranks]) for rank in range(ranks)]
-        grads = [_added(grads[first : first + shard_size]) for first in range(0, len(grads), shard_size)]
+        grads = [
+            _added(grads[first : first + shard_size]) for first in range(0, len(grads), shard_size)
+        ]
         total, factor = _added(grads), 1.0 / ranks / scale
         norm = torch.nn.utils.get_total_norm(list(total.values())).item() * factor
         curve.losses.append([loss for loss, _ in found])
@@ -177,7 +192,10 @@ def train_in_slices(
 
 
 def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> dict[str, Any]:
-    """Return a configuration for stage 3. Keywords that name no section are keys of `zero_optimization`."""
+    """Return a configuration for stage 3.
+
+    Keywords that name no section are keys of `zero_optimization`.
+    """
     named = ("fp16", "bf16", "data_types", "optimizer", "scheduler", "communication_data_type")
     named += ("activation_checkpointing",)
     top = {key: value for key, value in sections.items() if key in named}
@@ -186,7 +204,11 @@ def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> d
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
-        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, **stage3},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **stage3,
+        },
         **top,
     }
 
@@ -194,7 +216,9 @@ def ds_config(*, accumulation: int = 1, clip: float = 0.0, **sections: Any) -> d
 def start(
     model: nn.Module, config: dict[str, Any], grouping: Grouping = one_group, make: Make = adamw
 ) -> tuple[zero.ZeroEngine, torch.optim.Optimizer]:
-    engine, optimizer, _, _ = zero.initialize(model=model, optimizer=make(grouping(trainable(model))), config=config)
+    engine, optimizer, _, _ = zero.initialize(
+        model=model, optimizer=make(grouping(trainable(model))), config=config
+    )
     return engine, optimizer
 
 
@@ -202,7 +226,9 @@ def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
     """Take one optimizer step over this rank's micro-batches, and return their losses."""
     losses = []
     for part in parts:
-        loss = loss_of(engine(**{name: value.to(engine.comm.device) for name, value in part.items()}))
+        loss = loss_of(
+            engine(**{name: value.to(engine.comm.device) for name, value in part.items()})
+        )
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -210,7 +236,10 @@ def step(engine: zero.ZeroEngine, parts: Sequence[Batch]) -> list[float]:
 
 
 def train_zero(engine: zero.ZeroEngine, batches: Iterable[Batch]) -> Curve:
-    """Train on this rank's part of each batch. Each rank returns its own losses; only rank 0 returns the weights."""
+    """Train on this rank's part of each batch.
+
+    Each rank returns its own losses; only rank 0 returns the weights.
+    """
     curve = Curve()
     accumulation = engine.settings.gradient_accumulation_steps
     for batch in batches:
@@ -250,8 +279,8 @@ def assert_equal(found: Curve, expected: Curve) -> None:
 def assert_same_training(found: Curve, expected: Curve) -> None:
     """Compare losses and weights bit for bit, and norms within rounding.
 
-    The norms are of the same gradients. But the squares of a parameter on several ranks are summed in several parts.
-    """
+    The norms are of the same gradients. But the squares of a parameter on several ranks are summed
+    in several parts."""
     assert found.losses == expected.losses
     assert_same_weights(found.weights, expected.weights)
     longest = max(value.numel() for value in expected.weights.values())

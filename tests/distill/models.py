@@ -16,7 +16,9 @@ from transformers import (
 VOCABULARY = 40
 
 
-def llama(width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True) -> PreTrainedModel:
+def llama(
+    width: int, layers: int, seed: int, vocabulary: int = VOCABULARY, tied: bool = True
+) -> PreTrainedModel:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -47,18 +49,28 @@ def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
     )  # fmt: skip
 
 
-def sequences(count: int, shortest: int = 4, longest: int = 12, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Return examples for a causal model: random token ids of different lengths. The labels are the same ids."""
+def sequences(
+    count: int, shortest: int = 4, longest: int = 12, seed: int = 0
+) -> list[dict[str, list[int]]]:
+    """Return examples for a causal model: random token ids of different lengths.
+
+    The labels are the same ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
-    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    ids = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def pairs(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
     """Return examples for an encoder-decoder model."""
     sources, targets = sequences(count, seed=seed), sequences(count, seed=seed + 1)
-    return [{"input_ids": s["input_ids"], "labels": t["labels"]} for s, t in zip(sources, targets, strict=True)]
+    return [
+        {"input_ids": s["input_ids"], "labels": t["labels"]}
+        for s, t in zip(sources, targets, strict=True)
+    ]
 
 
 class Pad:
@@ -69,11 +81,15 @@ class Pad:
 
     def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         padding = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        examples = [{**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples]
+        examples = [
+            {**example, "attention_mask": [1] * len(example["input_ids"])} for example in examples
+        ]
         batch = {}
         for name, value in padding.items():
             longest = max(len(example[name]) for example in examples)
             longest += -longest % self.multiple
-            rows = [example[name] + [value] * (longest - len(example[name])) for example in examples]
+            rows = [
+                example[name] + [value] * (longest - len(example[name])) for example in examples
+            ]
             batch[name] = torch.tensor(rows)
         return batch

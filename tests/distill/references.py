@@ -26,7 +26,10 @@ def divergence(
     p, q = log_softmax(teacher, temperature).exp(), log_softmax(student, temperature).exp()
     if top_k:
         indices = p.topk(top_k, dim=-1).indices
-        p, q = (torch.cat([x.gather(-1, indices), 1 - x.gather(-1, indices).sum(-1, True)], -1) for x in (p, q))
+        p, q = (
+            torch.cat([x.gather(-1, indices), 1 - x.gather(-1, indices).sum(-1, True)], -1)
+            for x in (p, q)
+        )
     if loss_type == "forward_kl":
         value = kl(p, q)
     elif loss_type == "reverse_kl":

@@ -1,4 +1,7 @@
-"""The fused head against float64 autograd of the plain formulas. Also: settings that must not change its result."""
+"""The fused head against float64 autograd of the plain formulas.
+
+Also: settings that must not change its result.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,28 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from distill.fused import HeadTeacher, Recipe, SharedTokens, StoredTeacher, Targets, fused_head_loss, logits_loss
+from distill.fused import (
+    HeadTeacher,
+    Recipe,
+    SharedTokens,
+    StoredTeacher,
+    Targets,
+    fused_head_loss,
+    logits_loss,
+)
 from distill.losses import LOSS_TYPES, Divergence, log_probabilities, top_k_with_tail
 from tests.distill import references
 from tests.tolerance import assert_close, rounding
 
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 23, 8, 12, 61
-# Additions from input to result: two heads, two normalisations, the sums over vocabulary and tokens. exp, log and the
-# like add a few roundings.
+# Additions from input to result: two heads, two normalisations, the sums over vocabulary and
+# tokens. exp, log and the like add a few roundings.
 TERMS = WIDTH + TEACHER_WIDTH + 3 * VOCABULARY + TOKENS + 16
-close = partial(torch.testing.assert_close, rtol=rounding(torch.float32, TERMS), atol=rounding(torch.float32, TERMS))
+close = partial(
+    torch.testing.assert_close,
+    rtol=rounding(torch.float32, TERMS),
+    atol=rounding(torch.float32, TERMS),
+)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -26,9 +41,19 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 
 def case(dtype=torch.float32, bias=True, teacher_vocabulary=VOCABULARY):
-    """Return the student's (hidden, weight, bias), which need gradients, the labels, and the teacher's three."""
-    student = [normal(1, TOKENS, WIDTH), normal(2, VOCABULARY, WIDTH), normal(3, VOCABULARY) if bias else None]
-    teacher = [normal(4, TOKENS, TEACHER_WIDTH) / 2, normal(5, teacher_vocabulary, TEACHER_WIDTH), None]
+    """Return the student's (hidden, weight, bias), which need gradients, the labels, and the
+    teacher's three.
+    """
+    student = [
+        normal(1, TOKENS, WIDTH),
+        normal(2, VOCABULARY, WIDTH),
+        normal(3, VOCABULARY) if bias else None,
+    ]
+    teacher = [
+        normal(4, TOKENS, TEACHER_WIDTH) / 2,
+        normal(5, teacher_vocabulary, TEACHER_WIDTH),
+        None,
+    ]
     labels = torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(6))
     student = [None if x is None else x.to(dtype).requires_grad_() for x in student]
     return student, labels, [None if x is None else x.to(dtype) for x in teacher]
@@ -41,7 +66,9 @@ def fused(student, labels, teacher, recipe, scale=1.0):
     return total.detach(), [x.grad for x in student if x is not None], losses
 
 
-def plain(student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), teacher_ids=slice(None)):
+def plain(
+    student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), teacher_ids=slice(None)
+):
     student = [None if x is None else x.detach().double().requires_grad_() for x in student]
     z = torch.nn.functional.linear(*student)
     zt = torch.nn.functional.linear(*(None if x is None else x.double() for x in teacher))
@@ -50,7 +77,9 @@ def plain(student, labels, teacher, recipe, scale=1.0, student_ids=slice(None), 
         z[:, student_ids], zt[:, teacher_ids], divergence.loss_type, recipe.temperature,
         divergence.beta, divergence.skew_alpha, recipe.top_k,
     )  # fmt: skip
-    total = (1 - recipe.kd_alpha) * cross_entropy(z, labels, reduction="sum") + recipe.kd_alpha * kd.sum()
+    total = (1 - recipe.kd_alpha) * cross_entropy(
+        z, labels, reduction="sum"
+    ) + recipe.kd_alpha * kd.sum()
     (total * scale).backward()
     return total.detach(), [x.grad for x in student if x is not None]
 
@@ -62,7 +91,9 @@ def assert_same(ours, expected):
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("temperature, top_k, bias", [(1.0, 0, False), (2.0, 0, True), (2.0, 7, True)])
+@pytest.mark.parametrize(
+    "temperature, top_k, bias", [(1.0, 0, False), (2.0, 0, True), (2.0, 7, True)]
+)
 def test_value_and_gradients_are_those_of_the_formulas(loss_type, temperature, top_k, bias):
     top_k = 0 if loss_type == "uld" else top_k  # sorted probabilities have no bins
     recipe = Recipe(0.7, Divergence(loss_type), temperature, top_k, chunk_size=5)
@@ -85,7 +116,10 @@ def test_without_cross_entropy():
 
 
 def test_padded_rows_of_the_vocabulary_are_left_out():
-    """The heads have 61 and 70 rows, and 55 are tokens. The divergence is over these 55, cross-entropy over all 61."""
+    """The heads have 61 and 70 rows, and 55 are tokens.
+
+    The divergence is over these 55, cross-entropy over all 61.
+    """
     ids = slice(0, 55)
     recipe = Recipe(0.6, Divergence("forward_kl"), 2.0, shared=SharedTokens(ids, ids), chunk_size=6)
     inputs = case(teacher_vocabulary=70)
@@ -96,9 +130,14 @@ def test_shared_tokens_may_have_other_ids():
     generator = torch.Generator().manual_seed(9)
     student_ids = torch.randperm(VOCABULARY, generator=generator)[:40]
     teacher_ids = torch.randperm(70, generator=generator)[:40]
-    recipe = Recipe(0.6, Divergence("reverse_kl"), shared=SharedTokens(student_ids, teacher_ids), chunk_size=6)
+    recipe = Recipe(
+        0.6, Divergence("reverse_kl"), shared=SharedTokens(student_ids, teacher_ids), chunk_size=6
+    )
     inputs = case(teacher_vocabulary=70)
-    assert_same(fused(*inputs, recipe), plain(*inputs, recipe, student_ids=student_ids, teacher_ids=teacher_ids))
+    assert_same(
+        fused(*inputs, recipe),
+        plain(*inputs, recipe, student_ids=student_ids, teacher_ids=teacher_ids),
+    )
 
 
 def test_logits_give_the_same_as_the_fused_head():
@@ -107,7 +146,9 @@ def test_logits_give_the_same_as_the_fused_head():
     total, gradients, losses = fused(student, labels, teacher, recipe)
     others = [x.detach().requires_grad_() for x in student]
     targets = Targets(labels, HeadTeacher(*teacher, labels.device))
-    from_logits, from_logits_losses = logits_loss(torch.nn.functional.linear(*others), targets, recipe)
+    from_logits, from_logits_losses = logits_loss(
+        torch.nn.functional.linear(*others), targets, recipe
+    )
     from_logits.backward()
     assert_same((from_logits.detach(), [x.grad for x in others]), (total, gradients))
     close(from_logits_losses, losses)
@@ -120,7 +161,9 @@ def test_statistics_of_each_token():
     z, zt = torch.nn.functional.linear(*student).detach(), torch.nn.functional.linear(*teacher)
     assert_close(losses.ce, cross_entropy(z, labels, reduction="none"), TERMS)
     assert_close(losses.teacher_ce, cross_entropy(zt, labels, reduction="none"), TERMS)
-    assert_close(losses.kd, references.divergence(z.double(), zt.double(), "forward_kl", 2.0), TERMS)
+    assert_close(
+        losses.kd, references.divergence(z.double(), zt.double(), "forward_kl", 2.0), TERMS
+    )
     assert losses.agreement.tolist() == (z.argmax(-1) == zt.argmax(-1)).float().tolist()
 
 
@@ -164,7 +207,10 @@ def test_no_tokens_give_no_loss_and_zero_gradients():
 def test_bf16_heads_sum_the_weights_gradient_in_fp32():
     recipe = Recipe(0.5, chunk_size=1)  # 23 sums: in bf16 they would lose most of their digits
     student, labels, teacher = case(torch.bfloat16, bias=False)
-    ours, expected = fused(student, labels, teacher, recipe), plain(student, labels, teacher, recipe)
+    ours, expected = (
+        fused(student, labels, teacher, recipe),
+        plain(student, labels, teacher, recipe),
+    )
     assert ours[1][1].dtype == torch.bfloat16
     scale = expected[1][1].abs().max()
     # A weight's gradient is rounded to bf16 once, at the end. Its inputs are rounded several times.

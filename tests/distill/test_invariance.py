@@ -1,4 +1,6 @@
-"""Gradients are the same within rounding, with any number of ranks and micro-batches, any padding and any stage."""
+"""Gradients are the same within rounding, with any number of ranks and micro-batches, any padding
+and any stage.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.tolerance import assert_close, rounding
 # More than the limits of the two processes that a fixture starts.
 pytestmark = pytest.mark.timeout(600)
 
-# Two steps of SGD. About the inner lengths of two layers, the head and the losses, in forward and backward.
+# Two steps of SGD. About the inner lengths of two layers, the head and the losses, in forward and
+# backward.
 TERMS, STEPS = 600, 2
 CLOSE = rounding(torch.float32, TERMS, STEPS)
 SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
@@ -36,26 +39,56 @@ ZERO_3 = {
     "gradient_clipping": "auto",
 }
 ZERO_1 = {**ZERO_3, "zero_optimization": {"stage": 1}}
-HIDDEN = {"hidden_loss_weight": 0.01, "attn_relation_weight": 0.1, "temperature": 2.0, "loss_type": "jsd"}
+HIDDEN = {
+    "hidden_loss_weight": 0.01,
+    "attn_relation_weight": 0.1,
+    "temperature": 2.0,
+    "loss_type": "jsd",
+}
 
 
 def arguments(batch: int, accumulation: int, **others: Any) -> dict[str, Any]:
-    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, **others}
+    return {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": accumulation,
+        **others,
+    }
 
 
 ONE_RANK = [
     {"name": "1 x 4", "kind": "llama", "arguments": arguments(4, 1, **HIDDEN)},
     {"name": "4 x 1", "kind": "llama", "arguments": arguments(1, 4, **HIDDEN)},
-    {"name": "padded", "kind": "llama", "arguments": arguments(4, 1, **HIDDEN, chunk_size=3), "pad": 16},
+    {
+        "name": "padded",
+        "kind": "llama",
+        "arguments": arguments(4, 1, **HIDDEN, chunk_size=3),
+        "pad": 16,
+    },
     {"name": "t5, 1 x 4", "kind": "t5", "arguments": arguments(4, 1)},
     {"name": "gpt2, 1 x 4", "kind": "gpt2", "arguments": arguments(4, 1, top_k=5)},
 ]
 TWO_RANKS = [
     {"name": "2 ranks x 2", "kind": "llama", "arguments": arguments(2, 1, **HIDDEN)},
-    {"name": "2 ranks x 2, stage 3", "kind": "llama", "arguments": arguments(2, 1, **HIDDEN, deepspeed=ZERO_3)},
-    {"name": "2 ranks x 1 x 2, stage 1", "kind": "llama", "arguments": arguments(1, 2, **HIDDEN, deepspeed=ZERO_1)},
-    {"name": "t5, 2 ranks x 1 x 2, stage 3", "kind": "t5", "arguments": arguments(1, 2, deepspeed=ZERO_3)},
-    {"name": "gpt2, 2 ranks x 2, stage 3", "kind": "gpt2", "arguments": arguments(2, 1, top_k=5, deepspeed=ZERO_3)},
+    {
+        "name": "2 ranks x 2, stage 3",
+        "kind": "llama",
+        "arguments": arguments(2, 1, **HIDDEN, deepspeed=ZERO_3),
+    },
+    {
+        "name": "2 ranks x 1 x 2, stage 1",
+        "kind": "llama",
+        "arguments": arguments(1, 2, **HIDDEN, deepspeed=ZERO_1),
+    },
+    {
+        "name": "t5, 2 ranks x 1 x 2, stage 3",
+        "kind": "t5",
+        "arguments": arguments(1, 2, deepspeed=ZERO_3),
+    },
+    {
+        "name": "gpt2, 2 ranks x 2, stage 3",
+        "kind": "gpt2",
+        "arguments": arguments(2, 1, top_k=5, deepspeed=ZERO_3),
+    },
 ]
 
 
@@ -93,8 +126,16 @@ def test_losses_and_weights_are_the_same(name, reference, reports):
     ours, expected = reports[name], reports[reference]
     for key in ("loss", "ce_loss", "kd_loss", "hidden_loss", "relation_loss"):
         values = [entry[key] for entry in expected["log"] if key in entry]
-        assert [entry[key] for entry in ours["log"] if key in entry] == pytest.approx(values, rel=CLOSE), key
-    for key in ("eval_loss", "eval_kd_loss", "eval_teacher_ce", "eval_top1_agreement", "eval_tokens"):
+        assert [entry[key] for entry in ours["log"] if key in entry] == pytest.approx(
+            values, rel=CLOSE
+        ), key
+    for key in (
+        "eval_loss",
+        "eval_kd_loss",
+        "eval_teacher_ce",
+        "eval_top1_agreement",
+        "eval_tokens",
+    ):
         assert ours["evaluation"][key] == pytest.approx(expected["evaluation"][key], rel=CLOSE), key
     ours, expected = weights(ours), weights(expected)
     assert ours.keys() >= expected.keys()
@@ -113,7 +154,11 @@ def test_projections_are_not_exported(reports):
 
 
 def test_the_teacher_is_sharded_and_never_whole(reports):
-    for name in ("2 ranks x 2, stage 3", "t5, 2 ranks x 1 x 2, stage 3", "gpt2, 2 ranks x 2, stage 3"):
+    for name in (
+        "2 ranks x 2, stage 3",
+        "t5, 2 ranks x 1 x 2, stage 3",
+        "gpt2, 2 ranks x 2, stage 3",
+    ):
         report = reports[name]
         assert (report["engine"], report["teacher"]) == ("DeepSpeedEngine", "DeepSpeedEngine")
-        assert 0 < report["peak"] <= sum(report["units"][-2:]) < sum(report["units"])
+        assert 0 < report["peak"] <= sum(report["groups"][-2:]) < sum(report["groups"])

@@ -1,4 +1,6 @@
-"""Value and gradient of each loss against its formula in float64, and properties that hold for any logits."""
+"""Value and gradient of each loss against its formula in float64, and properties that hold for any
+logits.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,18 @@ def logits(seed: int, tokens: int, vocabulary: int, scale: float = 2.0) -> torch
 
 
 def terms(*tensors: torch.Tensor) -> int:
-    """Count additions: two normalisations and a sum over the vocabulary. exp, log and the like add a few roundings."""
+    """Count additions: two normalisations and a sum over the vocabulary. exp, log and the like add
+    a few roundings.
+    """
     return 3 * max(tensor.shape[-1] for tensor in tensors) + 16
 
 
 def loss(
-    loss_type: str, student: torch.Tensor, teacher: torch.Tensor, top_k: int = 0, **parameters: float
+    loss_type: str,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    top_k: int = 0,
+    **parameters: float,
 ) -> torch.Tensor:
     return token_divergence(student, teacher, Divergence(loss_type, **parameters), top_k=top_k)
 
@@ -35,16 +43,22 @@ def check(loss_type, student, teacher, temperature, *, top_k=0, **parameters):
     weights = torch.linspace(0.5, 1.5, len(z), dtype=value.dtype)
     (value * weights).sum().backward()
     z64 = student.double().requires_grad_()
-    expected = references.divergence(z64, teacher.double(), loss_type, temperature, top_k=top_k, **parameters)
+    expected = references.divergence(
+        z64, teacher.double(), loss_type, temperature, top_k=top_k, **parameters
+    )
     (expected * weights.double()).sum().backward()
-    nats = max(1, expected.abs().max().item() / temperature**2)  # errors in fp32 are relative to the logarithms
+    nats = max(
+        1, expected.abs().max().item() / temperature**2
+    )  # errors in fp32 are relative to the logarithms
     allowed = rounding(torch.float32, terms(student, teacher)) * nats
     assert (value - expected).abs().max() <= allowed * temperature**2
     assert (z.grad - z64.grad).abs().max() <= allowed * temperature
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("tokens, vocabulary, temperature", [(1, 2, 1.0), (7, 33, 2.0), (5, 501, 0.5), (3, 100, 4.0)])
+@pytest.mark.parametrize(
+    "tokens, vocabulary, temperature", [(1, 2, 1.0), (7, 33, 2.0), (5, 501, 0.5), (3, 100, 4.0)]
+)
 def test_value_and_gradient_are_those_of_the_formula(loss_type, tokens, vocabulary, temperature):
     check(loss_type, logits(1, tokens, vocabulary), logits(2, tokens, vocabulary), temperature)
 
@@ -108,10 +122,12 @@ def test_jsd_tends_to_beta_times_kl_at_its_ends():
 def test_skew_of_zero_is_plain_kl():
     student, teacher = logits(18, 20, 64).double(), logits(19, 20, 64).double()
     torch.testing.assert_close(
-        loss("skew_forward_kl", student, teacher, skew_alpha=0), loss("forward_kl", student, teacher)
+        loss("skew_forward_kl", student, teacher, skew_alpha=0),
+        loss("forward_kl", student, teacher),
     )
     torch.testing.assert_close(
-        loss("skew_reverse_kl", student, teacher, skew_alpha=0), loss("reverse_kl", student, teacher)
+        loss("skew_reverse_kl", student, teacher, skew_alpha=0),
+        loss("reverse_kl", student, teacher),
     )
 
 
@@ -119,7 +135,9 @@ def test_top_k_of_almost_everything_is_nearly_dense_and_never_more():
     student, teacher = logits(20, 20, 64).double(), logits(21, 20, 64).double()
     dense = loss("forward_kl", student, teacher)
     torch.testing.assert_close(loss("forward_kl", student, teacher, 63), dense)
-    assert (loss("forward_kl", student, teacher, 4) <= dense * (1 + 1e-12)).all()  # the data-processing inequality
+    assert (
+        loss("forward_kl", student, teacher, 4) <= dense * (1 + 1e-12)
+    ).all()  # the data-processing inequality
 
 
 def test_uld_ignores_the_order_of_the_vocabulary():
@@ -145,7 +163,11 @@ def test_bf16_logits_are_turned_into_probabilities_in_fp32():
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [({"loss_type": "kl"}, "loss_type"), ({"beta": 0.0}, "beta"), ({"skew_alpha": 1.0}, "skew_alpha")],
+    [
+        ({"loss_type": "kl"}, "loss_type"),
+        ({"beta": 0.0}, "beta"),
+        ({"skew_alpha": 1.0}, "skew_alpha"),
+    ],
 )
 def test_wrong_parameters_are_named(arguments, named):
     with pytest.raises(ValueError, match=named):

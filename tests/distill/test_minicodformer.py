@@ -1,8 +1,8 @@
-"""MiniCodformer: it sees no future tokens and no other documents, generates from its cache, and loads by Auto classes.
+"""MiniCodformer: it sees no future tokens and no other documents, generates from its cache, and
+loads by Auto classes.
 
-The model is in float64. If shapes differ (a packed batch, a cache), results agree within float64 rounding. A leak from
-another position would be larger by many orders of magnitude.
-"""
+The model is in float64. If shapes differ (a packed batch, a cache), results agree within float64
+rounding. A leak from another position would be larger by many orders of magnitude."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_no_position_sees_the_future(model):
-    """The gradient of each position's logits with respect to later positions' inputs is exactly zero."""
+    """The gradient of each position's logits with respect to later positions' inputs is exactly
+    zero.
+    """
     inputs = model.embed_tokens(tokens(1, 9)).detach().requires_grad_()
     logits = model(inputs_embeds=inputs).logits
     for position in range(9):
-        (gradient,) = torch.autograd.grad(logits[0, position].square().sum(), inputs, retain_graph=True)
+        (gradient,) = torch.autograd.grad(
+            logits[0, position].square().sum(), inputs, retain_graph=True
+        )
         reached = gradient[0].abs().sum(-1)
         assert (reached[: position + 1] > 0).all()
         assert (reached[position + 1 :] == 0).all()
@@ -68,8 +72,15 @@ def test_a_cache_gives_the_same_logits_as_none(model):
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation_by_cache_is_generation_without_it(model, beams):
     ids = tokens(2, 5)
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "num_beams": beams,
+        "attention_mask": torch.ones_like(ids),
+    }
+    assert torch.equal(
+        model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    )
 
 
 @torch.no_grad()
@@ -77,8 +88,12 @@ def test_left_padding_changes_no_continuation(model):
     ids = tokens(1, 5)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], dim=1)
     mask = (padded != 0).long()
-    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 3:], alone)
+    alone = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(
+        model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 3:], alone
+    )
 
 
 @torch.no_grad()
@@ -86,7 +101,9 @@ def test_packed_documents_do_not_see_each_other(model):
     a, b = tokens(1, 5, seed=2), tokens(1, 7, seed=3)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).unsqueeze(0)
     packed = model(torch.cat([a, b], dim=1), position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(packed, torch.cat([model(a).logits, model(b).logits], dim=1), **CLOSE)
+    torch.testing.assert_close(
+        packed, torch.cat([model(a).logits, model(b).logits], dim=1), **CLOSE
+    )
 
 
 def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
@@ -103,7 +120,9 @@ def test_it_saves_and_loads_by_the_auto_classes(model, tmp_path):
 def test_labels_give_the_shifted_cross_entropy(model):
     ids = tokens(2, 6)
     output = model(ids, labels=ids)
-    expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     assert_close(output.loss, expected, VOCABULARY + ids.numel())
 
 

@@ -1,4 +1,6 @@
-"""The parts of the distillation: data, packing, vocabularies, hidden losses, the teacher cache, generated batches."""
+"""The parts of the distillation: data, packing, vocabularies, hidden losses, the teacher cache,
+generated batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from distill.cache import CacheError, Description, TeacherCache, write_cache
 from distill.config import DistillationConfig, check
 from distill.corpus import train_tokenizer
 from distill.data import Collator, Segment, encode, pack, pair_of, segments_of
-from distill.hidden import Attention, HiddenMatch, hidden_loss, parse_layer_mapping, relation_heads, relation_loss
+from distill.hidden import (
+    Attention,
+    HiddenMatch,
+    hidden_loss,
+    parse_layer_mapping,
+    relation_heads,
+    relation_loss,
+)
 from distill.student import parse_layers
 from distill.vocabulary import VocabularyError, align, align_rows
 from tests.distill import models
@@ -39,7 +48,11 @@ def test_packed_documents_keep_their_tokens_labels_and_positions():
         {"input_ids": [8, 9, 10, 11], "labels": [-100, 9, 10, 11]},
     ]
     first, second = pack(examples, 5, pad=0)
-    assert first == {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, 7, -100, 9], "position_ids": [0, 1, 2, 0, 1]}
+    assert first == {
+        "input_ids": [5, 6, 7, 8, 9],
+        "labels": [-100, 6, 7, -100, 9],
+        "position_ids": [0, 1, 2, 0, 1],
+    }
     assert second["input_ids"] == [10, 11, 0, 0, 0]
     assert second["labels"] == [-100, 11, -100, -100, -100]
     assert second["position_ids"] == [0, 1, 0, 1, 2]
@@ -54,7 +67,8 @@ def test_a_packed_document_reads_as_it_does_alone(make):
         inputs = {name: torch.tensor([block[name]]) for name in ("input_ids", "position_ids")}
         packed = model(**inputs, use_cache=False).logits[0]
         alone = torch.cat([model(torch.tensor([x])).logits[0] for x in (a, b)])
-    # A leak from another document would be as large as the logits. The tolerance: inner lengths of two layers and head.
+    # A leak from another document would be as large as the logits. The tolerance: inner lengths of
+    # two layers and head.
     assert_close(packed, alone, 2 * (16 + 7 + 16 + 16 + 32) + 16)
 
 
@@ -63,8 +77,14 @@ def test_a_packed_document_reads_as_it_does_alone(make):
     [
         ({"text": "all of it"}, ["all of it"]),
         ({"prompt": "question", "response": "answer"}, ["assistant: answer\n"]),
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, ["assistant: a\n"]),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, ["assistant: a\n"]),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+            ["assistant: a\n"],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            ["assistant: a\n"],
+        ),
         (["q", "a", "q2", "a2"], ["assistant: a\n", "assistant: a2\n"]),
         ([{"user": "q", "assistant": "a"}], ["assistant: a\n"]),
     ],
@@ -77,7 +97,9 @@ def test_only_the_assistants_turns_are_learnt(record, learnt, tokenizer):
     assert tokenizer.decode(kept) == "".join(learnt) + tokenizer.eos_token
 
 
-@pytest.mark.parametrize("record", [{"title": "x"}, 5, [], {"messages": [{"role": "user", "content": "q"}]}, [["q"]]])
+@pytest.mark.parametrize(
+    "record", [{"title": "x"}, 5, [], {"messages": [{"role": "user", "content": "q"}]}, [["q"]]]
+)
 def test_records_of_no_known_kind_are_named(record, tokenizer):
     with pytest.raises(InputError, match="^here"):
         segments_of(record, "here", tokenizer)
@@ -91,10 +113,15 @@ def test_columns_of_pairs_may_be_nested():
 
 
 def test_targets_of_a_shifted_batch():
-    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]), "labels": torch.tensor([[5, 6, 7], [8, 9, -100]])}
+    inputs = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
+        "labels": torch.tensor([[5, 6, 7], [8, 9, -100]]),
+    }
     batch = Batch.of(inputs, shifted=True)
     assert (
-        batch.rows.tolist() == [0, 1, 3] and batch.labels.tolist() == [6, 7, 9] and batch.examples.tolist() == [0, 0, 1]
+        batch.rows.tolist() == [0, 1, 3]
+        and batch.labels.tolist() == [6, 7, 9]
+        and batch.examples.tolist() == [0, 0, 1]
     )
     assert Batch.of(inputs, shifted=False).rows.tolist() == [0, 1, 2, 3, 4]
 
@@ -169,7 +196,9 @@ def test_layers_are_mapped_evenly_or_as_told():
 
 def test_relations_see_no_hidden_token_and_are_kl():
     generator = torch.Generator().manual_seed(1)
-    student, teacher = (Attention(*torch.randn(3, 2, 5, width, generator=generator).double()) for width in (8, 16))
+    student, teacher = (
+        Attention(*torch.randn(3, 2, 5, width, generator=generator).double()) for width in (8, 16)
+    )
     visible = torch.ones(5, 5, dtype=torch.bool).tril().expand(2, -1, -1)
     ours = relation_loss(student, teacher, relation_heads([8, 16], 4), visible)
     expected = torch.zeros(2, 5, dtype=torch.float64)
@@ -177,8 +206,12 @@ def test_relations_see_no_hidden_token_and_are_kl():
         for head in range(4):
             a, b = x[..., head * 2 : head * 2 + 2], y[..., head * 4 : head * 4 + 4]
             for row in range(5):
-                q = torch.softmax((a[:, row : row + 1] @ a[:, : row + 1].mT)[:, 0] / math.sqrt(2), -1)
-                p = torch.softmax((b[:, row : row + 1] @ b[:, : row + 1].mT)[:, 0] / math.sqrt(4), -1)
+                q = torch.softmax(
+                    (a[:, row : row + 1] @ a[:, : row + 1].mT)[:, 0] / math.sqrt(2), -1
+                )
+                p = torch.softmax(
+                    (b[:, row : row + 1] @ b[:, : row + 1].mT)[:, 0] / math.sqrt(4), -1
+                )
                 expected[:, row] += (p * (p / q).log()).sum(-1) / 12
     torch.testing.assert_close(ours, expected)
 
@@ -192,8 +225,12 @@ DESCRIPTION = Description("teacher", "1", "tokenizer", 2.0, 4, models.VOCABULARY
 def say(inputs):
     """A teacher whose logits depend on the label and its position."""
     batch = Batch.of(inputs, shifted=True)
-    table = torch.randn(models.VOCABULARY, models.VOCABULARY, generator=torch.Generator().manual_seed(0))
-    logits = table[batch.labels] + (batch.rows % inputs["labels"].shape[1]).unsqueeze(1) / 9 * table[0]
+    table = torch.randn(
+        models.VOCABULARY, models.VOCABULARY, generator=torch.Generator().manual_seed(0)
+    )
+    logits = (
+        table[batch.labels] + (batch.rows % inputs["labels"].shape[1]).unsqueeze(1) / 9 * table[0]
+    )
     return batch, lambda rows: logits[rows]
 
 
@@ -254,7 +291,9 @@ def test_a_truncated_part_is_named(tmp_path):
 
 def test_all_ranks_draw_the_same_writer():
     drawn = [on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)]
-    assert drawn == [on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)]
+    assert drawn == [
+        on_policy.writer_of(step, 0, seed=3, lmbda=0.3, seq_kd=False) for step in range(500)
+    ]
     assert 110 < drawn.count("student") < 190 and drawn.count(None) == 500 - drawn.count("student")
     assert on_policy.writer_of(1, 0, 3, lmbda=0.0, seq_kd=True) == "teacher"
 
@@ -262,10 +301,15 @@ def test_all_ranks_draw_the_same_writer():
 def test_a_written_batch_keeps_prompts_and_learns_answers():
     model = models.llama(16, 2, seed=0)
     inputs = COLLATE(
-        [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [9, 3], "labels": [9, 3]}]
+        [
+            {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+            {"input_ids": [9, 3], "labels": [9, 3]},
+        ]
     )
     batch = on_policy.rewrite(model, inputs, 3, pad_token_id=0, eos_token_id=None, sample=False)
-    assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, :1].tolist() == [9]
+    assert batch["input_ids"][0, :2].tolist() == [5, 6] and batch["input_ids"][1, :1].tolist() == [
+        9
+    ]
     assert batch["attention_mask"].sum(1).tolist() == [5, 4]
     learnt = batch["labels"] != IGNORED
     assert learnt.sum(1).tolist() == [3, 3]
@@ -292,15 +336,26 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
 )
 def test_arguments_that_cannot_work_are_named(arguments, named, tmp_path):
     with pytest.raises(ValueError, match=named):
-        check(DistillationConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments))
+        check(
+            DistillationConfig(
+                output_dir=str(tmp_path), use_cpu=True, report_to="none", **arguments
+            )
+        )
 
 
 def test_the_temperature_follows_its_schedule(tmp_path):
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "temperature": 4.0}
+    options = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "report_to": "none",
+        "temperature": 4.0,
+    }
     linear = DistillationConfig(**options, temperature_schedule="linear", final_temperature=2.0)
     assert [linear.temperature_at(x) for x in (0, 0.5, 1)] == [4, 3, 2]
     cosine = DistillationConfig(**options, temperature_schedule="cosine", final_temperature=2.0)
-    assert cosine.temperature_at(0.5) == pytest.approx(3) and cosine.temperature_at(0.1) > linear.temperature_at(0.1)
+    assert cosine.temperature_at(0.5) == pytest.approx(3) and cosine.temperature_at(
+        0.1
+    ) > linear.temperature_at(0.1)
 
 
 def test_files_of_every_kind_are_read(tmp_path):

@@ -1,4 +1,6 @@
-"""The examples on two ranks: what they print, that a resumed run ends like a straight one, that the model loads."""
+"""The examples on two ranks: what they print, that a resumed run ends like a straight one, that the
+model loads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def lines(script: str, *args: object, start: Callable = fork_ranks) -> list[str]
     """Run an example. Return the lines that rank 0 printed about its progress."""
     done = start(REPOSITORY / "examples" / script, *map(str, args), nproc=2, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)]
+    return [
+        line for line in done.stdout.splitlines() if re.match("step|epoch|accuracy|resumed", line)
+    ]
 
 
 def numbers(line: str) -> list[float]:
@@ -34,10 +38,21 @@ def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
     """The model has dropout. So the random states must be restored too."""
     # No rank has imported transformers or called `zero.hf.enable` before the example does.
     start = partial(fork_ranks, imported="zero")
-    straight = lines("accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=start)
+    straight = lines(
+        "accelerate_loop.py", "--size", 192, "--epochs", 2, "--output", tmp_path, start=start
+    )
     assert len(straight) == 2 and straight[0] != straight[1].replace("epoch 2", "epoch 1")
     before = T5ForConditionalGeneration.from_pretrained(tmp_path / "model").state_dict()
-    again = ("--size", 192, "--epochs", 2, "--output", tmp_path / "again", "--resume", tmp_path / "epoch_1")
+    again = (
+        "--size",
+        192,
+        "--epochs",
+        2,
+        "--output",
+        tmp_path / "again",
+        "--resume",
+        tmp_path / "epoch_1",
+    )
     assert lines("accelerate_loop.py", *again) == straight[1:]
     after = T5ForConditionalGeneration.from_pretrained(tmp_path / "again" / "model").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -46,7 +61,11 @@ def test_accelerate_loop_resumes_where_it_was(tmp_path: Path) -> None:
 def test_torch_loop_resumes_where_it_was(tmp_path: Path) -> None:
     save = ("--save-every", 3, "--output", tmp_path)
     straight = lines("torch_loop.py", "--steps", 6, *save)
-    assert [line.split(":")[0] for line in straight] == ["step 3", "step 6", "accuracy on new sequences"]
+    assert [line.split(":")[0] for line in straight] == [
+        "step 3",
+        "step 6",
+        "accuracy on new sequences",
+    ]
     weights = load_file(tmp_path / "model" / "model.safetensors")
     (tmp_path / "latest").write_text("global_step3")
     resumed = lines("torch_loop.py", "--steps", 6, *save, "--resume")
@@ -72,14 +91,27 @@ def zero_run(*command: object) -> list[str]:
     zero = [sys.executable, "-m", "zero", "run", *map(str, command)]
     done = run(zero, timeout=280, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if re.match("epoch|validated|DEEPSPEED", line)]
+    return [
+        line for line in done.stdout.splitlines() if re.match("epoch|validated|DEEPSPEED", line)
+    ]
 
 
 def test_accelerate_launch(tmp_path: Path) -> None:
     """The script is unchanged. The configuration is what `accelerate config` writes."""
-    launch = ("accelerate", "launch", "--config_file", "examples/deepspeed_zero3.yaml", "--main_process_port", 0)
+    launch = (
+        "accelerate",
+        "launch",
+        "--config_file",
+        "examples/deepspeed_zero3.yaml",
+        "--main_process_port",
+        0,
+    )
     said = zero_run(*launch, "examples/accelerate_launch.py", "--epochs", 2, "--output", tmp_path)
-    assert [line.split(":")[0] for line in said] == ["DEEPSPEED on 2 processes", "epoch 1", "epoch 2"]
+    assert [line.split(":")[0] for line in said] == [
+        "DEEPSPEED on 2 processes",
+        "epoch 1",
+        "epoch 2",
+    ]
     assert numbers(said[2])[0] < 0.5 < numbers(said[1])[0]
     assert {tuple(value.shape) for value in load_file(tmp_path / "model.safetensors").values()} == {
         *{(64, 4), (64,), (64, 64), (4, 64), (4,)}
@@ -91,17 +123,38 @@ def test_peft_lora_is_as_ddp(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     sizes = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_clipping")}
     saving = {"stage3_gather_16bit_weights_on_model_save": True}
-    config.write_text(json.dumps(sizes | {"zero_optimization": {"stage": 3} | saving}), encoding="utf-8")
-    common = ("--num_train_epochs", 1, "--logging_steps", 8, "--max_steps", 16, "--lr_scheduler_type", "constant")
-    ddp = (REPOSITORY / "examples" / "peft_lora.py", *map(str, common), "--use_cpu", "--output_dir", tmp_path / "ddp")
+    config.write_text(
+        json.dumps(sizes | {"zero_optimization": {"stage": 3} | saving}), encoding="utf-8"
+    )
+    common = (
+        "--num_train_epochs",
+        1,
+        "--logging_steps",
+        8,
+        "--max_steps",
+        16,
+        "--lr_scheduler_type",
+        "constant",
+    )
+    ddp = (
+        REPOSITORY / "examples" / "peft_lora.py",
+        *map(str, common),
+        "--use_cpu",
+        "--output_dir",
+        tmp_path / "ddp",
+    )
     done = fork_ranks(*ddp, nproc=2, timeout=180, imported="transformers")
     assert done.returncode == 0, done.stdout + done.stderr
     script = ("-m", "zero", "run", REPOSITORY / "examples" / "peft_lora.py", *map(str, common))
-    done = fork_ranks(*script, "--deepspeed", config, "--output_dir", tmp_path / "zero", nproc=2, timeout=180)
+    done = fork_ranks(
+        *script, "--deepspeed", config, "--output_dir", tmp_path / "zero", nproc=2, timeout=180
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     adapters, losses = [], []
     for name in ("ddp", "zero"):
-        state = json.loads((tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8"))
+        state = json.loads(
+            (tmp_path / name / "checkpoint-16" / "trainer_state.json").read_text(encoding="utf-8")
+        )
         losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
         adapters.append(load_file(tmp_path / name / "adapter_model.safetensors"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5) and len(losses[0]) == 2
@@ -125,13 +178,25 @@ def test_lightning_is_as_ddp_and_resumes(tmp_path: Path) -> None:
 
 
 def test_sentence_transformers_is_as_ddp(tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers", reason="an example for those who have sentence-transformers")
+    pytest.importorskip(
+        "sentence_transformers", reason="an example for those who have sentence-transformers"
+    )
     config = tmp_path / "ds.json"
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-    config.write_text(json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}))
+    config.write_text(
+        json.dumps({"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"})
+    )
     script = REPOSITORY / "examples" / "sentence_transformers_fit.py"
     common = ("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--output_dir")
-    ddp = fork_ranks(script, *common, tmp_path / "ddp", "--use_cpu", nproc=2, timeout=200, imported="transformers")
+    ddp = fork_ranks(
+        script,
+        *common,
+        tmp_path / "ddp",
+        "--use_cpu",
+        nproc=2,
+        timeout=200,
+        imported="transformers",
+    )
     assert ddp.returncode == 0, ddp.stdout + ddp.stderr
     sharded = ("-m", "zero", "run", script, *common, tmp_path / "zero", "--deepspeed", config)
     done = fork_ranks(*sharded, nproc=2, timeout=200)
@@ -162,9 +227,17 @@ def test_three_d_goes_on_with_other_stages(tmp_path: Path) -> None:
 def test_hybrid_sharding_counts_what_crosses_groups() -> None:
     done = fork_ranks(REPOSITORY / "examples" / "hybrid_sharding.py", nproc=4, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = re.findall(r"^(.+?) +loss ([\d.]+), (\d+) .* all-gathers (\d+), gradients (\d+)$", done.stdout, re.M)
-    (_, loss, held, gathers, _), (_, mics_loss, mics_held, none, _), (_, hpz_loss, hpz_held, half, _) = counts
+    counts = re.findall(
+        r"^(.+?) +loss ([\d.]+), (\d+) .* all-gathers (\d+), gradients (\d+)$", done.stdout, re.M
+    )
+    (
+        (_, loss, held, gathers, _),
+        (_, mics_loss, mics_held, none, _),
+        (_, hpz_loss, hpz_held, half, _),
+    ) = counts
     assert [name for name, *_ in counts] == ["stage 3", "MiCS", "hpZ"] and loss == hpz_loss
     assert float(mics_loss) == pytest.approx(float(loss), rel=1e-5)
     assert int(none) == 0 and int(half) < 0.6 * int(gathers)
-    assert int(mics_held) == pytest.approx(2 * int(held), rel=0.03) and held == hpz_held, "but for paddings"
+    assert int(mics_held) == pytest.approx(2 * int(held), rel=0.03) and held == hpz_held, (
+        "but for paddings"
+    )

@@ -1,4 +1,6 @@
-"""accelerate's ParallelismConfig with two replicas of shards over two ranks trains as plain torch does."""
+"""accelerate's ParallelismConfig with two replicas of shards over two ranks trains as plain torch
+does.
+"""
 
 import json
 

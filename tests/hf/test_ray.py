@@ -1,4 +1,7 @@
-"""The example for Ray Train on a local cluster. Ray is not in requirements.txt, because it is large."""
+"""The example for Ray Train on a local cluster.
+
+Ray is not in requirements.txt, because it is large.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ def losses(output: Path, workers: int, steps: int) -> dict[int, float]:
     script = REPOSITORY / "examples" / "ray_train.py"
     done = run([sys.executable, script, *map(str, options)], timeout=540, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(rf"step (\d+): loss ([\d.]+) on {workers} workers", done.stdout + done.stderr)
+    found = re.findall(
+        rf"step (\d+): loss ([\d.]+) on {workers} workers", done.stdout + done.stderr
+    )
     return {int(step): float(loss) for step, loss in found}
 
 

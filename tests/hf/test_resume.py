@@ -1,7 +1,8 @@
-"""`--resume_from_checkpoint` of an unpatched Trainer: the run goes on, on the same or another number of ranks.
+"""`--resume_from_checkpoint` of an unpatched Trainer: the run goes on, on the same or another
+number of ranks.
 
-The text is Babel's. `ZERO_TEST_TEXT=FILE pytest tests/hf/test_resume.py` takes a file of `translation` records instead.
-"""
+The text is Babel's. `ZERO_TEST_TEXT=FILE pytest tests/hf/test_resume.py` takes a file of
+`translation` records instead."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkp
 from zero.checkpoint.offline import consolidate
 
 ZERO = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
-BATCH = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "sections": {
         "bf16": {"enabled": True},
@@ -34,7 +39,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "the Trainer's own": {"gradient_clipping": "auto"},
 }
-# Dropout shows whether random states are restored. Without dropout, another number of ranks gives the same losses.
+# Dropout shows whether random states are restored. Without dropout, another number of ranks gives
+# the same losses.
 DROPOUT = {"sections": 0.1, "the Trainer's own": 0.0}
 SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
 
@@ -60,7 +66,10 @@ def _text_file(folder: Path) -> Path:
 
 
 def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the reports by the names of the jobs. If the last job does not end, its entry is the output."""
+    """Return the reports by the names of the jobs.
+
+    If the last job does not end, its entry is the output.
+    """
     for job in jobs.values():
         job["text"] = str(_text_file(folder))
     path = write_jobs(list(jobs.values()), folder)
@@ -79,7 +88,10 @@ def _run(folder: Path, nproc: int, jobs: dict[str, dict[str, Any]]) -> dict[str,
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Return folder and reports of uninterrupted runs on two ranks. The folder also has a run that was killed."""
+    """Return folder and reports of uninterrupted runs on two ranks.
+
+    The folder also has a run that was killed.
+    """
     folder = tmp_path_factory.mktemp("straight")
     jobs = {name: _job(name, folder / name, 2) for name in CONFIGS}
     jobs["killed"] = _job("sections", folder / "killed", 2, kill_at=KILLED)
@@ -135,7 +147,9 @@ def test_same_number_of_ranks_goes_on_bit_for_bit(name, straight, resumed):
 def test_another_number_of_ranks_goes_on(nproc, straight, tmp_path):
     name = "the Trainer's own"
     source = straight[0] / name / f"checkpoint-{SAVED}"
-    other = _run(tmp_path, nproc, {name: _job(name, tmp_path / "output", nproc, resume=str(source))})[name]
+    other = _run(
+        tmp_path, nproc, {name: _job(name, tmp_path / "output", nproc, resume=str(source))}
+    )[name]
     reference = straight[1][name]
     assert column(other, "loss") == pytest.approx(column(reference, "loss"), rel=1e-5)
     assert column(other, "learning_rate") == column(reference, "learning_rate")
@@ -150,4 +164,6 @@ def test_consolidating_a_trainers_folder_gives_the_model_it_saved(straight, tmp_
     assert offline.keys() == saved.keys() == masters.keys()
     for name, value in saved.items():
         assert value.dtype == torch.bfloat16
-        assert torch.equal(offline[name], value) and torch.equal(masters[name].bfloat16(), value), name
+        assert torch.equal(offline[name], value) and torch.equal(masters[name].bfloat16(), value), (
+            name
+        )

@@ -1,4 +1,6 @@
-"""run_distill.py from the command line: teachers, students and data of several kinds, and errors for bad input."""
+"""run_distill.py from the command line: teachers, students and data of several kinds, and errors
+for bad input.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from distill.cache import TeacherCache
 from distill.corpus import train_tokenizer
@@ -33,9 +41,16 @@ def make_models(folder: Path) -> None:
     tokenizer = train_tokenizer(LINES, 290)
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     # The head has more rows than the tokenizer has tokens, as in many large models.
-    teacher = LlamaForCausalLM(LlamaConfig(vocab_size=304, tie_word_embeddings=True, **sizes, **tokens))
+    teacher = LlamaForCausalLM(
+        LlamaConfig(vocab_size=304, tie_word_embeddings=True, **sizes, **tokens)
+    )
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, **tokens,
                  decoder_start_token_id=0)
@@ -45,7 +60,9 @@ def make_models(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
     other = train_tokenizer(["the quick brown fox jumps over the lazy dog"] * 9, 270)
     other.save_pretrained(folder / "other_tokenizer")
-    student = MiniCodformerConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, pad_token_id=0)
+    student = MiniCodformerConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, pad_token_id=0
+    )
     student.save_pretrained(folder / "minicodformer")
     small = LlamaConfig(vocab_size=len(other), **{**sizes, "num_hidden_layers": 1}, **tokens)
     small.save_pretrained(folder / "other_student")
@@ -59,9 +76,14 @@ def make_models(folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     (folder / "text.txt").write_text("".join(LINES))
-    dialogues = [{"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": x}]} for x in LINES]
+    dialogues = [
+        {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": x}]}
+        for x in LINES
+    ]
     (folder / "dialogues.json").write_text(json.dumps(dialogues))
-    (folder / "turns.jsonl").write_text("\n".join(json.dumps(["write a function", x]) for x in LINES))
+    (folder / "turns.jsonl").write_text(
+        "\n".join(json.dumps(["write a function", x]) for x in LINES)
+    )
     pairs = [{"translation": {"en": f"number {i}", "de": f"Nummer {i}"}} for i in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (folder / "blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
@@ -229,14 +251,23 @@ def test_a_student_cut_out_of_its_teacher(finished):
 
 def test_a_teacher_on_a_device_of_its_own_says_the_same(finished):
     found, expected = figures(finished, "teacher_device"), figures(finished, "layers")
-    assert all(found[key] == value for key, value in expected.items() if "loss" in key or key == "eval_teacher_ce")
+    assert all(
+        found[key] == value
+        for key, value in expected.items()
+        if "loss" in key or key == "eval_teacher_ce"
+    )
 
 
 def test_minicodformer_learns_from_dialogues_and_is_exported_in_fp16(finished):
     figures(finished, "minicodformer")
     folder = finished["folder"] / "out_minicodformer"
-    assert all(weight.dtype == torch.float16 for weight in load_file(folder / "model.safetensors").values())
-    model, tokenizer = MiniCodformerForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert all(
+        weight.dtype == torch.float16 for weight in load_file(folder / "model.safetensors").values()
+    )
+    model, tokenizer = (
+        MiniCodformerForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     ids = tokenizer("def add_1(", return_tensors="pt")["input_ids"]
     assert model.generate(ids, max_new_tokens=4).shape[1] > ids.shape[1]
 
@@ -288,8 +319,13 @@ def test_the_shipped_configuration_shards_student_and_teacher(sharded):
 def test_a_distillation_goes_on_from_a_checkpoint(sharded):
     assert sharded["results"]["half"] == [0, ""]
     found, expected = figures(sharded, "resumed"), figures(sharded, "whole")
-    assert found["eval_loss"] == expected["eval_loss"] and found["eval_kd_loss"] == expected["eval_kd_loss"]
-    history = json.loads((sharded["folder"] / "out_resumed" / "trainer_state.json").read_text())["log_history"]
+    assert (
+        found["eval_loss"] == expected["eval_loss"]
+        and found["eval_kd_loss"] == expected["eval_kd_loss"]
+    )
+    history = json.loads((sharded["folder"] / "out_resumed" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
     assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4]
 
 
@@ -299,6 +335,9 @@ def test_models_write_their_batches_under_sharding(sharded):
 
 def test_two_ranks_write_the_cache_that_one_writes(finished, sharded):
     assert sharded["results"]["cache"] == [0, ""]
-    one, two = TeacherCache(sharded["folder"] / "cache"), TeacherCache(sharded["folder"] / "cache_of_two")
+    one, two = (
+        TeacherCache(sharded["folder"] / "cache"),
+        TeacherCache(sharded["folder"] / "cache_of_two"),
+    )
     assert one.description == two.description
     assert one._where.keys() == two._where.keys() and len(one) > 1

@@ -1,4 +1,6 @@
-"""run_translation.py from the command line: the demonstration, the documented arguments, the loss, and bad input."""
+"""run_translation.py from the command line: the demonstration, the documented arguments, the loss,
+and bad input.
+"""
 
 import json
 
@@ -43,12 +45,18 @@ def model_folder(corpus, tmp_path_factory):
 def data_files(corpus, tmp_path_factory):
     """Write the three splits in three formats: nested JSON lines, flat JSON lines, TSV."""
     folder = tmp_path_factory.mktemp("data")
-    files = {"train": folder / "train.jsonl", "validation": folder / "validation.json", "test": folder / "test.tsv"}
+    files = {
+        "train": folder / "train.jsonl",
+        "validation": folder / "validation.json",
+        "test": folder / "test.tsv",
+    }
     nested = [{"translation": {"en": pair.source, "de": pair.target}} for pair in corpus.train]
     flat = [{"en": pair.source, "de": pair.target} for pair in corpus.validation]
     files["train"].write_text("".join(json.dumps(record) + "\n" for record in nested))
     files["validation"].write_text("".join(json.dumps(record) + "\n" for record in flat))
-    files["test"].write_text("en\tde\n" + "".join(f"{pair.source}\t{pair.target}\n" for pair in corpus.test))
+    files["test"].write_text(
+        "en\tde\n" + "".join(f"{pair.source}\t{pair.target}\n" for pair in corpus.test)
+    )
     return files
 
 
@@ -109,7 +117,10 @@ def test_own_data_without_a_model(data_files, tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("no model was named: making a small T5") == 1
-    losses = [entry["loss"] for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]]
+    losses = [
+        entry["loss"]
+        for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]
+    ]
     assert losses[-1] < losses[0]
     assert "eval_bleu" in json.loads((output / "eval_results.json").read_text())
     assert (output / "generated_predictions.txt").read_text().count("\n") == 20
@@ -119,7 +130,9 @@ def test_adafactor_on_a_model_from_scratch(data_files, tmp_path):
     """`--optim` acts if the configuration has no optimizer. In bf16, on two ranks."""
     config = json.loads(CONFIG.read_text())
     del config["optimizer"], config["scheduler"]
-    config["zero_force_ds_cpu_optimizer"] = False  # otherwise accelerate replaces an offloaded optimizer by Adam
+    config["zero_force_ds_cpu_optimizer"] = (
+        False  # otherwise accelerate replaces an offloaded optimizer by Adam
+    )
     (tmp_path / "adafactor.json").write_text(json.dumps(config))
     output = tmp_path / "out"
     process = script(
@@ -128,38 +141,64 @@ def test_adafactor_on_a_model_from_scratch(data_files, tmp_path):
         "--logging_steps", 1, "--bf16", "--per_device_train_batch_size", 2, nproc=2,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert process.stderr.count("optimizer Adafactor updates whole tensors, each on the rank that owns it") == 1
-    losses = [entry["loss"] for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]]
-    assert len(losses) == 4 and losses[-1] < losses[0] - 0.1  # each step has the same four sentences
+    assert (
+        process.stderr.count(
+            "optimizer Adafactor updates whole tensors, each on the rank that owns it"
+        )
+        == 1
+    )
+    losses = [
+        entry["loss"]
+        for entry in json.loads((output / "trainer_state.json").read_text())["log_history"][:-1]
+    ]
+    assert (
+        len(losses) == 4 and losses[-1] < losses[0] - 0.1
+    )  # each step has the same four sentences
 
 
 STEPS = 3
 GLOBAL_BATCH = 4
-# (world size, batch per rank, accumulation): a step always has the same four sentences. The learning rate is 0, so the
-# weights never change, and every step can be compared with plain torch.
-CUTS = {"1 rank": (1, 4, 1), "1 rank x 4": (1, 1, 4), "2 ranks": (2, 2, 1), "2 ranks x 2": (2, 1, 2)}
+# (world size, batch per rank, accumulation): a step always has the same four sentences. The
+# learning rate is 0, so the weights never change, and every step can be compared with plain torch.
+CUTS = {
+    "1 rank": (1, 4, 1),
+    "1 rank x 4": (1, 1, 4),
+    "2 ranks": (2, 2, 1),
+    "2 ranks x 2": (2, 1, 2),
+}
 
 
 def plain_losses(model_folder, corpus):
-    """Return in plain torch the mean loss over the target tokens of each global batch, and its gradient norm."""
+    """Return in plain torch the mean loss over the target tokens of each global batch, and its
+    gradient norm.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForSeq2SeqLM.from_pretrained(model_folder)
     collate = DataCollatorForSeq2Seq(tokenizer, model=model)
     losses, norms = [], []
     for step in range(STEPS):
         pairs = corpus.train[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
-        batch = collate([dict(tokenizer(pair.source), labels=tokenizer(pair.target).input_ids) for pair in pairs])
+        batch = collate(
+            [
+                dict(tokenizer(pair.source), labels=tokenizer(pair.target).input_ids)
+                for pair in pairs
+            ]
+        )
         labels = batch.pop("labels")
         model.zero_grad()
         loss = cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
         loss.backward()
         losses.append(loss.item())
-        norms.append(torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item())
+        norms.append(
+            torch.nn.utils.get_total_norm([param.grad for param in model.parameters()]).item()
+        )
     return losses, norms
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_loss_is_the_mean_over_the_tokens_of_the_step(cut, model_folder, data_files, corpus, tmp_path):
+def test_loss_is_the_mean_over_the_tokens_of_the_step(
+    cut, model_folder, data_files, corpus, tmp_path
+):
     world, batch, accumulation = CUTS[cut]
     output = tmp_path / "out"
     process = script(

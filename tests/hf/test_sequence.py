@@ -1,4 +1,6 @@
-"""Sequences that two ranks share: the Trainer and TRL's own SFT script, unmodified, beside one process."""
+"""Sequences that two ranks share: the Trainer and TRL's own SFT script, unmodified, beside one
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from benchmarks.compatibility import SCRIPTS, command, find, read_log, write_inp
 from tests.hf.trainer_runs import column, run_plain, run_unmodified
 from tests.processes import fork_ranks
 
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 DEEPSPEED = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 3}}
 # Two epochs of four steps, of two micro-batches of two samples; batches are shuffled.
 ARGUMENTS = {
@@ -28,9 +35,15 @@ def close(values: list[float]) -> Any:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One process; two ranks; two ranks from a checkpoint of those on."""
     folder = tmp_path_factory.mktemp("sequence")
-    plain = run_plain([{"model": "llama", "arguments": ARGUMENTS | {"use_cpu": True}}], folder / "plain")
+    plain = run_plain(
+        [{"model": "llama", "arguments": ARGUMENTS | {"use_cpu": True}}], folder / "plain"
+    )
     shared = {"model": "llama", "sequence": 2, "arguments": ARGUMENTS | {"deepspeed": DEEPSPEED}}
-    saving = {"output_dir": str(folder / "saved"), "save_strategy": "steps", "save_steps": CHECKPOINT}
+    saving = {
+        "output_dir": str(folder / "saved"),
+        "save_strategy": "steps",
+        "save_steps": CHECKPOINT,
+    }
     first = {**shared, "arguments": shared["arguments"] | saving}
     resumed = {**shared, "resume": str(folder / "saved" / f"checkpoint-{CHECKPOINT}")}
     return plain + run_unmodified([first, resumed], folder / "shared", nproc=2)
@@ -67,10 +80,21 @@ def test_trl_packs_sequences(tmp_path):
         out = tmp_path / f"out{stage}"
         line = command(script, file, data, "full", stage, out)
         # A step has one batch on one process, and one on two that share it.
-        line += ["--packing", "--gradient_accumulation_steps", "1", *([] if stage else ["--use_cpu"])]
-        sharing = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"} if stage else {}
+        line += [
+            "--packing",
+            "--gradient_accumulation_steps",
+            "1",
+            *([] if stage else ["--use_cpu"]),
+        ]
+        sharing = (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+            if stage
+            else {}
+        )
         imported = "transformers on zero" if stage else "transformers"
-        process = fork_ranks(*line, nproc=2 if stage else 1, timeout=240, imported=imported, env=sharing)
+        process = fork_ranks(
+            *line, nproc=2 if stage else 1, timeout=240, imported=imported, env=sharing
+        )
         assert process.returncode == 0, process.stdout + process.stderr
         logs.append([entry for entry in read_log(out) if "loss" in entry])
     assert len(logs[0]) == 4

@@ -1,4 +1,7 @@
-"""Layers that two ranks share: the Trainer, unmodified, beside one process. Four ranks: two of them on each batch."""
+"""Layers that two ranks share: the Trainer, unmodified, beside one process.
+
+Four ranks: two of them on each batch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,12 @@ from transformers import LlamaForCausalLM
 
 from tests.hf.trainer_runs import column, run_plain, run_unmodified
 
-AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+AUTO = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 DEEPSPEED = {
     **dict.fromkeys(AUTO, "auto"),
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
@@ -26,12 +34,22 @@ CHECKPOINT = 2
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One process; four ranks; four ranks from a checkpoint of those on; four at stage 2 with accelerate's mesh."""
+    """One process; four ranks; four ranks from a checkpoint of those on; four at stage 2 with
+    accelerate's mesh.
+    """
     folder = tmp_path_factory.mktemp("tensor")
-    of_plain = ARGUMENTS | {"per_device_train_batch_size": 4, "use_cpu": True, "output_dir": str(folder / "one")}
+    of_plain = ARGUMENTS | {
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "output_dir": str(folder / "one"),
+    }
     plain = run_plain([{"model": "llama", "arguments": of_plain, "save": True}], folder / "plain")
     of_ranks = ARGUMENTS | {"per_device_train_batch_size": 2, "deepspeed": DEEPSPEED}
-    saving = {"output_dir": str(folder / "saved"), "save_strategy": "steps", "save_steps": CHECKPOINT}
+    saving = {
+        "output_dir": str(folder / "saved"),
+        "save_strategy": "steps",
+        "save_steps": CHECKPOINT,
+    }
     first = {"model": "llama", "arguments": of_ranks | saving, "save": True}
     resumed = {
         "model": "llama",
@@ -40,7 +58,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     }
     stage2 = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}
     second = {"output_dir": str(folder / "second"), "deepspeed": stage2}
-    jobs = [first, resumed, {"model": "llama", "tensor": 2, "arguments": of_ranks | second, "save": True}]
+    jobs = [
+        first,
+        resumed,
+        {"model": "llama", "tensor": 2, "arguments": of_ranks | second, "save": True},
+    ]
     found = plain + run_unmodified(jobs, folder / "shared", nproc=4)
     for report, name in zip(found, ("one", "saved", None, "second"), strict=True):
         report["folder"] = None if name is None else folder / name
@@ -54,7 +76,9 @@ def test_the_trainer_has_the_losses_of_one_process(reports):
         for key in ("loss", "grad_norm"):
             assert len(column(plain, key)) == 4
             assert column(report, key) == pytest.approx(column(plain, key), rel=1e-6)
-        assert report["evaluation"]["eval_loss"] == pytest.approx(plain["evaluation"]["eval_loss"], rel=1e-6)
+        assert report["evaluation"]["eval_loss"] == pytest.approx(
+            plain["evaluation"]["eval_loss"], rel=1e-6
+        )
 
 
 def test_the_trainer_resumes(reports):
@@ -68,4 +92,6 @@ def test_the_trainer_saves_the_whole_model(reports):
         found = dict(LlamaForCausalLM.from_pretrained(report["folder"]).named_parameters())
         assert found.keys() == expected.keys()
         for name, value in expected.items():
-            assert found[name].shape == value.shape and (found[name] - value).abs().max() < 1e-5, name
+            assert found[name].shape == value.shape and (found[name] - value).abs().max() < 1e-5, (
+                name
+            )

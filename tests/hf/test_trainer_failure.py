@@ -14,8 +14,11 @@ def test_one_rank_raising_in_a_step_ends_the_job(tmp_path):
         "deepspeed": str(SHIPPED_CONFIG),
     }
     jobs = [{"model": "llama", "arguments": arguments, "fail_at": 1}]
-    # The failing rank has a thread that never ends, and the other rank waits in a collective. So the time limit tests.
-    process = torchrun("-m", "zero", "run", SCRIPTS / "jobs.py", write_jobs(jobs, tmp_path), nproc=2, timeout=90)
+    # The failing rank has a thread that never ends, and the other rank waits in a collective. So
+    # the time limit tests.
+    process = torchrun(
+        "-m", "zero", "run", SCRIPTS / "jobs.py", write_jobs(jobs, tmp_path), nproc=2, timeout=90
+    )
     assert process.returncode != 0
     assert "[rank 1] RuntimeError: the batch was cursed" in process.stderr
     assert "on_pre_optimizer_step" in process.stderr  # the traceback, too

@@ -1,4 +1,6 @@
-"""T5 under a sharded Trainer: evaluation between steps, generation of uneven lengths, the saved model."""
+"""T5 under a sharded Trainer: evaluation between steps, generation of uneven lengths, the saved
+model.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reports(folder):
-    """Return the reports of two ranks: fp32, with an evaluation and generation after every second step, and bf16."""
+    """Return the reports of two ranks: fp32, with an evaluation and generation after every second
+    step, and bf16.
+    """
     common = {**ARGUMENTS, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     arguments: dict[str, Any] = {**common, "deepspeed": str(SHIPPED_CONFIG)}
     with_evaluation = {**arguments, "eval_strategy": "steps", "eval_steps": 2}
@@ -42,7 +46,9 @@ def reports(folder):
 
 
 def _reload(folder) -> dict[str, Any]:
-    process = fork_ranks(SCRIPTS / "reload.py", folder, nproc=0, timeout=120, imported="transformers")
+    process = fork_ranks(
+        SCRIPTS / "reload.py", folder, nproc=0, timeout=120, imported="transformers"
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -59,7 +65,9 @@ def test_evaluation_between_steps_changes_nothing(reports, folder):
         "factors": [0.0, 0.0, 1.0],  # WarmupLR warms up for at least two steps
     }
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "use_cpu": True}
-    (plain,) = run_plain([{"model": "t5", "arguments": arguments, "reference": reference}], folder / "plain")
+    (plain,) = run_plain(
+        [{"model": "t5", "arguments": arguments, "reference": reference}], folder / "plain"
+    )
     sharded = reports[0]
     assert len(column(sharded, "eval_loss")) == 3
     assert column(sharded, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
@@ -72,7 +80,11 @@ def test_num_parameters_is_the_true_one(reports):
     encoder_layer = attention + feed_forward + 2 * width
     decoder_layer = 2 * attention + feed_forward + 3 * width
     relative_bias, final_norm = 32 * 4, width
-    expected = vocabulary * width + layers * (encoder_layer + decoder_layer) + 2 * (relative_bias + final_norm)
+    expected = (
+        vocabulary * width
+        + layers * (encoder_layer + decoder_layer)
+        + 2 * (relative_bias + final_norm)
+    )
     assert reports[0]["parameters"] == expected
 
 
@@ -83,7 +95,10 @@ def test_saved_model_loads_in_a_fresh_process(reloaded):
 
 
 def test_generation_of_uneven_lengths(reports, reloaded):
-    """Rank 0 ends its sequences after 3 tokens, rank 1 after 7. Each row equals that of the saved model."""
+    """Rank 0 ends its sequences after 3 tokens, rank 1 after 7.
+
+    Each row equals that of the saved model.
+    """
     # Seq2SeqTrainer does not remove the samples that fill up the last batch.
     predictions = reports[0]["predictions"][:7]
     assert len(predictions) == len(reloaded["tokens"]) == 7

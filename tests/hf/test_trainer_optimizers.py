@@ -1,4 +1,6 @@
-"""Optimizer and scheduler sections, "auto" values and the log: a sharded Trainer against a plain one, step by step."""
+"""Optimizer and scheduler sections, "auto" values and the log: a sharded Trainer against a plain
+one, step by step.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,22 @@ ARGUMENTS = {
     "max_grad_norm": 0.5,
 }
 ADAM = {"lr": 1e-2, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
-# Factors of the learning rate after each step, with warmup_num_steps 3 and total_num_steps 6. Configured schedules are
-# DeepSpeed's: a step uses the factor that was set after the step before it.
+# Factors of the learning rate after each step, with warmup_num_steps 3 and total_num_steps 6.
+# Configured schedules are DeepSpeed's: a step uses the factor that was set after the step before
+# it.
 WARMUP_LOG = [math.log(1) / math.log(3), math.log(2) / math.log(3), 1, 1, 1, 1]
 WARMUP_LINEAR_DECAY = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]
 # transformers' own linear schedule: the factor in each step, and after the last one.
 LINEAR = [0, 1 / 3, 2 / 3, 1, 2 / 3, 1 / 3, 0]
 
-MUON = {"lr": 1e-2, "adam_lr": 5e-3, "momentum": 0.9, "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+MUON = {
+    "lr": 1e-2,
+    "adam_lr": 5e-3,
+    "momentum": 0.9,
+    "weight_decay": "auto",
+    "betas": "auto",
+    "eps": "auto",
+}
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW+WarmupLR": {
@@ -60,7 +70,11 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 REFERENCES: dict[str, dict[str, Any] | None] = {
     "AdamW+WarmupLR": {"optimizer": "AdamW", "parameters": ADAM, "factors": [0, *WARMUP_LOG]},
-    "Adam+WarmupDecayLR": {"optimizer": "Adam", "parameters": ADAM, "factors": [0, *WARMUP_LINEAR_DECAY]},
+    "Adam+WarmupDecayLR": {
+        "optimizer": "Adam",
+        "parameters": ADAM,
+        "factors": [0, *WARMUP_LINEAR_DECAY],
+    },
     "neither": None,
     "neither, offloaded": None,
     "neither, compiled": None,
@@ -94,10 +108,16 @@ def _config(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
-    """Return the reports of two ranks with 2 samples each in a step, by the name of the configuration."""
+    """Return the reports of two ranks with 2 samples each in a step, by the name of the
+    configuration.
+    """
     jobs = []
     for name in SECTIONS:
-        arguments = {**_arguments(name), "per_device_train_batch_size": 2, "deepspeed": _config(name)}
+        arguments = {
+            **_arguments(name),
+            "per_device_train_batch_size": 2,
+            "deepspeed": _config(name),
+        }
         if "compiled" in name:
             arguments |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
         jobs.append({"model": "llama", "arguments": arguments})
@@ -110,7 +130,10 @@ def plain(tmp_path_factory):
     """Return the reports of one process with 4 samples in a step."""
     jobs: list[dict[str, Any]] = []
     for name, reference in REFERENCES.items():
-        job = {"model": "llama", "arguments": {**_arguments(name), "per_device_train_batch_size": 4, "use_cpu": True}}
+        job = {
+            "model": "llama",
+            "arguments": {**_arguments(name), "per_device_train_batch_size": 4, "use_cpu": True},
+        }
         jobs.append(job | ({"reference": reference} if reference else {}))
     reports = run_plain(jobs, tmp_path_factory.mktemp("plain"))
     return dict(zip(REFERENCES, reports, strict=True))
@@ -124,7 +147,9 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
     # Two processes add in another order than one. Adam amplifies the differences more than SGD.
     assert column(ours, "loss") == pytest.approx(column(theirs, "loss"), rel=1e-4)
     assert column(ours, "grad_norm") == pytest.approx(column(theirs, "grad_norm"), rel=1e-3)
-    assert ours["evaluation"]["eval_loss"] == pytest.approx(theirs["evaluation"]["eval_loss"], rel=1e-4)
+    assert ours["evaluation"]["eval_loss"] == pytest.approx(
+        theirs["evaluation"]["eval_loss"], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,12 +167,18 @@ def test_log_is_that_of_a_plain_trainer(name, sharded, plain):
     ],
 )
 def test_learning_rates_in_the_log(name, factors, sharded):
-    """The engine steps its scheduler inside of the step, before the Trainer logs. The Trainer steps its own later."""
-    assert column(sharded[name], "learning_rate") == pytest.approx([1e-2 * factor for factor in factors])
+    """The engine steps its scheduler inside of the step, before the Trainer logs.
+
+    The Trainer steps its own later.
+    """
+    assert column(sharded[name], "learning_rate") == pytest.approx(
+        [1e-2 * factor for factor in factors]
+    )
 
 
 def test_trainers_optimizer_under_a_configured_schedule_trains(sharded, plain):
-    # There is no plain reference: the Trainer's optimizer has two param groups, the plain one has one.
+    # There is no plain reference: the Trainer's optimizer has two param groups, the plain one has
+    # one.
     ours = column(sharded["the Trainer's optimizer, WarmupLR"], "loss")
     assert ours[0] == pytest.approx(column(plain["neither"], "loss")[0], rel=1e-5)
     assert ours[-1] < ours[0] - 0.05
@@ -185,7 +216,9 @@ def test_auto_values_are_filled_in(sharded):
 
 
 def test_plain_python_is_a_world_of_one(tmp_path, plain):
-    """Train with the shipped configuration, in a script that calls `zero.hf.enable()` and has no launcher."""
+    """Train with the shipped configuration, in a script that calls `zero.hf.enable()` and has no
+    launcher.
+    """
     arguments = {**ARGUMENTS, "per_device_train_batch_size": 4, "deepspeed": str(SHIPPED_CONFIG)}
     (report,) = run_own([{"model": "llama", "arguments": arguments}], tmp_path)
     assert (report["engine"], report["world_size"]) == ("DeepSpeedEngine", 1)

@@ -1,4 +1,7 @@
-"""TRL's own scripts at stage 3 on two ranks, against DDP. `python -m benchmarks.compatibility` measures all of them."""
+"""TRL's own scripts at stage 3 on two ranks, against DDP.
+
+`python -m benchmarks.compatibility` measures all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_inputs(tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.parametrize(("name", "method"), [("trl/sft", "full"), ("trl/sft", "LoRA"), ("trl/grpo", "full")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("trl/sft", "full"), ("trl/sft", "LoRA"), ("trl/grpo", "full")]
+)
 def test_a_script_has_the_losses_and_weights_of_ddp(data: Path, name: str, method: str) -> None:
     """Train, evaluate, save and load. GRPO generates, and has a reference model (beta 0.1)."""
     script = dataclasses.replace(SCRIPTS[name], resumes=False)

@@ -1,4 +1,6 @@
-"""Workflows with a Trainer beyond one training, and with accelerate: two ranks, stage 3, against plain torch."""
+"""Workflows with a Trainer beyond one training, and with accelerate: two ranks, stage 3, against
+plain torch.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def test_lora(reports, name):
 
 
 def test_accelerate_plugins_in_turn_and_dummies(tmp_path):
-    """A student with configured optimizer and schedule, two micro-batches a step, and a frozen teacher."""
+    """A student with configured optimizer and schedule, two micro-batches a step, and a frozen
+    teacher.
+    """
     pytest.importorskip("peft")  # code that it shares with the Trainer's script needs PEFT
     report = report_of("accelerate_workflows.py", tmp_path)
     assert report["losses"] == close(report["expected"])

@@ -36,18 +36,26 @@ def _reports(jobs: list[Job], process: subprocess.CompletedProcess[str]) -> list
 def run_plain(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
     """Run in one process without zero: what the Trainer does by itself."""
     path = write_jobs(jobs, folder)
-    return _reports(jobs, fork_ranks(SCRIPTS / "jobs.py", path, nproc=0, timeout=TIMEOUT, imported="transformers"))
+    return _reports(
+        jobs,
+        fork_ranks(SCRIPTS / "jobs.py", path, nproc=0, timeout=TIMEOUT, imported="transformers"),
+    )
 
 
 def run_unmodified(jobs: list[Job], folder: Path, nproc: int) -> list[dict[str, Any]]:
     """Run the plain script under `-m zero run`."""
     path = write_jobs(jobs, folder)
-    return _reports(jobs, fork_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT))
+    return _reports(
+        jobs,
+        fork_ranks("-m", "zero", "run", SCRIPTS / "jobs.py", path, nproc=nproc, timeout=TIMEOUT),
+    )
 
 
 def run_own(jobs: list[Job], folder: Path) -> list[dict[str, Any]]:
     """Run the script that calls `zero.hf.enable()`, under plain python."""
-    return _reports(jobs, run([sys.executable, SCRIPTS / "own.py", write_jobs(jobs, folder)], timeout=TIMEOUT))
+    return _reports(
+        jobs, run([sys.executable, SCRIPTS / "own.py", write_jobs(jobs, folder)], timeout=TIMEOUT)
+    )
 
 
 def column(report: dict[str, Any], key: str) -> list[float]:

@@ -58,6 +58,8 @@ def batches(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
     made = []
     for _ in range(steps):
         ids = torch.randint(3, VOCABULARY, (ROWS, 9), generator=generator)
-        labels = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator) if name == "t5" else ids
+        labels = (
+            torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator) if name == "t5" else ids
+        )
         made.append({"input_ids": ids, "labels": labels})
     return made

@@ -1,9 +1,10 @@
-"""The simplest ZeRO-3, in torch alone. It is the specification of the engine, which must compute the same bits.
+"""The simplest ZeRO-3, in torch alone. It is the specification of the engine, which must compute
+the same bits.
 
-Between steps a rank has its slice of each flattened parameter, and the optimizer updates the slices. In a step all
-parameters are gathered, and nothing overlaps. The engine adds units, prefetch, buckets and offload. These change when
-and where something is computed, and never the result.
-"""
+Between steps a rank has its slice of each flattened parameter, and the optimizer updates the
+slices. In a step all parameters are gathered, and nothing overlaps. The engine adds groups,
+prefetch, buckets and offload. These change when and where something is computed, and never the
+result."""
 
 from __future__ import annotations
 
@@ -15,11 +16,19 @@ from torch import nn
 
 
 class NaiveZero3:
-    def __init__(self, model: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
-        self.model, self.rank, self.world_size = model, dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ):
+        self.model = model
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.shapes = [param.shape for param in self.params]
-        self.shards = [nn.Parameter(self._slices(param.detach())[self.rank].clone()) for param in self.params]
+        self.shards = [
+            nn.Parameter(self._slices(param.detach())[self.rank].clone()) for param in self.params
+        ]
         self.optimizer = make_optimizer(self.shards)
 
     def _slices(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -45,8 +54,12 @@ class NaiveZero3:
         for each in everyones:
             total += self._slices(each)[self.rank]
 
-    def step(self, micro_batches: Sequence[dict[str, torch.Tensor]], clip: float = 0.0) -> tuple[list[float], float]:
-        """Return this rank's losses, and the norm of the mean gradient over all micro-batches and ranks."""
+    def step(
+        self, micro_batches: Sequence[dict[str, torch.Tensor]], clip: float = 0.0
+    ) -> tuple[list[float], float]:
+        """Return this rank's losses, and the norm of the mean gradient over all micro-batches and
+        ranks.
+        """
         self.unshard()
         sums, losses = [torch.zeros_like(shard) for shard in self.shards], []
         for batch in micro_batches:

@@ -1,8 +1,8 @@
-"""torch.compile of each block: the same training as in eager mode, and no new graphs after the first step.
+"""torch.compile of each block: the same training as in eager mode, and no new graphs after the
+first step.
 
-The backend "aot_eager" runs the operations of the eager model from graphs. So each operation gives the same bits. If a
-tensor is used more than once, its gradients may be added in another order.
-"""
+The backend "aot_eager" runs the operations of the eager model from graphs. So each operation gives
+the same bits. If a tensor is used more than once, its gradients may be added in another order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ ONE_THREAD = {"compile_threads": 1}
 
 
 def section(backend: str | None, **kwargs: Any) -> dict[str, Any]:
-    return {"compile": {"enabled": backend is not None, "backend": backend or "inductor", "kwargs": kwargs}}
+    return {
+        "compile": {
+            "enabled": backend is not None,
+            "backend": backend or "inductor",
+            "kwargs": kwargs,
+        }
+    }
 
 
 def count() -> int:
@@ -56,15 +62,22 @@ def of_transformers(name: str, stage: int, checkpointing: bool) -> list:
         model = build(name)
         model.config.use_cache = False
         if name == "t5":
-            model.encoder.block, model.decoder.block = model.encoder.block[:1], model.decoder.block[:1]
+            model.encoder.block = model.encoder.block[:1]
+            model.decoder.block = model.decoder.block[:1]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        found.append(train(model, batches(name, STEPS), ds_config(stage=stage, **SMALL) | section(backend)))
+        found.append(
+            train(model, batches(name, STEPS), ds_config(stage=stage, **SMALL) | section(backend))
+        )
     return found
 
 
 def of_toys(shared: bool = False, listed: bool = True, **options: Any) -> list:
-    """Train toys. `shared`: all blocks share one layer `up`, a unit of its own. `listed`: the engine finds blocks."""
+    """Train toys.
+
+    `shared`: all blocks share one layer `up`, a group of its own. `listed`: the engine finds
+    blocks.
+    """
     found = []
     for backend in (None, "aot_eager"):
         model = toy(**options)
@@ -87,15 +100,22 @@ TOYS: dict[str, dict[str, Any]] = {
 }
 
 
-def all_of_them(rank: int, world_size: int, models: list[tuple], toys: list[dict[str, Any]]) -> list:
+def all_of_them(
+    rank: int, world_size: int, models: list[tuple], toys: list[dict[str, Any]]
+) -> list:
     """Train all in one process: importing the compiler takes longer than compiling."""
-    return [*(of_transformers(*model) for model in models), *(of_toys(**options) for options in toys)]
+    return [
+        *(of_transformers(*model) for model in models),
+        *(of_toys(**options) for options in toys),
+    ]
 
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, list]:
     """Return for each model the trainings of both ranks, eager and compiled."""
-    of_ranks = run_on(2, all_of_them, [model for model, _ in MODELS.values()], list(TOYS.values()), timeout=400)
+    of_ranks = run_on(
+        2, all_of_them, [model for model, _ in MODELS.values()], list(TOYS.values()), timeout=400
+    )
     return dict(zip([*MODELS, *TOYS], zip(*of_ranks, strict=True), strict=True))
 
 
@@ -120,7 +140,9 @@ def assert_close(trainings: list, kinds: int) -> None:
 
 @pytest.mark.parametrize("name", TOYS)
 def test_bit_for_bit_at_stage_3(trained, name):
-    """With checkpoints around blocks, with hooks inside of blocks, and with a model that is compiled as a whole."""
+    """With checkpoints around blocks, with hooks inside of blocks, and with a model that is
+    compiled as a whole.
+    """
     for (eager, _), (compiled, graphs) in trained[name]:
         assert graphs[0] == graphs[1] > 0
         assert (compiled.losses, compiled.norms) == (eager.losses, eager.norms)
@@ -129,14 +151,20 @@ def test_bit_for_bit_at_stage_3(trained, name):
 
 def inductor(rank: int, world_size: int) -> None:
     eager, compiled = (
-        train(toy(), toy_batches(STEPS), ds_config() | section(backend, fullgraph=True, options=ONE_THREAD))
+        train(
+            toy(),
+            toy_batches(STEPS),
+            ds_config() | section(backend, fullgraph=True, options=ONE_THREAD),
+        )
         for backend in (None, "inductor")
     )
     assert compiled[1] == [1, 1], "all blocks share one graph, which has no hooks in it"
     assert relative(compiled[0].norms, eager[0].norms) <= rounding(torch.float32, TERMS, STEPS)
 
 
-@pytest.mark.skipif(not shutil.which("c++") and not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(
+    not shutil.which("c++") and not shutil.which("g++"), reason="inductor needs a C++ compiler"
+)
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512",
     reason="torch 2.13: inductor's result is NaN with AVX2 for this shape, in plain torch too",

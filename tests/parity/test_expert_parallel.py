@@ -1,7 +1,7 @@
 """Expert parallelism against plain torch in one process on the same global batches.
 
-Plain torch computes in float64 here: in fp32, the norms of these models alone are rounded by up to 1.1e-6.
-"""
+Plain torch computes in float64 here: in fp32, the norms of these models alone are rounded by up to
+1.1e-6."""
 
 from __future__ import annotations
 
@@ -39,10 +39,12 @@ from tests.dist.training import (
 from tests.parity.models import ROWS, VOCABULARY, batches
 from tests.processes import run_on
 from zero.checkpoint.offline import consolidate
-from zero.deepspeed.tensor import tp_model_init
 from zero.errors import UsageError
+from zero.integrations.deepspeed.tensor import tp_model_init
 
-pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers has it since 5.22")
+pytest.importorskip(
+    "transformers.distributed.expert_parallel", reason="transformers has it since 5.22"
+)
 
 STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
 EXPERTS, WIDTH, INNER = 6, 24, 16
@@ -55,12 +57,17 @@ NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_d
 
 
 def build(name: str) -> nn.Module:
-    """A small model. In "one-sided" all tokens choose the same two experts, so that some ranks have no work."""
+    """A small model.
+
+    In "one-sided" all tokens choose the same two experts, so that some ranks have no work.
+    """
     torch.manual_seed(7)
     if name == "qwen3":  # the second layer has no experts
         experts = {"moe_intermediate_size": INNER, "num_experts": EXPERTS, "mlp_only_layers": [1]}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=32, **experts, **SIZES)).train()
-    model = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **SIZES)).train()
+    model = MixtralForCausalLM(
+        MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **SIZES)
+    ).train()
     if name == "one-sided":
         for layer in model.model.layers:
             nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
@@ -74,11 +81,16 @@ def data() -> list[Batch]:
 def configuration(world_size: int, tp: int = 2, **keys: Any) -> dict[str, Any]:
     config = ds_config(accumulation=ACCUMULATION, clip=CLIP, **NOTHING_PERSISTS, **keys)
     config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // tp)
-    return config | {"tensor_parallel": {"autotp_size": tp}, "expert_parallel": {"enabled": True, "autoep_size": tp}}
+    return config | {
+        "tensor_parallel": {"autotp_size": tp},
+        "expert_parallel": {"enabled": True, "autoep_size": tp},
+    }
 
 
 def start(model: nn.Module, config: dict[str, Any]) -> zero.ZeroEngine:
-    return zero.initialize(model=model, optimizer=adamw(one_group(trainable(model))), config=config)[0]
+    return zero.initialize(
+        model=model, optimizer=adamw(one_group(trainable(model))), config=config
+    )[0]
 
 
 @cache
@@ -101,9 +113,11 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]])
         model = build(name)
         model.set_experts_implementation(implementation)
         engine = start(model, configuration(world_size, stage=stage, **keys))
-        experts = [unit for unit in engine.units if any("experts" in each for each in unit.param_names)]
+        experts = [
+            group for group in engine.groups if any("experts" in each for each in group.param_names)
+        ]
         assert len(experts) == {"qwen3": 1}.get(name, 2)
-        assert all(unit.layout.numel == EXPERTS // 2 * 3 * WIDTH * INNER for unit in experts)
+        assert all(group.layout.numel == EXPERTS // 2 * 3 * WIDTH * INNER for group in experts)
         found.append(train_zero(engine, data()))
         engine.destroy()
         if name == "one-sided":
@@ -114,7 +128,9 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, str, int, dict]])
 
 def compare(found: list[Curve], expected: Curve) -> None:
     for first, second in zip(found[::2], found[1::2], strict=True):
-        assert first.losses == second.losses and first.norms == second.norms, "ranks of one mesh differ"
+        assert first.losses == second.losses and first.norms == second.norms, (
+            "ranks of one mesh differ"
+        )
     curve = together(found[::2])
     assert min(curve.norms) > CLIP, "clipping must be at work"
     assert relative(curve.mean_losses(), expected.mean_losses()) < 1e-6
@@ -143,7 +159,9 @@ def test_losses_norms_and_weights_are_those_of_plain_torch(ranks, cases):
 
 def by_the_trainer(rank: int, world_size: int) -> Curve:
     config = configuration(world_size, stage=3)
-    model = tp_model_init(build("mixtral"), 2, config=config)  # as transformers' `deepspeed_init` calls it
+    model = tp_model_init(
+        build("mixtral"), 2, config=config
+    )  # as transformers' `deepspeed_init` calls it
     return train_zero(start(model, config), data())
 
 
@@ -157,9 +175,13 @@ HALF = 2
 
 
 def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
-    """Runs of `STEPS` steps: without a break, and with one, after which experts are shared otherwise."""
+    """Runs of `STEPS` steps: without a break, and with one, after which experts are shared
+    otherwise.
+    """
 
-    def run(first: int, last: int, load: str = "", save: str = "", tp: int = 2, **keys: Any) -> Curve:
+    def run(
+        first: int, last: int, load: str = "", save: str = "", tp: int = 2, **keys: Any
+    ) -> Curve:
         config = configuration(world_size, tp, stage=keys.pop("stage", 3)) | keys
         engine = start(build("mixtral"), config)
         if load:
@@ -171,20 +193,26 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         engine.destroy()
         return curve
 
-    with pytest.raises(UsageError, match="experts that tensor parallelism has cut cannot run in slices"):
+    with pytest.raises(
+        UsageError, match="experts that tensor parallelism has cut cannot run in slices"
+    ):
         start(build("mixtral"), configuration(world_size, stage3_max_live_parameters=0))
     return {
         "whole": run(0, 2 * HALF),
         "first half": run(0, HALF, save="half"),
         "as before": run(HALF, 2 * HALF, load="half"),
-        "a part of each expert": run(HALF, 2 * HALF, load="half", stage=1, expert_parallel={"enabled": False}),
+        "a part of each expert": run(
+            HALF, 2 * HALF, load="half", stage=1, expert_parallel={"enabled": False}
+        ),
         "not shared": run(HALF, 2 * HALF, load="half", tp=1, stage=2),
     }
 
 
 def loaded(rank: int, world_size: int, folder: str) -> Curve:
     """transformers itself gives each rank its experts."""
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2, ep_size=2)
+    )
     engine = start(model.train(), configuration(world_size))
     curve = train_zero(engine, data()[HALF:])
     engine.destroy()
@@ -198,11 +226,16 @@ def continued(rank: int, world_size: int, folder: str) -> Curve:
 def test_checkpoints_and_models_are_whole(tmp_path):
     of_ranks = run_on(4, resumed, str(tmp_path))
     found = {
-        name: together([curves[name] for curves in (of_ranks if name == "not shared" else of_ranks[::2])])
+        name: together(
+            [curves[name] for curves in (of_ranks if name == "not shared" else of_ranks[::2])]
+        )
         for name in of_ranks[0]
     }
     whole = found["whole"]
-    assert found["as before"].losses == whole.losses[HALF:] and found["as before"].norms == whole.norms[HALF:]
+    assert (
+        found["as before"].losses == whole.losses[HALF:]
+        and found["as before"].norms == whole.norms[HALF:]
+    )
     for name in ("a part of each expert", "not shared"):
         assert relative(found[name].mean_losses(), whole.mean_losses()[HALF:]) < 1e-6, name
         assert relative(found[name].norms, whole.norms[HALF:]) < 1e-6, name
@@ -211,7 +244,9 @@ def test_checkpoints_and_models_are_whole(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder)
         for name, value in found["first half"].weights.items():
             assert torch.equal(model.state_dict()[name], value), name
-    compare(run_on(2, loaded, str(tmp_path / "model")), run_on(1, continued, str(tmp_path / "model"))[0])
+    compare(
+        run_on(2, loaded, str(tmp_path / "model")), run_on(1, continued, str(tmp_path / "model"))[0]
+    )
 
 
 # -- refusals
@@ -224,7 +259,9 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         return str(found.value)
 
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    llama = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads))
+    llama = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, **heads)
+    )
     odd = MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=5, **SIZES))
     in_parts = tp_model_init(build("mixtral"), 2)
     over_data = {"fsdp_size": 2, "ep_size": 2}
@@ -236,7 +273,11 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
         message(llama),
         message(odd),
         message(in_parts),
-        message(MixtralForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**over_data))),
+        message(
+            MixtralForCausalLM.from_pretrained(
+                folder, distributed_config=DistributedConfig(**over_data)
+            )
+        ),
     ]
 
 

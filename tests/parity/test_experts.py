@@ -1,4 +1,6 @@
-"""Mixtures of experts as transformers packs them: units of their own below the block, with plain torch's numbers."""
+"""Mixtures of experts as transformers packs them: groups of their own below the block, with plain
+torch's numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.dist.training import (
     train_zero,
 )
 from tests.parity.models import VOCABULARY, batches
-from zero.unit import State
+from zero.core.param_group import State
 
 STEPS = 3
 EXPERTS, WIDTH, INNER, LAYERS = 8, 24, 12, 2
@@ -37,14 +39,20 @@ COMMON = {
 
 
 def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **COMMON))
+    return MixtralForCausalLM(
+        MixtralConfig(intermediate_size=INNER, num_local_experts=EXPERTS, **COMMON)
+    )
 
 
 def qwen3() -> nn.Module:
     """Its second layer has no experts."""
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            intermediate_size=32, moe_intermediate_size=INNER, num_experts=EXPERTS, mlp_only_layers=[1], **COMMON
+            intermediate_size=32,
+            moe_intermediate_size=INNER,
+            num_experts=EXPERTS,
+            mlp_only_layers=[1],
+            **COMMON,
         )
     )
 
@@ -75,32 +83,40 @@ def plain(rank: int, world_size: int, name: str, implementation: str, accumulati
 def sharded(rank: int, world_size: int, name: str, implementation: str, settings: dict) -> Curve:
     model = build(name, implementation)
     engine, _ = start(model, ds_config(**WHOLE, **settings))
-    experts = [unit for unit in engine.units if any("experts" in each for each in unit.param_names)]
-    assert len(experts) == {"mixtral": 2, "qwen3": 1}[name] and not any(unit.persistent for unit in experts)
-    assert all(unit.layout.numel == EXPERTS_NUMEL for unit in experts)
-    blocks = [unit for unit in engine.units if "layers." in unit.name and unit not in experts]
+    experts = [
+        group for group in engine.groups if any("experts" in each for each in group.param_names)
+    ]
+    assert len(experts) == {"mixtral": 2, "qwen3": 1}[name] and not any(
+        group.persistent for group in experts
+    )
+    assert all(group.layout.numel == EXPERTS_NUMEL for group in experts)
+    blocks = [group for group in engine.groups if "layers." in group.name and group not in experts]
     assert len(blocks) == LAYERS
     while_attention: list[int] = []
 
     def look(*_: object) -> None:
-        while_attention.append(sum(unit.state is not State.SHARDED for unit in experts))
+        while_attention.append(sum(group.state is not State.SHARDED for group in experts))
 
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(look)
     curve = train_zero(engine, data())
-    assert while_attention and not any(while_attention), "experts are gathered apart from the attention"
+    assert while_attention and not any(while_attention), (
+        "experts are gathered apart from the attention"
+    )
     return curve
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_are_units_of_their_own_and_the_numbers_are_plain_torchs(name, implementation):
+def test_experts_are_groups_of_their_own_and_the_numbers_are_plain_torchs(name, implementation):
     settings = {"stage3_prefetch_bucket_size": 0}
     found = curve_on(2, sharded, name, implementation, settings)
     assert_same_training(found, expected(name, implementation))
 
 
-def sliced(rank: int, world_size: int, name: str, implementation: str, experts: int, settings: dict) -> Curve:
+def sliced(
+    rank: int, world_size: int, name: str, implementation: str, experts: int, settings: dict
+) -> Curve:
     """With room for so many experts of eight; `settings` may ask for checkpointing as well."""
     model = build(name, implementation)
     if settings.pop("checkpointing", False):
@@ -113,7 +129,7 @@ def sliced(rank: int, world_size: int, name: str, implementation: str, experts: 
         each.run = partial(watched, each.run, ranges)
     curve = train_zero(engine, data())
     assert max(end - first for first, end in ranges) == experts
-    largest = max(unit.layout.numel for unit in engine.units if unit.modules)
+    largest = max(group.layout.numel for group in engine.groups if group.modules)
     assert limit // 2 < engine.residency.peak <= limit // 2 + largest + limit // 2
     assert engine.residency.live == 0
     assert_generation_gathers_what_is_chosen(engine, ranges)
@@ -132,7 +148,9 @@ def assert_a_copy_is_on_its_own(experts: nn.Module) -> None:
         assert not copied(*inputs).any() and experts(*inputs).any()
 
 
-def assert_generation_gathers_what_is_chosen(engine: zero.ZeroEngine, ranges: list[tuple[int, int]]) -> None:
+def assert_generation_gathers_what_is_chosen(
+    engine: zero.ZeroEngine, ranges: list[tuple[int, int]]
+) -> None:
     token = torch.tensor([[5 + engine.comm.rank]])
     with_all = engine(input_ids=token).logits.detach()
     ranges.clear()
@@ -144,14 +162,21 @@ def assert_generation_gathers_what_is_chosen(engine: zero.ZeroEngine, ranges: li
     assert 0 < run <= most < EXPERTS * len(engine._sliced)
 
 
-def watched(run: Callable, ranges: list[tuple[int, int]], first: int, end: int, *rest: object) -> torch.Tensor:
+def watched(
+    run: Callable, ranges: list[tuple[int, int]], first: int, end: int, *rest: object
+) -> torch.Tensor:
     ranges.append((first, end))
     return run(first, end, *rest)
 
 
 SLICED = [
     ("mixtral", "eager", 1, {}),
-    ("mixtral", "grouped_mm", 3, {"stage3_prefetch_bucket_size": 0, "accumulation": 2, "checkpointing": True}),
+    (
+        "mixtral",
+        "grouped_mm",
+        3,
+        {"stage3_prefetch_bucket_size": 0, "accumulation": 2, "checkpointing": True},
+    ),
     ("qwen3", "batched_mm", 2, {"offload_param": {"device": "cpu"}}),
 ]
 
@@ -164,4 +189,6 @@ def test_experts_that_do_not_fit_are_gathered_in_slices(name, implementation, ex
     assert relative(found.mean_losses(), plain_one.mean_losses()) < 1e-6
     assert relative(found.norms, plain_one.norms) < 1e-6
     for parameter, value in plain_one.weights.items():
-        torch.testing.assert_close(found.weights[parameter], value, rtol=1e-4, atol=1e-5, msg=parameter)
+        torch.testing.assert_close(
+            found.weights[parameter], value, rtol=1e-4, atol=1e-5, msg=parameter
+        )

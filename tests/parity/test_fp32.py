@@ -1,10 +1,11 @@
-"""fp32: the engine against plain torch in one process, 20 steps of AdamW on the same global batches.
+"""fp32: the engine against plain torch in one process, 20 steps of AdamW on the same global
+batches.
 
-The reference runs the same micro-batches, one after another, and adds their gradients in the same order. So losses and
-weights are equal bit for bit on any CPU. With clipping the reference divides by the engine's norms, which equal its own
-within rounding (`assert_same_training`). A separate test compares the reference with training on whole batches. These
-are equal within rounding only, because products of other shapes round differently.
-"""
+The reference runs the same micro-batches, one after another, and adds their gradients in the same
+order. So losses and weights are equal bit for bit on any CPU. With clipping the reference divides
+by the engine's norms, which equal its own within rounding (`assert_same_training`). A separate test
+compares the reference with training on whole batches. These are equal within rounding only, because
+products of other shapes round differently."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -47,8 +48,12 @@ def plain(rank: int, world_size: int, name: str) -> Curve:
     return train_plain(build(name), batches(name, STEPS))
 
 
-def slices(rank: int, world_size: int, name: str, ranks: int, accumulation: int, norms: Sequence[float]) -> Curve:
-    return train_in_slices(build(name), batches(name, STEPS), ranks, accumulation, clip=1.0, norms=norms)
+def slices(
+    rank: int, world_size: int, name: str, ranks: int, accumulation: int, norms: Sequence[float]
+) -> Curve:
+    return train_in_slices(
+        build(name), batches(name, STEPS), ranks, accumulation, clip=1.0, norms=norms
+    )
 
 
 def sharded(rank: int, world_size: int, name: str, clip: float, accumulation: int) -> Curve:
@@ -68,7 +73,10 @@ def both_ways(rank: int, world_size: int) -> list[Curve]:
 
 
 def test_slices_train_as_the_whole_batch_does():
-    """In float64. But transformers computes the loss in fp32, with sums over the vocabulary and over tokens."""
+    """In float64.
+
+    But transformers computes the loss in fp32, with sums over the vocabulary and over tokens.
+    """
     whole, sliced = run_on(1, both_ways)[0]
     assert max(whole.norms) > 1.0, "clipping must be at work"
     close = rounding(torch.float32, VOCABULARY + batches("gpt2", 1)[0]["labels"].numel(), STEPS)
@@ -77,11 +85,21 @@ def test_slices_train_as_the_whole_batch_does():
 
 
 # (model, ranks, accumulation)
-CASES = [("t5", 1, 4), ("t5", 2, 1), ("t5", 4, 1), ("gpt2", 1, 1), ("gpt2", 3, 1), ("llama", 2, 1), ("llama", 3, 2)]
+CASES = [
+    ("t5", 1, 4),
+    ("t5", 2, 1),
+    ("t5", 4, 1),
+    ("gpt2", 1, 1),
+    ("gpt2", 3, 1),
+    ("llama", 2, 1),
+    ("llama", 3, 2),
+]
 
 
 @pytest.mark.parametrize(("name", "world_size", "accumulation"), CASES)
-def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(name, world_size, accumulation):
+def test_losses_and_weights_with_clipping_are_bit_for_bit_those_of_slices(
+    name, world_size, accumulation
+):
     found = curve_on(world_size, sharded, name, 1.0, accumulation)
     assert max(found.norms) > 1.0, "clipping must be at work"
     assert_same_training(found, curve_on(1, slices, name, world_size, accumulation, found.norms))
@@ -95,7 +113,9 @@ def test_world_of_one_without_clipping_is_bit_for_bit(name):
 
 def configured(rank: int, world_size: int, name: str, settings: dict) -> Curve:
     section = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}
-    engine, *_ = zero.initialize(model=build(name), config=ds_config(optimizer=section, **SMALL, **settings))
+    engine, *_ = zero.initialize(
+        model=build(name), config=ds_config(optimizer=section, **SMALL, **settings)
+    )
     return train_zero(engine, batches(name, STEPS))
 
 
@@ -109,5 +129,7 @@ def test_the_configured_optimizer_has_the_same_bits_where_its_state_is_offloaded
 
 
 def test_one_rank_accumulating_four_equals_four_ranks_without():
-    """Bit for bit: both add the same four gradients in the same order, and division by 4 is exact in fp32."""
+    """Bit for bit: both add the same four gradients in the same order, and division by 4 is exact
+    in fp32.
+    """
     assert curve_on(1, sharded, "t5", 0.0, 4).losses == curve_on(4, sharded, "t5", 0.0, 1).losses

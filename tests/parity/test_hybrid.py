@@ -1,9 +1,10 @@
-"""Hybrid sharding against plain torch in one process: the same bits, as sums have the same order there.
+"""Hybrid sharding against plain torch in one process: the same bits, as sums have the same order
+there.
 
-Sharded over groups of k ranks, gradients are summed within each group, and then over the groups. The reference adds
-them in this order. Norms are those of the same gradients, within rounding. The loop that everybody knows, on whole
-batches, has other shapes and another order of sums: it is met within 1e-6.
-"""
+Sharded over groups of k ranks, gradients are summed within each group, and then over the groups.
+The reference adds them in this order. Norms are those of the same gradients, within rounding. The
+loop that everybody knows, on whole batches, has other shapes and another order of sums: it is met
+within 1e-6."""
 
 from __future__ import annotations
 
@@ -51,26 +52,38 @@ CASES: Cases = {
 OPTIMIZERS = {"AdamW": adamw, "torch's Adafactor": partial(torch.optim.Adafactor, lr=1e-2)}
 
 
-def sharded(rank: int, world_size: int, name: str, folder: str, size: int, optimizer: str, cases: Cases) -> list[Curve]:
+def sharded(
+    rank: int, world_size: int, name: str, folder: str, size: int, optimizer: str, cases: Cases
+) -> list[Curve]:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     return [_one(name, folder, size, optimizer, case) for case in cases.values()]
 
 
 def _one(name: str, folder: str, size: int, optimizer: str, case: dict[str, Any]) -> Curve:
-    case = {key: value | {"nvme_path": folder} if "offload" in key else value for key, value in case.items()}
+    case = {
+        key: value | {"nvme_path": folder} if "offload" in key else value
+        for key, value in case.items()
+    }
     config = ds_config(clip=CLIP, accumulation=ACCUMULATION, mics_shard_size=size, **SMALL | case)
     engine, _ = start(build(name), config, make=OPTIMIZERS[optimizer])
-    assert engine.comm.shard_group.size == size and engine.comm.replicate_group.size * size == engine.comm.world_size
+    assert (
+        engine.comm.shard_group.size == size
+        and engine.comm.replicate_group.size * size == engine.comm.world_size
+    )
     curve = train_zero(engine, batches(name, STEPS))
     held = sum(shard.master.numel() for shard in engine.optimizer.shards.values())
-    whole = sum(unit.layout.padded for unit in engine.units)
-    assert held == (whole if case.get("stage") == 0 else whole // size), "of the masters, by elements"
+    whole = sum(group.layout.padded for group in engine.groups)
+    assert held == (whole if case.get("stage") == 0 else whole // size), (
+        "of the masters, by elements"
+    )
     engine.destroy()
     return curve
 
 
 @cache
-def reference(name: str, ranks: int, size: int, own_first: bool, optimizer: str, norms: tuple[float, ...]) -> Curve:
+def reference(
+    name: str, ranks: int, size: int, own_first: bool, optimizer: str, norms: tuple[float, ...]
+) -> Curve:
     return curve_on(1, plain, name, ranks, size, own_first, optimizer, norms)
 
 
@@ -84,10 +97,19 @@ def plain_on_whole_batches(rank: int, world_size: int, name: str, optimizer: str
 
 
 def plain(
-    rank: int, world_size: int, name: str, ranks: int, size: int, own_first: bool, optimizer: str, norms: tuple
+    rank: int,
+    world_size: int,
+    name: str,
+    ranks: int,
+    size: int,
+    own_first: bool,
+    optimizer: str,
+    norms: tuple,
 ) -> Curve:
     order = {"own_first": own_first, "shard_size": size, "make": OPTIMIZERS[optimizer]}
-    return train_in_slices(build(name), batches(name, STEPS), ranks, ACCUMULATION, clip=CLIP, norms=norms, **order)
+    return train_in_slices(
+        build(name), batches(name, STEPS), ranks, ACCUMULATION, clip=CLIP, norms=norms, **order
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,10 +118,18 @@ def plain(
         ("t5", 4, 2, "AdamW", CASES),
         ("llama", 4, 2, "AdamW", {"stage 3": {}}),
         ("llama", 4, 2, "torch's Adafactor", {"stage 2": {"stage": 2}, "stage 3": {}}),
-        ("llama", 2, 1, "AdamW", {each: CASES[each] for each in ("stage 2", "stage 3", "host memory, late updates")}),
+        (
+            "llama",
+            2,
+            1,
+            "AdamW",
+            {each: CASES[each] for each in ("stage 2", "stage 3", "host memory, late updates")},
+        ),
     ],
 )
-def test_shards_over_groups_train_bit_for_bit_as_plain_torch(tmp_path, name, ranks, size, optimizer, cases):
+def test_shards_over_groups_train_bit_for_bit_as_plain_torch(
+    tmp_path, name, ranks, size, optimizer, cases
+):
     of_ranks = run_on(ranks, sharded, name, str(tmp_path), size, optimizer, cases)
     for case, curves in zip(cases.values(), zip(*of_ranks, strict=True), strict=True):
         found = together(curves)
@@ -108,7 +138,9 @@ def test_shards_over_groups_train_bit_for_bit_as_plain_torch(tmp_path, name, ran
         assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6
         assert relative(found.norms, expected.norms) < 1e-6
         own_first = case.get("stage", 3) < 2
-        assert_same_training(found, reference(name, ranks, size, own_first, optimizer, tuple(found.norms)))
+        assert_same_training(
+            found, reference(name, ranks, size, own_first, optimizer, tuple(found.norms))
+        )
 
 
 # -- second shards
@@ -122,29 +154,48 @@ WAYS: Cases = {
 EACH_USE = {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 0}
 
 
-def count(rank: int, world_size: int, name: str, accumulation: int, sections: dict) -> list[tuple[Curve, Counter, int]]:
-    """For each way: the curve, elements that the second step gathers and sends to the other group, and the model's."""
+def count(
+    rank: int, world_size: int, name: str, accumulation: int, sections: dict
+) -> list[tuple[Curve, Counter, int]]:
+    """For each way: the curve, elements that the second step gathers and sends to the other group,
+    and the model's.
+    """
     found = []
     for way in WAYS.values():
-        engine, _ = start(build(name), ds_config(accumulation=accumulation, clip=CLIP, **EACH_USE, **way, **sections))
+        engine, _ = start(
+            build(name),
+            ds_config(accumulation=accumulation, clip=CLIP, **EACH_USE, **way, **sections),
+        )
         data, crossed = batches(name, STEPS), Counter()
         curve = train_zero(engine, data[:1])
         sent, gathered = Counter(engine.comm.sent), engine.comm.elements["all_gather"]
         parts = split(data[1], world_size * accumulation)[rank::world_size]
         losses = [loss_of(engine(**part)) for part in parts[:1]]
         engine.backward(losses[0])
-        second = sum(unit.second.numel() for unit in engine.units if getattr(unit, "second", None) is not None)
+        second = sum(
+            group.second.numel()
+            for group in engine.groups
+            if getattr(group, "second", None) is not None
+        )
         engine.step()
         curve.losses.append([losses[0].item(), *step(engine, parts[1:])])
         curve.norms.append(engine.get_global_grad_norm())
         crossed["gathered"] = engine.comm.elements["all_gather"] - gathered
         for (operation, peer), numel in (engine.comm.sent - sent).items():
             crossed[operation] += numel * (peer // 2 != rank // 2)
-        whole = sum(unit.layout.padded for unit in engine.units)
+        whole = sum(group.layout.padded for group in engine.groups)
         assert second == (whole // 2 if "zero_hpz_partition_size" in way else 0)
-        assert not any(getattr(unit, "second", None) is not None for unit in engine.units), "stale after the update"
+        assert not any(getattr(group, "second", None) is not None for group in engine.groups), (
+            "stale after the update"
+        )
         last = train_zero(engine, data[2:])
-        found.append((Curve(curve.losses + last.losses, curve.norms + last.norms, last.weights), crossed, whole))
+        found.append(
+            (
+                Curve(curve.losses + last.losses, curve.norms + last.norms, last.weights),
+                crossed,
+                whole,
+            )
+        )
         engine.destroy()
     return found
 
@@ -152,17 +203,28 @@ def count(rank: int, world_size: int, name: str, accumulation: int, sections: di
 @pytest.mark.parametrize(
     ("name", "accumulation", "sections"), [("llama", 1, {}), ("t5", 3, {"bf16": {"enabled": True}})]
 )
-def test_second_shards_keep_all_but_the_first_gather_within_a_group_and_change_no_bit(name, accumulation, sections):
+def test_second_shards_keep_all_but_the_first_gather_within_a_group_and_change_no_bit(
+    name, accumulation, sections
+):
     of_ranks = run_on(4, count, name, accumulation, sections)
     curves = [together([curve for curve, *_ in of_way]) for of_way in zip(*of_ranks, strict=True)]
     assert_equal(curves[1], curves[0])
     for world, second, mics in of_ranks:
         crossed, whole = world[1], world[2]
-        # A quarter of what is gathered goes to each of two ranks of the other group; with hpZ the first time only.
-        assert crossed["all_gather"] == crossed["gathered"] // 2 and second[1]["gathered"] == crossed["gathered"]
+        # A quarter of what is gathered goes to each of two ranks of the other group; with hpZ the
+        # first time only.
+        assert (
+            crossed["all_gather"] == crossed["gathered"] // 2
+            and second[1]["gathered"] == crossed["gathered"]
+        )
         assert second[1]["all_gather"] == whole // 2
-        # Each unit is gathered in each forward and each backward, but for the embedding: its backward needs no values.
+        # Each group is gathered in each forward and each backward, but for the embedding: its
+        # backward needs no values.
         assert crossed["gathered"] == pytest.approx(2 * accumulation * whole, rel=0.07)
-        assert second[1]["reduce_scatter"] == crossed["reduce_scatter"] == accumulation * 2 * whole // 4
+        assert (
+            second[1]["reduce_scatter"]
+            == crossed["reduce_scatter"]
+            == accumulation * 2 * whole // 4
+        )
         assert mics[1]["all_gather"] == mics[1]["reduce_scatter"] == 0
         assert mics[1]["reduce_replicas"] == accumulation * mics[2] // 2

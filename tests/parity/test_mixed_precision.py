@@ -1,10 +1,10 @@
 """bf16 and fp16 with fp32 masters, against the same computation in plain torch.
 
-Losses and weights are equal bit for bit on any CPU. Both compute gradients of the same micro-batches in equal shapes,
-scale the losses alike (in fp16 a scale changes subnormal gradients), add gradients in fp32 in the same order, and take
-one AdamW step in fp32. Only norms may differ by fp32 rounding: the squares of a parameter on several ranks are summed
-in parts. `test_stages` has the other stages, and clipping on several ranks.
-"""
+Losses and weights are equal bit for bit on any CPU. Both compute gradients of the same
+micro-batches in equal shapes, scale the losses alike (in fp16 a scale changes subnormal gradients),
+add gradients in fp32 in the same order, and take one AdamW step in fp32. Only norms may differ by
+fp32 rounding: the squares of a parameter on several ranks are summed in parts. `test_stages` has
+the other stages, and clipping on several ranks."""
 
 import pytest
 import torch
@@ -32,13 +32,23 @@ DTYPES = pytest.mark.parametrize("dtype", list(SECTIONS), ids=["bf16", "fp16"])
 
 
 def reference(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, ranks: int = 1, accumulation: int = 1, clip: float = 0.0
+    rank: int,
+    world_size: int,
+    name: str,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    accumulation: int = 1,
+    clip: float = 0.0,
 ) -> Curve:
     scale = SCALE if dtype == torch.float16 else 1.0
-    return train_in_slices(build(name), batches(name, STEPS), ranks, accumulation, dtype=dtype, scale=scale, clip=clip)
+    return train_in_slices(
+        build(name), batches(name, STEPS), ranks, accumulation, dtype=dtype, scale=scale, clip=clip
+    )
 
 
-def sharded(rank: int, world_size: int, name: str, dtype: torch.dtype, clip: float, accumulation: int) -> Curve:
+def sharded(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, clip: float, accumulation: int
+) -> Curve:
     config = ds_config(clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL)
     engine, _ = start(build(name), config)
     assert {param.dtype for param in engine.module.parameters()} == {dtype}

@@ -1,11 +1,12 @@
-"""Offload changes where numbers are, and never the numbers: many steps give the same bits from memory and from files.
+"""Offload changes where numbers are, and never the numbers: many steps give the same bits from
+memory and from files.
 
-This holds on any CPU, because all runs have the same shapes. Without a C++ compiler, torch's fused Adam updates
-offloaded state. Its last bits depend on where a tile begins. Then the run in memory uses it too, on the same tiles.
+This holds on any CPU, because all runs have the same shapes. Without a C++ compiler, torch's fused
+Adam updates offloaded state. Its last bits depend on where a tile begins. Then the run in memory
+uses it too, on the same tiles.
 
-Here tensors of any size may go to a file, and tiles are cut at odd places. With two ranks, parameters are really
-gathered.
-"""
+Here tensors of any size may go to a file, and tiles are cut at odd places. With two ranks,
+parameters are really gathered."""
 
 from functools import cache
 from unittest import mock
@@ -25,7 +26,13 @@ BOTH = {"pipeline_read": True, "pipeline_write": True}
 
 
 def offloaded(
-    rank: int, world_size: int, folder: str, dtype: torch.dtype, param: dict, optimizer: dict, others: dict
+    rank: int,
+    world_size: int,
+    folder: str,
+    dtype: torch.dtype,
+    param: dict,
+    optimizer: dict,
+    others: dict,
 ) -> Curve:
     tiers.LEAST_BYTES_IN_A_FILE = 1
     sections = {**SECTIONS.get(dtype, {}), **SMALL, "sub_group_size": 20000, **others}
@@ -33,12 +40,17 @@ def offloaded(
         if section:
             sections[name] = {"nvme_path": folder, **section}
     engine, _ = start(build("t5"), ds_config(clip=0.5, **sections))
-    for unit in engine.units:
-        in_file = param.get("device") == "nvme" and not unit.persistent
-        assert unit.tier.holds_in_file(unit.shard) == (in_file and param.get("max_in_cpu", 0) == 0)
+    for group in engine.groups:
+        in_file = param.get("device") == "nvme" and not group.persistent
+        assert group.tier.holds_in_file(group.shard) == (
+            in_file and param.get("max_in_cpu", 0) == 0
+        )
     found = train_zero(engine, batches("t5", STEPS[dtype]))
     state = engine.optimizer.state
-    spilled = [tile.shard.tier.holds_in_file(state[tile.master]["exp_avg"]) for tile in engine.optimizer.tiles]
+    spilled = [
+        tile.shard.tier.holds_in_file(state[tile.master]["exp_avg"])
+        for tile in engine.optimizer.tiles
+    ]
     share = optimizer.get("ratio", 1.0) if optimizer.get("device") == "nvme" else 0.0
     assert any(spilled) == (share > 0) and all(spilled) == (share == 1)
     return found

@@ -1,8 +1,8 @@
-"""Pipelines against plain torch in one process on the same global batches: losses and gradient norms.
+"""Pipelines against plain torch in one process on the same global batches: losses and gradient
+norms.
 
-Micro-batches have other shapes than whole batches, and their gradients are summed in another order. So the numbers are
-equal within 1e-6, not bit for bit.
-"""
+Micro-batches have other shapes than whole batches, and their gradients are summed in another order.
+So the numbers are equal within 1e-6, not bit for bit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ from tests.parity.models import VOCABULARY, build
 from tests.processes import run_on
 from zero.checkpoint.offline import consolidate
 from zero.errors import UsageError
-from zero.pipeline import IGNORED, Pipeline, split
+from zero.parallel.pipeline import IGNORED, Pipeline, split
 
 ROWS, LENGTH, MICRO_BATCHES, CLIP = 16, 9, 4, 0.5
 STEPS, MANY_STEPS, SAVED_AFTER = 4, 20, 2
-SIZES = {"vocab_size": VOCABULARY + 1, "num_hidden_layers": 4, "max_position_embeddings": 16, "initializer_range": 0.06}
-# Units are gathered for each use, and small parameters always there: both kinds are at work.
-STAGE3 = {"stage": 3, "stage3_param_persistence_threshold": 200, "stage3_max_live_parameters": 10_000}
+SIZES = {
+    "vocab_size": VOCABULARY + 1,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.06,
+}
+# Groups are gathered for each use, and small parameters always there: both kinds are at work.
+STAGE3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 200,
+    "stage3_max_live_parameters": 10_000,
+}
 
 
 def llama(tied: bool) -> nn.Module:
@@ -50,13 +59,20 @@ def llama(tied: bool) -> nn.Module:
 def gpt(tied: bool) -> nn.Module:
     no_dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tie_word_embeddings": tied}
     return GPTNeoXForCausalLM(
-        GPTNeoXConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, **no_dropout, **SIZES)
+        GPTNeoXConfig(
+            hidden_size=32, intermediate_size=64, num_attention_heads=4, **no_dropout, **SIZES
+        )
     )
 
 
 def mixtral(tied: bool) -> nn.Module:
     """With tensor parallelism its experts are shared: see `start`."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied, "num_local_experts": 4}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+        "num_local_experts": 4,
+    }
     return MixtralForCausalLM(MixtralConfig(hidden_size=32, intermediate_size=8, **heads, **SIZES))
 
 
@@ -85,7 +101,9 @@ CASES = {
     "Llama, tied, interleaved, stage 2": Case(llama, True, ScheduleInterleaved1F1B, {"stage": 2}),
     "Llama, tied, 1F1B, stage 3": Case(llama, True, Schedule1F1B, STAGE3, MANY_STEPS),
     "Llama, interleaved, stage 3": Case(llama, False, ScheduleInterleaved1F1B, STAGE3),
-    "GPT, GPipe, stage 3, activations again": Case(gpt, False, ScheduleGPipe, STAGE3, checkpointing=True),
+    "GPT, GPipe, stage 3, activations again": Case(
+        gpt, False, ScheduleGPipe, STAGE3, checkpointing=True
+    ),
     "GPT, tied, interleaved, stage 3, offload": Case(
         gpt,
         True,
@@ -123,10 +141,12 @@ def config_of(case: Case, data_ranks: int, **sections: Any) -> dict[str, Any]:
     }
 
 
-def start(case: Case, world_size: int, tensor: int = 1, **sections: Any) -> tuple[zero.ZeroEngine, Pipeline, Any]:
+def start(
+    case: Case, world_size: int, tensor: int = 1, **sections: Any
+) -> tuple[zero.ZeroEngine, Pipeline, Any]:
     """A pipeline of two stages, each of `tensor` ranks, beside as many others as there are."""
     data = world_size // 2 // tensor
-    kind = zero.world.compute_device().type
+    kind = zero.comm.world.compute_device().type
     mesh = init_device_mesh(kind, (2, data, tensor), mesh_dim_names=("pp", "shard", "tp"))
     model = split(case.model(), mesh, 2 if case.schedule is ScheduleInterleaved1F1B else 1)
     if case.checkpointing:
@@ -152,7 +172,9 @@ def train(case: Case, pipeline: Pipeline, mesh: Any, first: int, end: int) -> Cu
     return curve
 
 
-def piped(rank: int, world_size: int, names: list[str], folder: str, tensor: int = 1) -> list[Curve]:
+def piped(
+    rank: int, world_size: int, names: list[str], folder: str, tensor: int = 1
+) -> list[Curve]:
     found = []
     for name in names:
         case = CASES[name]
@@ -164,7 +186,11 @@ def piped(rank: int, world_size: int, names: list[str], folder: str, tensor: int
         ids, labels = batches(1)[0]
         steps = engine.global_steps, engine.micro_steps
         rest.losses.append([pipeline.evaluate(own(ids, mesh), own(labels, mesh))])
-        assert (engine.global_steps, engine.micro_steps) == steps == (case.steps, case.steps * MICRO_BATCHES)
+        assert (
+            (engine.global_steps, engine.micro_steps)
+            == steps
+            == (case.steps, case.steps * MICRO_BATCHES)
+        )
         found.append(Curve(curve.losses + rest.losses, curve.norms + rest.norms))
         assert engine.residency.peak <= STAGE3["stage3_max_live_parameters"]
         engine.destroy()
@@ -177,7 +203,9 @@ def plain(rank: int, world_size: int, names: list[str]) -> dict[str, Curve]:
 
 def train_plain(case: Case) -> Curve:
     model, curve = case.model(), Curve()
-    if case.make is mixtral:  # in fp32 its norms are rounded by up to 1.1e-6: more than those of the ranks
+    if (
+        case.make is mixtral
+    ):  # in fp32 its norms are rounded by up to 1.1e-6: more than those of the ranks
         model.double().set_experts_implementation("eager")
     optimizer = adamw(one_group(trainable(model)))
     for ids, labels in batches(case.steps):
@@ -209,7 +237,9 @@ def on_four_ranks(tmp_path_factory) -> tuple[dict[str, list[Curve]], Path]:
 
 
 def compare(curves: list[Curve], expected: Curve, first: int = 0) -> None:
-    assert all(curve == curves[0] for curve in curves), "every rank knows loss and norm of the whole model"
+    assert all(curve == curves[0] for curve in curves), (
+        "every rank knows loss and norm of the whole model"
+    )
     assert min(curves[0].norms) > CLIP, "clipping must be at work"
     assert len(curves[0].norms) == len(expected.norms) - first
     assert relative(curves[0].mean_losses(), expected.mean_losses()[first:]) < 1e-6
@@ -222,7 +252,9 @@ def test_two_stages_of_two_ranks_each(name, on_four_ranks, expected):
 
 
 def test_two_stages_of_one_rank_each(expected, tmp_path):
-    for name, curves in zip(TWO_RANKS, zip(*run_on(2, piped, TWO_RANKS, str(tmp_path)), strict=True), strict=True):
+    for name, curves in zip(
+        TWO_RANKS, zip(*run_on(2, piped, TWO_RANKS, str(tmp_path)), strict=True), strict=True
+    ):
         compare(curves, expected[name])
 
 
@@ -250,13 +282,21 @@ def resumed_without_stages(rank: int, world_size: int, folder: str, saved_again:
     for each in (folder, saved_again):
         model = case.model()
         config = config_of(case, world_size)
-        engine, *_ = zero.initialize(model=model, optimizer=adamw(one_group(trainable(model))), config=config)
+        engine, *_ = zero.initialize(
+            model=model, optimizer=adamw(one_group(trainable(model))), config=config
+        )
         engine.load_checkpoint(each)
         for ids, labels in batches(STEPS)[SAVED_AFTER:]:
             whole = (labels[:, 1:] != IGNORED).sum()
             losses = []
-            for part, label in zip(ids.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True):
-                loss = engine(input_ids=part, labels=label).loss * (label[:, 1:] != IGNORED).sum() / whole
+            for part, label in zip(
+                ids.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True
+            ):
+                loss = (
+                    engine(input_ids=part, labels=label).loss
+                    * (label[:, 1:] != IGNORED).sum()
+                    / whole
+                )
                 engine.backward(loss, scale_wrt_gas=False)
                 engine.step()
                 losses.append(loss.item())
@@ -266,7 +306,9 @@ def resumed_without_stages(rank: int, world_size: int, folder: str, saved_again:
 
 
 def test_a_checkpoint_loads_into_any_number_of_stages(on_four_ranks, expected, tmp_path):
-    """Into four stages on two ranks, at another ZeRO stage; and from there into an engine without stages."""
+    """Into four stages on two ranks, at another ZeRO stage; and from there into an engine without
+    stages.
+    """
     folder, wanted = on_four_ranks[1], expected[SAVED]
     cut = Curve(wanted.losses[:STEPS], wanted.norms[:STEPS])
     curves = run_on(2, resumed, str(folder), ScheduleInterleaved1F1B, str(tmp_path))
@@ -335,7 +377,10 @@ def mistakes(rank: int, world_size: int) -> list[str]:
     without = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     with zero.Init(config_dict_or_path=config_of(CASES["GPT, 1F1B, stage 1"], 2)):
         sharded = gpt(False)
-    few = config_of(CASES["GPT, 1F1B, stage 1"], 1) | {"gradient_accumulation_steps": 1, "train_batch_size": 4}
+    few = config_of(CASES["GPT, 1F1B, stage 1"], 1) | {
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": 4,
+    }
 
     def pipeline(parts: int, cut: bool = True, **changes: Any) -> Pipeline:
         model = split(gpt(False), mesh, parts) if cut else gpt(False)
@@ -367,9 +412,12 @@ def test_mistakes_are_named():
     for layers, t5, gemma, mesh, init, few, stages, whole in run_on(2, mistakes):
         assert "3 layers (model.layers) do not divide into 2 stages" in layers
         assert "T5ForConditionalGeneration has no plan for a pipeline" in t5
-        assert "Gemma2ForCausalLM changes hidden states or logits outside of the modules of its plan" in gemma
+        assert (
+            "Gemma2ForCausalLM changes hidden states or logits outside of the modules of its plan"
+            in gemma
+        )
         assert "one named 'pp' is missing" in mesh
         assert "zero.Init has sharded" in init
         assert "gradient_accumulation_steps is 1" in few and "2 ranks" in few
         assert "Schedule1F1B runs one stage per rank" in stages
-        assert "call zero.pipeline.split before" in whole
+        assert "call zero.parallel.pipeline.split before" in whole

@@ -1,8 +1,9 @@
-"""Parameters that are read outside of their module's call: losses and gradients are those of plain torch.
+"""Parameters that are read outside of their module's call: losses and gradients are those of plain
+torch.
 
-The forward of each model reads parameters of a module that it does not call. So at stage 3 the read itself must unshard
-them. Plain torch computes the batches of all ranks in the same shapes, and averages the losses. The engine adds in
-another order, so both are compared within fp32 rounding.
+The forward of each model reads parameters of a module that it does not call. So at stage 3 the read
+itself must unshard them. Plain torch computes the batches of all ranks in the same shapes, and
+averages the losses. The engine adds in another order, so both are compared within fp32 rounding.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
-from zero.deepspeed import fragments
+from zero.integrations.deepspeed import fragments
 
 WIDTH, ROWS = 8, 4
-# About the inner lengths of a few layers, of the loss and of the sum over rows, in forward and backward.
+# About the inner lengths of a few layers, of the loss and of the sum over rows, in forward and
+# backward.
 TERMS = 100
 
 
 class FusedLoss(torch.autograd.Function):
-    """Mean squared error of a linear head. Gradients are computed in forward, as in fused cross-entropies."""
+    """Mean squared error of a linear head.
+
+    Gradients are computed in forward, as in fused cross-entropies.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, target):
@@ -59,7 +64,9 @@ class SavedWeight(torch.autograd.Function):
 
 
 class FixedWeight(torch.autograd.Function):
-    """A product that returns None as the gradient of its weight, as a loss with a teacher's head does."""
+    """A product that returns None as the gradient of its weight, as a loss with a teacher's head
+    does.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight):
@@ -102,7 +109,9 @@ class Reentrant(Base):
     use_reentrant = True
 
     def result(self, hidden):
-        return checkpoint(nn.functional.linear, hidden, self.head.weight, use_reentrant=self.use_reentrant)
+        return checkpoint(
+            nn.functional.linear, hidden, self.head.weight, use_reentrant=self.use_reentrant
+        )
 
 
 class NonReentrant(Reentrant):
@@ -182,7 +191,11 @@ class TiedTwice(Base):
         self.head.weight = self.body.weight
 
     def result(self, hidden):
-        return self.head(hidden) + hidden @ self.body.weight + nn.functional.linear(hidden, self.head.weight)
+        return (
+            self.head(hidden)
+            + hidden @ self.body.weight
+            + nn.functional.linear(hidden, self.head.weight)
+        )
 
 
 class Lora(Base):
@@ -191,7 +204,8 @@ class Lora(Base):
     def __init__(self) -> None:
         super().__init__()
         self.head.requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
 
     def result(self, hidden):
         merged = self.head.weight + 0.5 * self.up.weight @ self.down.weight
@@ -245,7 +259,15 @@ def functional(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 MODELS = [
-    *(FunctionApply, FunctionSavesWeight, FunctionGivesNone, Reentrant, NonReentrant, Returned, Attention),
+    *(
+        FunctionApply,
+        FunctionSavesWeight,
+        FunctionGivesNone,
+        Reentrant,
+        NonReentrant,
+        Returned,
+        Attention,
+    ),
     *(Recurrent, WeightNorm, OldWeightNorm, Listed, TiedTwice, Lora, Root),
 ]
 CASES: dict[str, tuple[type[nn.Module], Loss]] = {
@@ -265,7 +287,9 @@ def build(kind: type[nn.Module]) -> nn.Module:
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(
+        ROWS, WIDTH, generator=generator
+    )
 
 
 def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
@@ -273,7 +297,9 @@ def follows_plain_torch(rank: int, world_size: int, stage: int) -> None:
         config = ds_config(stage=stage, stage3_param_persistence_threshold=0)
         model, reference = build(kind), build(kind)
         rate = 0.1
-        engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), config=config)[0]
+        engine = zero.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=rate), config=config
+        )[0]
         for step in range(3):
             found = loss_of(engine, *batch(step, rank))
             expected = [loss_of(reference, *batch(step, part)) for part in range(world_size)]
@@ -316,7 +342,9 @@ def warnings_of(rank: int, world_size: int) -> list[str]:
     try:
         model = build(Detached)
         config = ds_config(stage3_param_persistence_threshold=0)
-        engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+        engine = zero.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+        )[0]
         for step in range(3):
             engine.backward(engine(*batch(step, rank)))
             engine.step()
@@ -331,13 +359,22 @@ def test_a_parameter_that_was_read_and_got_no_gradient_is_named_once():
 
 
 def shows(rank: int, world_size: int) -> None:
-    """A sharded parameter stays the same object and leaf, with its true shape. Between passes it shows NaN."""
+    """A sharded parameter stays the same object and leaf, with its true shape.
+
+    Between passes it shows NaN.
+    """
     model = build(Hidden)
     weight = model.head.weight
     config = ds_config(stage3_param_persistence_threshold=0)
-    engine = zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    engine = zero.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
+    )[0]
     assert model.head.weight is weight and isinstance(weight, nn.Parameter) and weight.is_leaf
-    assert weight.shape == (WIDTH, WIDTH) and weight.numel() == WIDTH**2 and weight.dtype == torch.float32
+    assert (
+        weight.shape == (WIDTH, WIDTH)
+        and weight.numel() == WIDTH**2
+        and weight.dtype == torch.float32
+    )
     calls = engine.comm.calls["all_gather"]
     assert model.state_dict()["head.weight"].isnan().all() and torch.zeros_like(weight).eq(0).all()
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Sequences that ranks share: own loops against plain torch in one process, which sees each micro-batch whole.
+"""Sequences that ranks share: own loops against plain torch in one process, which sees each
+micro-batch whole.
 
-The batches have what real ones have: lengths that nothing divides, prompts without labels (so that a rank may have no
-token that counts), padding on both sides, and packed sequences. The micro-batch is larger than one.
-"""
+The batches have what real ones have: lengths that nothing divides, prompts without labels (so that
+a rank may have no token that counts), padding on both sides, and packed sequences. The micro-batch
+is larger than one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 import zero
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
-from zero.sequence import MicroBatches, current_group
+from zero.parallel.sequence import MicroBatches, current_group
 
 STEPS, ACCUMULATION, ROWS, VOCABULARY = 10, 2, 3, 97
 CLIP = 1.0
@@ -39,7 +40,11 @@ def build(case: Case) -> Any:
         "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads, "max_position_embeddings": 32,
         "initializer_range": 0.06, "pad_token_id": 0, "use_cache": False, "attn_implementation": case.attention,
     }  # fmt: skip
-    config = LlamaConfig(**sizes) if case.window is None else MistralConfig(**sizes, sliding_window=case.window)
+    config = (
+        LlamaConfig(**sizes)
+        if case.window is None
+        else MistralConfig(**sizes, sliding_window=case.window)
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation=case.attention).train()
 
 
@@ -57,7 +62,9 @@ def micro_batch(number: int) -> Batch:
         if number % 8 == 2:
             mask[0, :3] = 0
         batch |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        batch["labels"][0, 3] = -100  # after padding, which attends to nothing, and so predicts at random
+        batch["labels"][
+            0, 3
+        ] = -100  # after padding, which attends to nothing, and so predicts at random
     if kind == 3:
         first = torch.tensor([4, 6, length])[:, None]
         positions = torch.arange(length).expand(ROWS, -1)
@@ -67,7 +74,10 @@ def micro_batch(number: int) -> Batch:
 
 def batches_of_rank(rank: int, world_size: int, case: Case) -> list[Batch]:
     """What the data loader of one rank gives: every `world_size`-th of all."""
-    return [micro_batch(number) for number in range(rank, STEPS * ACCUMULATION * world_size // case.size, world_size)]
+    return [
+        micro_batch(number)
+        for number in range(rank, STEPS * ACCUMULATION * world_size // case.size, world_size)
+    ]
 
 
 def share(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[float], list[float]]]:
@@ -96,8 +106,13 @@ def share_one(rank: int, world_size: int, case: Case) -> tuple[list[float], list
     return losses, norms
 
 
-def alone(rank: int, world_size: int, ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
-    """Plain torch on the same global batches. The losses of each micro-step, one for each group of ranks."""
+def alone(
+    rank: int, world_size: int, ranks: int, case: Case
+) -> tuple[list[list[float]], list[float]]:
+    """Plain torch on the same global batches.
+
+    The losses of each micro-step, one for each group of ranks.
+    """
     model = build(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loaders = [batches_of_rank(each, ranks, case) for each in range(ranks)]
@@ -121,11 +136,20 @@ def reference(ranks: int, case: Case) -> tuple[list[list[float]], list[float]]:
 
 TWO_RANKS = [*(Case(stage, "sdpa") for stage in range(4)), Case(1, "eager"), Case(3, "eager")]
 TWO_RANKS += [Case(3, "eager", key_value_heads=3), Case(2, "sdpa", window=4)]
-FOUR_RANKS = [Case(3, "sdpa"), Case(1, "eager", key_value_heads=1), Case(3, "sdpa", key_value_heads=6, size=4)]
-FOUR_RANKS += [Case(3, "sdpa", shard_group=2), Case(2, "sdpa", key_value_heads=6, size=4, shard_group=2)]
+FOUR_RANKS = [
+    Case(3, "sdpa"),
+    Case(1, "eager", key_value_heads=1),
+    Case(3, "sdpa", key_value_heads=6, size=4),
+]
+FOUR_RANKS += [
+    Case(3, "sdpa", shard_group=2),
+    Case(2, "sdpa", key_value_heads=6, size=4, shard_group=2),
+]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2 ranks", "4 ranks"]
+)
 def test_losses_and_norms_are_those_of_one_process(ranks, cases):
     shared = run_on(ranks, share, cases)
     for number, case in enumerate(cases):

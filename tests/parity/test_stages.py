@@ -1,9 +1,10 @@
-"""Every stage in every dtype on two ranks: losses and weights of plain torch in one process, bit for bit on any CPU.
+"""Every stage in every dtype on two ranks: losses and weights of plain torch in one process, bit
+for bit on any CPU.
 
-The reference has the same shapes and the same order of sums. At stages 0 and 1 a rank sums its micro-batches, and ranks
-exchange the sums. At stages 2 and 3 they exchange each micro-batch's gradients. Clipping divides by the norm. It may
-differ by fp32 rounding, because the squares of a parameter on two ranks are summed in parts. So with clipping the
-reference takes the engine's norms.
+The reference has the same shapes and the same order of sums. At stages 0 and 1 a rank sums its
+micro-batches, and ranks exchange the sums. At stages 2 and 3 they exchange each micro-batch's
+gradients. Clipping divides by the norm. It may differ by fp32 rounding, because the squares of a
+parameter on two ranks are summed in parts. So with clipping the reference takes the engine's norms.
 """
 
 from functools import cache
@@ -43,7 +44,13 @@ def plain(
     own_first: bool,
 ) -> Curve:
     scale = SCALE if dtype == torch.float16 else 1.0
-    settings = {"dtype": dtype, "scale": scale, "clip": clip, "norms": norms or None, "own_first": own_first}
+    settings = {
+        "dtype": dtype,
+        "scale": scale,
+        "clip": clip,
+        "norms": norms or None,
+        "own_first": own_first,
+    }
     return train_in_slices(build(name), batches(name, STEPS), RANKS, accumulation, **settings)
 
 
@@ -53,10 +60,19 @@ def reference(*args: object) -> Curve:
 
 
 def staged(
-    rank: int, world_size: int, name: str, stage: int, dtype: torch.dtype, accumulation: int, clip: float
+    rank: int,
+    world_size: int,
+    name: str,
+    stage: int,
+    dtype: torch.dtype,
+    accumulation: int,
+    clip: float,
 ) -> Curve:
     sections = SECTIONS.get(dtype, {})
-    engine, _ = start(build(name), ds_config(stage=stage, accumulation=accumulation, clip=clip, **sections, **SMALL))
+    engine, _ = start(
+        build(name),
+        ds_config(stage=stage, accumulation=accumulation, clip=clip, **sections, **SMALL),
+    )
     assert {param.dtype for param in engine.module.parameters()} == {dtype}
     return train_zero(engine, batches(name, STEPS))
 
@@ -74,4 +90,7 @@ def test_with_accumulation_and_clipping_bit_for_bit(stage, name, dtype):
 @STAGES
 def test_without_accumulation_and_clipping_bit_for_bit(stage, dtype):
     """All stages give the same."""
-    assert_same_training(curve_on(RANKS, staged, "t5", stage, dtype, 1, 0.0), reference("t5", dtype, 1, 0.0, (), False))
+    assert_same_training(
+        curve_on(RANKS, staged, "t5", stage, dtype, 1, 0.0),
+        reference("t5", dtype, 1, 0.0, (), False),
+    )

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -39,7 +44,12 @@ from zero.checkpoint.offline import consolidate
 from zero.errors import UsageError
 
 STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
-STAGES = {"stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2}, "stage 3": {"stage": 3}}
+STAGES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+}
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 # Two ranks do not divide the vocabulary.
 SIZES = {
@@ -56,7 +66,8 @@ class Layers(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
         self.norm = nn.LayerNorm(16)
-        self.wide, self.narrow = nn.Linear(16, 40), nn.Linear(40, 16)
+        self.wide = nn.Linear(16, 40)
+        self.narrow = nn.Linear(40, 16)
         self.head = nn.Linear(16, VOCABULARY, bias=False)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -69,21 +80,32 @@ def build(name: str) -> nn.Module:
     if name == "layers":
         return Layers()
     if name == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)).train()
-    config, kind = (Qwen3Config, Qwen3ForCausalLM) if name == "qwen3" else (LlamaConfig, LlamaForCausalLM)
+        return MixtralForCausalLM(
+            MixtralConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=4)
+        ).train()
+    config, kind = (
+        (Qwen3Config, Qwen3ForCausalLM) if name == "qwen3" else (LlamaConfig, LlamaForCausalLM)
+    )
     return kind(config(**SIZES, tie_word_embeddings=name == "tied llama")).train()
 
 
 def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> zero.ZeroEngine:
-    return zero.initialize(model=model, optimizer=adamw(one_group(trainable(model))), config=config, **arguments)[0]
+    return zero.initialize(
+        model=model, optimizer=adamw(one_group(trainable(model))), config=config, **arguments
+    )[0]
 
 
 def cut_by_torch(model: nn.Module, size: int) -> None:
-    """Cut `Layers` by torch's styles. The norm works on a part of the tokens, so its gradient is a sum over ranks."""
+    """Cut `Layers` by torch's styles.
+
+    The norm works on a part of the tokens, so its gradient is a sum over ranks.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     shape = torch.distributed.get_world_size() // size, size
-    mesh = init_device_mesh(zero.world.compute_device().type, shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        zero.comm.world.compute_device().type, shape, mesh_dim_names=("dp", "tp")
+    )
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -105,7 +127,10 @@ def _plain(rank: int, world_size: int, name: str) -> Curve:
 def data_of(name: str) -> list[Batch]:
     """The batches; torch's styles need a number of tokens that the ranks divide."""
     length = 8 if name == "layers" else None
-    return [{key: value[:, :length] for key, value in batch.items()} for batch in batches("llama", STEPS)]
+    return [
+        {key: value[:, :length] for key, value in batch.items()}
+        for batch in batches("llama", STEPS)
+    ]
 
 
 def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[Curve]:
@@ -114,26 +139,38 @@ def trained(rank: int, world_size: int, cases: list[tuple[str, dict[str, Any]]])
         config = ds_config(accumulation=ACCUMULATION, clip=CLIP, **sections)
         with zero.Init(config_dict_or_path=config, enabled=name == "llama under Init"):
             model = build(name)
-        whole, embedding = sum(param.numel() for param in model.parameters()), next(model.parameters()).numel()
+        whole, embedding = (
+            sum(param.numel() for param in model.parameters()),
+            next(model.parameters()).numel(),
+        )
         config["train_micro_batch_size_per_gpu"] = ROWS // ACCUMULATION // (world_size // 2)
         if name == "layers":
             cut_by_torch(model, 2)
         else:
             config["tensor_parallel"] = {"autotp_size": 2}
         engine = start(model, config)
-        assert engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
+        assert (
+            engine.comm.world_size == world_size // 2 and engine.comm.job.world_size == world_size
+        )
         before = engine.comm.elements["all_gather"]
         found.append(train_zero(engine, data_of(name)))
-        if name == "llama":  # each rank has half of all but the norms, and at stage 0 no more than that is cut
-            cut = sum(param.numel() for param in model.parameters() if hasattr(param, "full_tensor"))
+        if (
+            name == "llama"
+        ):  # each rank has half of all but the norms, and at stage 0 no more than that is cut
+            cut = sum(
+                param.numel() for param in model.parameters() if hasattr(param, "full_tensor")
+            )
             own = whole - cut + cut // 2
             masters = sum(shard.master.numel() for shard in engine.optimizer.shards.values())
             shared_by = 1 if config["zero_optimization"]["stage"] == 0 else engine.comm.world_size
             assert masters == pytest.approx(own / shared_by, rel=0.02)
             gathered = engine.comm.elements["all_gather"] - before
             if config["zero_optimization"]["stage"] == 3 and world_size == 4:
-                # In each forward and each backward, but for the embedding: its backward needs no values.
-                assert gathered / (ACCUMULATION * STEPS) == pytest.approx(2 * own - own * embedding / whole, rel=0.05)
+                # In each forward and each backward, but for the embedding: its backward needs no
+                # values.
+                assert gathered / (ACCUMULATION * STEPS) == pytest.approx(
+                    2 * own - own * embedding / whole, rel=0.05
+                )
         engine.destroy()
     return found
 
@@ -142,7 +179,9 @@ def compare(of_ranks: list[list[Curve]], cases: list[tuple[str, dict[str, Any]]]
     for number, (name, _) in enumerate(cases):
         curves = [curves[number] for curves in of_ranks]
         for first, second in zip(curves[::2], curves[1::2], strict=True):
-            assert first.losses == second.losses and first.norms == second.norms, "ranks of one mesh differ"
+            assert first.losses == second.losses and first.norms == second.norms, (
+                "ranks of one mesh differ"
+            )
         found, expected = together(curves[::2]), plain(name)
         assert min(found.norms) > CLIP, "clipping must be at work"
         assert relative(found.mean_losses(), expected.mean_losses()) < 1e-6, name
@@ -175,7 +214,9 @@ HALF = 2
 
 
 def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
-    """Runs of `STEPS` steps: without a break, and with one, after which the mesh, the stage or both are others."""
+    """Runs of `STEPS` steps: without a break, and with one, after which the mesh, the stage or both
+    are others.
+    """
 
     def run(tp: int, stage: int, first: int, last: int, load: str = "", save: str = "") -> Curve:
         config = ds_config(accumulation=ACCUMULATION, clip=CLIP, stage=stage, **NOTHING_PERSISTS)
@@ -191,7 +232,9 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
         return curve
 
     config = ds_config(**NOTHING_PERSISTS) | {"tensor_parallel": {"autotp_size": 2}}
-    with pytest.raises(UsageError, match="experts that tensor parallelism has cut cannot run in slices"):
+    with pytest.raises(
+        UsageError, match="experts that tensor parallelism has cut cannot run in slices"
+    ):
         start(build("mixtral"), config)
     return {
         "whole": run(2, 3, 0, 2 * HALF),
@@ -206,7 +249,9 @@ def resumed(rank: int, world_size: int, folder: str) -> dict[str, Curve]:
 def test_checkpoints_continue_on_the_same_mesh_and_on_others(tmp_path):
     of_ranks = run_on(4, resumed, str(tmp_path))
     curves = {
-        name: together([found[name] for found in (of_ranks if name.startswith("not") else of_ranks[::2])])
+        name: together(
+            [found[name] for found in (of_ranks if name.startswith("not") else of_ranks[::2])]
+        )
         for name in of_ranks[0]
     }
     whole = curves["whole"]
@@ -230,11 +275,15 @@ def refused(rank: int, world_size: int) -> list[str]:
     def message(model: nn.Module, make: Any = adamw, mesh: Any = None, **sections: Any) -> str:
         config = ds_config() | {"tensor_parallel": {"autotp_size": 2}} | sections
         with pytest.raises(UsageError) as found:
-            zero.initialize(model=model, optimizer=make(one_group(trainable(model))), config=config, mesh=mesh)
+            zero.initialize(
+                model=model, optimizer=make(one_group(trainable(model))), config=config, mesh=mesh
+            )
         return str(found.value)
 
     odd = LlamaForCausalLM(
-        LlamaConfig(**SIZES | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3})
+        LlamaConfig(
+            **SIZES | {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}
+        )
     )
     shards = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     return [
@@ -243,7 +292,9 @@ def refused(rank: int, world_size: int) -> list[str]:
         message(build("llama"), tensor_parallel={"autotp_size": 3}),
         message(build("llama"), make=partial(torch.optim.Adafactor, lr=1e-2)),
         message(build("llama"), mesh=shards),
-        message(build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))),
+        message(
+            build("llama"), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "shard"))
+        ),
         message(build("llama"), sequence_parallel_size=2),
     ]
 

@@ -1,8 +1,9 @@
-"""Checkpointing, frozen and tied parameters, param groups, mixed dtypes: all against plain torch, without clipping.
+"""Checkpointing, frozen and tied parameters, param groups, mixed dtypes: all against plain torch,
+without clipping.
 
-They are equal bit for bit on any CPU. For one rank the reference is a plain training loop. For several ranks it runs
-their micro-batches in turn, so that shapes and the order of sums are the same.
-"""
+They are equal bit for bit on any CPU. For one rank the reference is a plain training loop. For
+several ranks it runs their micro-batches in turn, so that shapes and the order of sums are the
+same."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ class SeveralDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 24)
-        self.blocks = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24).bfloat16(), nn.Linear(24, 24)])
+        self.blocks = nn.ModuleList(
+            [nn.Linear(24, 24), nn.Linear(24, 24).bfloat16(), nn.Linear(24, 24)]
+        )
         self.frozen = nn.Linear(24, 23, bias=False).bfloat16().requires_grad_(False)
         self.head = nn.Linear(23, VOCABULARY)
 
@@ -81,10 +84,14 @@ def plain(rank: int, world_size: int, kind: str) -> Curve:
 
 
 def slices(rank: int, world_size: int, kind: str, count: int, grouped: bool = False) -> Curve:
-    return train_in_slices(variant(kind), data(kind), count, grouping=two_groups if grouped else one_group)
+    return train_in_slices(
+        variant(kind), data(kind), count, grouping=two_groups if grouped else one_group
+    )
 
 
-def sharded(rank: int, world_size: int, kind: str, grouped: bool = False, settings: dict | None = None) -> Curve:
+def sharded(
+    rank: int, world_size: int, kind: str, grouped: bool = False, settings: dict | None = None
+) -> Curve:
     config = ds_config(**(SMALL if settings is None else settings))
     engine, _ = start(variant(kind), config, two_groups if grouped else one_group)
     return train_zero(engine, data(kind))
@@ -111,13 +118,14 @@ def test_one_rank_and_three_are_bit_for_bit(kind):
 def test_checkpointing_changes_nothing(kind):
     """Bit for bit as the checkpointed model in plain torch, with three settings.
 
-    They gather for each use, keep all that was gathered, or keep some. (In plain torch too, checkpointing changes the
-    order in which gradients of the encoder's output are added.)
-    """
+    They gather for each use, keep all that was gathered, or keep some. (In plain torch too,
+    checkpointing changes the order in which gradients of the encoder's output are added.)"""
     anew = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     expected = curve_on(1, slices, kind, 2, True)
     for settings in (SMALL, anew, {}):
-        found = curve_on(2, sharded, kind, True, settings | {"stage3_param_persistence_threshold": 0})
+        found = curve_on(
+            2, sharded, kind, True, settings | {"stage3_param_persistence_threshold": 0}
+        )
         assert_same_training(found, expected)
 
 
@@ -129,16 +137,24 @@ def test_param_groups_keep_their_learning_rate_and_weight_decay(world_size):
 
 
 def layer_wise(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
-    """Groups as scripts of Hugging Face make them, from the last layer to the first: the learning rate shrinks by a
-    fifth for each layer, and biases and norms have no weight decay."""
+    """Groups as scripts of Hugging Face make them, from the last layer to the first: the learning
+    rate shrinks by a fifth for each layer, and biases and norms have no weight decay."""
     layers = [["ln_f"], ["h.1."], ["h.0."], ["wte", "wpe"]]
     found = []
     for depth, words in enumerate(layers):
         own = [(name, param) for name, param in named if any(word in name for word in words)]
         for decays in (True, False):
-            params = [p for name, p in own if (not name.endswith("bias") and "ln_" not in name) is decays]
+            params = [
+                p for name, p in own if (not name.endswith("bias") and "ln_" not in name) is decays
+            ]
             if params:
-                found.append({"params": params, "lr": LR * 0.8**depth, "weight_decay": 0.1 if decays else 0.0})
+                found.append(
+                    {
+                        "params": params,
+                        "lr": LR * 0.8**depth,
+                        "weight_decay": 0.1 if decays else 0.0,
+                    }
+                )
     assert len(found) == 6 and sum(len(group["params"]) for group in found) == len(named)
     return found
 
@@ -157,7 +173,9 @@ def in_layers(rank: int, world_size: int, stage: int) -> Curve:
 
 
 def slices_in_layers(rank: int, world_size: int, count: int) -> Curve:
-    return train_in_slices(build("gpt2"), batches("gpt2", STEPS), count, grouping=layer_wise, make=grown)
+    return train_in_slices(
+        build("gpt2"), batches("gpt2", STEPS), count, grouping=layer_wise, make=grown
+    )
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 2)])
@@ -182,4 +200,6 @@ def test_frozen_weights_stay_and_are_not_given_to_the_optimizer():
 
 def test_a_trainable_module_that_no_forward_uses_does_not_hold_up_the_step():
     """Its gradients count as zero."""
-    assert_same_training(curve_on(2, sharded, "unused block"), curve_on(1, slices, "unused block", 2))
+    assert_same_training(
+        curve_on(2, sharded, "unused block"), curve_on(1, slices, "unused block", 2)
+    )

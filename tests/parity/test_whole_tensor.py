@@ -1,9 +1,10 @@
-"""Optimizers that are not element-wise, against the same optimizer in one process: bit for bit, on any number of ranks.
+"""Optimizers that are not element-wise, against the same optimizer in one process: bit for bit, on
+any number of ranks.
 
-The reference adds the gradients of the same micro-batches in the same order. Then it calls the optimizer's `step()` on
-whole tensors. So the tests cover the engine's exchange of whole tensors. With clipping and several ranks or groups, the
-reference divides by the engine's norms, which equal its own within rounding.
-"""
+The reference adds the gradients of the same micro-batches in the same order. Then it calls the
+optimizer's `step()` on whole tensors. So the tests cover the engine's exchange of whole tensors.
+With clipping and several ranks or groups, the reference divides by the engine's norms, which equal
+its own within rounding."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -27,17 +28,18 @@ from tests.dist.training import (
 )
 from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
-from zero.optim import ownership
+from zero.optim import assignment
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 STEPS = 6
 
 
 class Whitened(torch.optim.Optimizer):
-    """Does what Shampoo does: lists of matrices of other shapes in its state, and new tensors as `param.data`.
+    """Does what Shampoo does: lists of matrices of other shapes in its state, and new tensors as
+    `param.data`.
 
-    It counts steps in an attribute, so `step()` must be called once for all parameters. It makes state in `__init__`.
-    """
+    It counts steps in an attribute, so `step()` must be called once for all parameters. It makes
+    state in `__init__`."""
 
     def __init__(self, params, lr=1e-1):
         super().__init__(params, {"lr": lr})
@@ -61,13 +63,25 @@ class Whitened(torch.optim.Optimizer):
                 left += grad @ grad.T
                 right += grad.T @ grad
                 state["longest"] = (self.steps, float(grad.norm()))
-                update = left.trace().rsqrt() * grad / right.diagonal().sqrt() / self.steps / state["rows"]
+                update = (
+                    left.trace().rsqrt()
+                    * grad
+                    / right.diagonal().sqrt()
+                    / self.steps
+                    / state["rows"]
+                )
                 param.data = param.data - group["lr"] * update.view(param.shape)
 
 
 def muon(groups):
-    """Give hidden matrices to Muon, as `"type": "Muon"` does, but by their shapes alone: names are not known here."""
-    hidden = [{"params": [p], "use_muon": is_hidden_matrix(p, "")} for group in groups for p in group["params"]]
+    """Give hidden matrices to Muon, as `"type": "Muon"` does, but by their shapes alone: names are
+    not known here.
+    """
+    hidden = [
+        {"params": [p], "use_muon": is_hidden_matrix(p, "")}
+        for group in groups
+        for p in group["params"]
+    ]
     return MuonWithAdamW(hidden)
 
 
@@ -83,20 +97,34 @@ MAKE = {
 SECTIONS = {torch.float32: {}, torch.bfloat16: {"bf16": {"enabled": True}}}
 
 
-def reference(rank, world_size, name, model, dtype, ranks, accumulation, clip, norms, own_first, grouping) -> Curve:
-    settings = {"dtype": dtype, "clip": clip, "norms": norms, "own_first": own_first, "grouping": grouping}
-    return train_in_slices(build(model), batches(model, STEPS), ranks, accumulation, make=MAKE[name], **settings)
+def reference(
+    rank, world_size, name, model, dtype, ranks, accumulation, clip, norms, own_first, grouping
+) -> Curve:
+    settings = {
+        "dtype": dtype,
+        "clip": clip,
+        "norms": norms,
+        "own_first": own_first,
+        "grouping": grouping,
+    }
+    return train_in_slices(
+        build(model), batches(model, STEPS), ranks, accumulation, make=MAKE[name], **settings
+    )
 
 
 def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
     if stage == 3:
-        ownership.LEAST_ELEMENTS = ownership.LEAST_MATRICES = 1  # the units are updated in parts
-    config = ds_config(clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage})
+        assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = 1  # the groups are updated in parts
+    config = ds_config(
+        clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage}
+    )
     engine, _ = start(build(model), config, grouping, MAKE[name])
     assert engine.optimizer.whole is not None and not engine.optimizer.tiles
     shares = [each.slot.numel for each in engine.optimizer.whole.own]
     total = sum(each.slot.numel for each in engine.optimizer.whole.tensors)
-    assert stage == 0 or sum(shares) <= 1.4 * total / world_size, "the tensors are spread over the ranks"
+    assert stage == 0 or sum(shares) <= 1.4 * total / world_size, (
+        "the tensors are spread over the ranks"
+    )
     return train_zero(engine, batches(model, STEPS))
 
 
@@ -104,7 +132,10 @@ def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, gro
 def test_world_of_one_is_bit_for_bit(name):
     found = curve_on(1, sharded, name, "llama", torch.float32, 2, 0.5, 3, one_group)
     assert max(found.norms) > 0.5, "clipping must be at work"
-    assert_equal(found, curve_on(1, reference, name, "llama", torch.float32, 1, 2, 0.5, None, False, one_group))
+    assert_equal(
+        found,
+        curve_on(1, reference, name, "llama", torch.float32, 1, 2, 0.5, None, False, one_group),
+    )
 
 
 # (optimizer, model, dtype, ranks, micro-batches in a step, clipping, stage)
@@ -120,20 +151,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(str(each).removeprefix("torch.") for each in case))
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: ", ".join(str(each).removeprefix("torch.") for each in case)
+)
 def test_ranks_are_bit_for_bit(case):
     name, model, dtype, ranks, accumulation, clip, stage = case
     found = curve_on(ranks, sharded, name, model, dtype, accumulation, clip, stage, two_groups)
     own_first = stage < 2 and accumulation > 1
     norms = found.norms if clip else None
-    expected = curve_on(1, reference, name, model, dtype, ranks, accumulation, clip, norms, own_first, two_groups)
+    expected = curve_on(
+        1, reference, name, model, dtype, ranks, accumulation, clip, norms, own_first, two_groups
+    )
     assert not clip or max(found.norms) > clip, "clipping must be at work"
     assert_same_training(found, expected)
 
 
 # -- "type": "Muon"
 
-MUON = {"lr": 0.01, "adam_lr": 0.002, "momentum": 0.9, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+MUON = {
+    "lr": 0.01,
+    "adam_lr": 0.002,
+    "momentum": 0.9,
+    "betas": [0.9, 0.99],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
 
 
 def halves(named):
@@ -141,7 +183,12 @@ def halves(named):
     hidden = [param for name, param in named if "_proj" in name]
     return [
         {"params": hidden, "use_muon": True, "lr": 0.01, "momentum": 0.9},
-        {"params": [p for name, p in named if "_proj" not in name], "use_muon": False, "lr": 0.002, "eps": 1e-8},
+        {
+            "params": [p for name, p in named if "_proj" not in name],
+            "use_muon": False,
+            "lr": 0.002,
+            "eps": 1e-8,
+        },
     ]
 
 
@@ -160,7 +207,9 @@ def configured(rank, world_size, under_init) -> Curve:
 
 
 def configured_reference(rank, world_size, ranks) -> Curve:
-    return train_in_slices(build("llama"), batches("llama", STEPS), ranks, grouping=halves, make=muon_in_halves)
+    return train_in_slices(
+        build("llama"), batches("llama", STEPS), ranks, grouping=halves, make=muon_in_halves
+    )
 
 
 @pytest.mark.parametrize("under_init", [False, True], ids=["initialize", "Init"])

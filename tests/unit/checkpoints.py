@@ -12,12 +12,26 @@ from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, read_man
 
 
 def save(
-    save_dir: Path, tag: str, value: int = 1, latest: bool = True, world_size: int = 1, version: int = FORMAT_VERSION
+    save_dir: Path,
+    tag: str,
+    value: int = 1,
+    latest: bool = True,
+    world_size: int = 1,
+    version: int = FORMAT_VERSION,
 ) -> Path:
     """Do what `save_checkpoint` does on disk."""
     folder = folders.begin(save_dir, tag, 100)
-    written = write({"weights/w": whole(torch.full((4,), float(value)))}, folder, DATA_FILE.format(0))
-    names = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "gradient_accumulation_steps", "stage")
+    written = write(
+        {"weights/w": whole(torch.full((4,), float(value)))}, folder, DATA_FILE.format(0)
+    )
+    names = (
+        "global_steps",
+        "global_samples",
+        "micro_steps",
+        "skipped_steps",
+        "gradient_accumulation_steps",
+        "stage",
+    )
     manifest = {
         **dict.fromkeys(names, 1),
         **dict.fromkeys(("loss_scaler", "lr_scheduler", "hf_config", "optimizer")),

@@ -1,4 +1,6 @@
-"""Folders of checkpoints: after a crash at any system call one still loads, and damage is found and named."""
+"""Folders of checkpoints: after a crash at any system call one still loads, and damage is found and
+named.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints import flip, load, save
-from zero.__main__ import main
 from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
@@ -23,20 +24,31 @@ from zero.checkpoint.files import SliceReader
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
+from zero.tools.cli import main
 
 DATA = "rank00000.safetensors"
 
 
 def hidden(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != disk.LOCK]
+    return [
+        path.name
+        for path in folder.iterdir()
+        if path.name.startswith(".") and path.name != disk.LOCK
+    ]
 
 
 class Crash(BaseException):
-    """Stands for the end of the process. It is no `Exception`, so the program does not handle it."""
+    """Stands for the end of the process.
+
+    It is no `Exception`, so the program does not handle it.
+    """
 
 
 class CrashAt:
-    """Lets the next `survived` system calls that change the disk happen. The one after them is a crash."""
+    """Lets the next `survived` system calls that change the disk happen.
+
+    The one after them is a crash.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, survived: int):
         self.left = survived
@@ -106,7 +118,9 @@ def test_without_a_pointer_the_highest_number_is_newest(tmp_path):
 def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatch):
     save(tmp_path, "global_step1")
     before = sorted(path for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(100, 90, 10))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: namedtuple("Usage", "total used free")(100, 90, 10)
+    )
     with pytest.raises(OSError, match="takes 1,024.0 MiB and 0.0 MiB are free") as caught:
         folders.begin(tmp_path, "global_step2", 2**30)
     assert caught.value.errno == errno.ENOSPC
@@ -116,7 +130,9 @@ def test_too_little_space_is_an_error_before_the_first_byte(tmp_path, monkeypatc
 def test_files_that_went_to_another_disk_are_noticed(tmp_path):
     folder = folders.begin(tmp_path, "global_step1", 0)
     with pytest.raises(OSError, match="same file system"):
-        folders.commit(folder, "global_step1", {"files": {"rank00001.safetensors": {"bytes": 3}}}, latest=True)
+        folders.commit(
+            folder, "global_step1", {"files": {"rank00001.safetensors": {"bytes": 3}}}, latest=True
+        )
     assert folders.locate(tmp_path, None) is None
 
 
@@ -141,10 +157,19 @@ DAMAGE = {
     "flipped": (lambda folder: flip(folder / DATA), f"{DATA} is damaged: its checksum"),
     "truncated": (lambda folder: os.truncate(folder / DATA, 3), f"{DATA} is damaged: 3 bytes, "),
     "missing": (lambda folder: (folder / DATA).unlink(), f"{DATA} is missing"),
-    "a link": (lambda folder: become_link(folder / DATA), f"{DATA} is damaged: it cannot be opened"),
-    "a pipe": (lambda folder: become_pipe(folder / DATA), f"{DATA} is damaged: .* not a regular file"),
+    "a link": (
+        lambda folder: become_link(folder / DATA),
+        f"{DATA} is damaged: it cannot be opened",
+    ),
+    "a pipe": (
+        lambda folder: become_pipe(folder / DATA),
+        f"{DATA} is damaged: .* not a regular file",
+    ),
     "manifest flipped": (lambda folder: flip(folder / MANIFEST), "checkpoint.json is damaged"),
-    "manifest truncated": (lambda folder: os.truncate(folder / MANIFEST, 40), "checkpoint.json is damaged"),
+    "manifest truncated": (
+        lambda folder: os.truncate(folder / MANIFEST, 40),
+        "checkpoint.json is damaged",
+    ),
     "manifest missing": (lambda folder: (folder / MANIFEST).unlink(), "checkpoint.json is missing"),
     "manifest a pipe": (lambda folder: become_pipe(folder / MANIFEST), "not a regular file"),
 }
@@ -189,7 +214,9 @@ def test_another_format_is_not_damage(version, tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "FORMAT_VERSION", version)
     save(tmp_path, "global_step1", version=version)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=f"format version {version}, this program reads 2 alone; go on from it"):
+    with pytest.raises(
+        ValueError, match=f"format version {version}, this program reads 2 alone; go on from it"
+    ):
         load(tmp_path)
 
 
@@ -211,10 +238,19 @@ def outside(content: dict) -> None:
 
 FORGERIES = {
     "a path": (outside, "files"),
-    "a place beyond the end": (lambda c: c["tensors"]["weights/w"]["slices"][0].__setitem__(3, 2**40), "no such place"),
-    "a hole": (lambda c: c["tensors"]["weights/w"].__setitem__("numel", 5), "of 5 elements are there"),
+    "a place beyond the end": (
+        lambda c: c["tensors"]["weights/w"]["slices"][0].__setitem__(3, 2**40),
+        "no such place",
+    ),
+    "a hole": (
+        lambda c: c["tensors"]["weights/w"].__setitem__("numel", 5),
+        "of 5 elements are there",
+    ),
     "a dtype": (lambda c: c["tensors"]["weights/w"].__setitem__("dtype", "nn"), "unknown dtype"),
-    "a shape": (lambda c: c.__setitem__("parameters", {"w": {"shape": ["x"], "dtype": "float32"}}), "parameters.w"),
+    "a shape": (
+        lambda c: c.__setitem__("parameters", {"w": {"shape": ["x"], "dtype": "float32"}}),
+        "parameters.w",
+    ),
     "nothing": (dict.clear, "format"),
 }
 
@@ -234,12 +270,19 @@ class Planted:
 
 
 def test_no_file_of_a_checkpoint_is_executed(tmp_path, capsys):
-    """Replace every file by a pickle that would run when it is read. Every reader of checkpoints refuses it."""
+    """Replace every file by a pickle that would run when it is read.
+
+    Every reader of checkpoints refuses it.
+    """
     Planted.place = str(tmp_path / "executed")
     folder = save(tmp_path / "checkpoints", "global_step1")
     for path in [*folder.iterdir(), folder / ".metadata"]:
         path.write_bytes(pickle.dumps(Planted()))
-    for arguments in (["inspect", folder], ["inspect", folder.parent], ["consolidate", folder, tmp_path / "out"]):
+    for arguments in (
+        ["inspect", folder],
+        ["inspect", folder.parent],
+        ["consolidate", folder, tmp_path / "out"],
+    ):
         with pytest.raises(SystemExit):
             main([str(argument) for argument in arguments])
         assert "checkpoint.json is damaged" in capsys.readouterr().err
@@ -251,11 +294,18 @@ def test_no_file_of_a_checkpoint_is_executed(tmp_path, capsys):
 def test_nothing_in_the_package_unpickles():
     package = Path(folders.__file__).parents[1]
     words = ("import pickle", "torch.load(", "weights_only", "marshal", "shelve", "from pickle")
-    found = [(path.name, word) for path in package.rglob("*.py") for word in words if word in path.read_text()]
+    found = [
+        (path.name, word)
+        for path in package.rglob("*.py")
+        for word in words
+        if word in path.read_text()
+    ]
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["zero_to_fp32.py", "latest", ".saving-x", ".saving-global_step1", ".replaced-y"])
+@pytest.mark.parametrize(
+    "name", ["zero_to_fp32.py", "latest", ".saving-x", ".saving-global_step1", ".replaced-y"]
+)
 @pytest.mark.parametrize("kind", ["link", "file", "folder"])
 def test_what_lies_in_the_way_of_a_save(name, kind, tmp_path):
     precious = tmp_path / "precious"
@@ -294,7 +344,9 @@ def other_job(folder: Path) -> int:
 def test_a_second_job_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
     pid = other_job(tmp_path)
     try:
-        with pytest.raises(UsageError, match=rf"another job \(host .*, process {pid}, since 20") as caught:
+        with pytest.raises(
+            UsageError, match=rf"another job \(host .*, process {pid}, since 20"
+        ) as caught:
             save(tmp_path, "global_step1")
         assert str(tmp_path) in str(caught.value)
         with pytest.raises(UsageError, match="in use"):

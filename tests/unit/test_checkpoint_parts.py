@@ -7,16 +7,23 @@ from zero.checkpoint.cuts import join
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "blocks"), [((6, 4), 0, 1), ((6, 4), 1, 2), ((3, 8, 4), 1, 2), ((3, 8, 4), 2, 1), ((8,), 0, 2)]
+    ("shape", "dim", "blocks"),
+    [((6, 4), 0, 1), ((6, 4), 1, 2), ((3, 8, 4), 1, 2), ((3, 8, 4), 2, 1), ((8,), 0, 2)],
 )
 def test_the_whole_comes_back(shape, dim, blocks):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     of_blocks = [block.chunk(2, dim) for block in whole.chunk(blocks, dim)]
-    parts = [torch.cat([pieces[rank] for pieces in of_blocks], dim).reshape(-1) for rank in range(2)]
+    parts = [
+        torch.cat([pieces[rank] for pieces in of_blocks], dim).reshape(-1) for rank in range(2)
+    ]
     assert torch.equal(join(parts, torch.Size(shape), dim, blocks), whole)
 
 
 def test_parts_of_unequal_length():
     whole = torch.arange(15).view(5, 3)
-    assert torch.equal(join([part.reshape(-1) for part in whole.chunk(2)], whole.shape, 0, 1), whole)
-    assert torch.equal(join([part.reshape(-1) for part in whole.chunk(2, 1)], whole.shape, 1, 1), whole)
+    assert torch.equal(
+        join([part.reshape(-1) for part in whole.chunk(2)], whole.shape, 0, 1), whole
+    )
+    assert torch.equal(
+        join([part.reshape(-1) for part in whole.chunk(2, 1)], whole.shape, 1, 1), whole
+    )

@@ -42,7 +42,9 @@ def test_plain_values(value):
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
+)
 def test_tensors_bit_for_bit(dtype):
     value = torch.tensor([[0.1, -2.0, 3.0], [0.0, 1.0, 1e-3]]).to(dtype)
     found = round_trip({"tensor": value.T})["tensor"]

@@ -1,4 +1,7 @@
-"""Every command has a help with an example; a mistake is one line and exit code 2; `--json` prints JSON."""
+"""Every command has a help with an example; a mistake is one line and exit code 2;
+
+`--json` prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from benchmarks import arguments as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
 from tests.unit.test_hook import assert_refused
-from zero import launch
-from zero.__main__ import COMMANDS, USAGE, main
-from zero.arguments import Parser, Working, check_command, output_file
 from zero.hf import STARTUP
+from zero.tools import launch
+from zero.tools.arguments import Parser, Working, check_command, output_file
+from zero.tools.cli import COMMANDS, USAGE, main
 
 ALL = [*COMMANDS, "run"]
 
@@ -90,14 +93,17 @@ COMMANDS_OF_USERS = {
 
 @pytest.mark.parametrize("command", ["run", "run --json", "launch", "verify", "trace", "memory"])
 @pytest.mark.parametrize("given", COMMANDS_OF_USERS)
-def test_a_command_that_cannot_start_is_refused_before_anything_is_started(given: str, command: str, here, capsys):
+def test_a_command_that_cannot_start_is_refused_before_anything_is_started(
+    given: str, command: str, here, capsys
+):
     assert_refused([*command.split(), *given.split()], COMMANDS_OF_USERS[given], capsys)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "x.py", "-m json.tool", "sh -c true.py", "torchrun -m x.py none.py", "torchrun x.py none.py", "-m x", "x.v2",
+        "x.py", "-m json.tool", "sh -c true.py", "torchrun -m x.py none.py", "torchrun x.py "
+"none.py", "-m x", "x.v2",
         "torchrun --no-python ./x.sh none.py",
         "torchrun --nproc_per_node 2 x.py --deepspeed ok.json", "x.py --deepspeed --eval",
     ],
@@ -113,7 +119,10 @@ def test_a_command_that_can_start_is_not_refused(given: str, here):
         ("launch --hostfile bytes x.py", "bytes, line 1: expected"),
         ("launch --hostfile hosts --master_port 70000 x.py", "70000 is no port"),
         ("launch --hostfile hosts --ssh_port -1 x.py", "-1 is not a number above 0"),
-        ("launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py", "1 hosts can be used"),
+        (
+            "launch --hostfile hosts --elastic_training --min_elastic_nodes 2 x.py",
+            "1 hosts can be used",
+        ),
         ("launch --hostfile hosts --min_elastic_nodes 0 x.py", "0 is not a number above 0"),
         ("launch torchrun x.py", "torchrun is a command, not a Python script"),
         ("launch --num_gpus 0 x.py", "0 is not a number above 0"),
@@ -140,7 +149,9 @@ def test_nothing_is_made_by_looking_whether_a_file_can_be_written(here: Path):
     assert output_file("t.json") == Path("t.json") and not (here / "t.json").exists()
 
 
-def test_run_as_json(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_run_as_json(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """What the script prints goes to stderr, so that stdout is the object alone."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (here / "x.py").write_text("print('hello')\nraise SystemExit(7)\n")
@@ -154,7 +165,13 @@ def test_run_as_json(here: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "command", ["-m job --step 3", "x.py --step 3", "torchrun --nproc_per_node 2 -m job -m", "x.py -m --step 3"]
+    "command",
+    [
+        "-m job --step 3",
+        "x.py --step 3",
+        "torchrun --nproc_per_node 2 -m job -m",
+        "x.py -m --step 3",
+    ],
 )
 def test_a_command_keeps_its_own_options(command: str):
     parser = Parser("trace", "", "", "it")
@@ -183,7 +200,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 def test_a_long_step_counts_its_seconds_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr("zero.arguments._TICK", 0.01)
+    monkeypatch.setattr("zero.tools.arguments._TICK", 0.01)
     with Working("counting") as working:
         assert until(lambda: "\rcounting, 0 s" in sys.stderr.getvalue().replace("\033[K", ""))
         working.show("counted")
@@ -212,7 +229,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys):
 
 def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, capsys):
     """Until the first line of the last host, less and less often."""
-    monkeypatch.setattr("zero.launch._SILENCE", 0.05)
+    monkeypatch.setattr("zero.tools.launch._SILENCE", 0.05)
     job = mock.Mock()
     job.poll.side_effect = [None] * 4 + [0] * 20
     assert launch._wait({"a": job}, 1, {}, {"b", "a"}) == 0
@@ -220,7 +237,11 @@ def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, cap
     assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")
 
 
-BENCHMARKS = [path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "Parser(__doc__)" in path.read_text()]
+BENCHMARKS = [
+    path.stem
+    for path in (REPOSITORY / "benchmarks").glob("*.py")
+    if "Parser(__doc__)" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -252,4 +273,6 @@ def test_a_benchmarks_result_can_be_written_or_is_refused_before_the_work(given:
 def test_a_benchmarks_folder_that_is_none_is_refused(given: str, here: Path):
     with pytest.raises(ArgumentTypeError, match=given):
         benchmark.existing_folder(given)
-    assert benchmark.existing_folder("folder") == Path("folder") and not list((here / "folder").iterdir())
+    assert benchmark.existing_folder("folder") == Path("folder") and not list(
+        (here / "folder").iterdir()
+    )

@@ -24,8 +24,14 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
 
 
 def without_effect(raw):
-    """Return the given keys that have no effect, according to the table that is printed at the start."""
-    rows = [line.split() for line in report(load_config(raw, allow_auto=True)).splitlines() if " none: " in line]
+    """Return the given keys that have no effect, according to the table that is printed at the
+    start.
+    """
+    rows = [
+        line.split()
+        for line in report(load_config(raw, allow_auto=True)).splitlines()
+        if " none: " in line
+    ]
     return sorted(row[0] for row in rows if "configuration" in row)
 
 
@@ -48,13 +54,17 @@ def test_hjson_is_read_where_it_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ValueError, match="line 1, column 2: not valid JSON"):
         load_config(text)
-    hjson = SimpleNamespace(loads=lambda text, object_pairs_hook: object_pairs_hook([("gradient_clipping", 0.5)]))
+    hjson = SimpleNamespace(
+        loads=lambda text, object_pairs_hook: object_pairs_hook([("gradient_clipping", 0.5)])
+    )
     monkeypatch.setitem(sys.modules, "hjson", hjson)
     assert load_config(text).gradient_clipping == 0.5
 
 
 def test_a_bucket_that_deepspeed_refuses_is_refused():
-    with pytest.raises(ValueError, match="allgather_bucket_size must be a multiple of nccl_start_alignment_factor"):
+    with pytest.raises(
+        ValueError, match="allgather_bucket_size must be a multiple of nccl_start_alignment_factor"
+    ):
         load_config(zero3(allgather_bucket_size=1001))
 
 
@@ -87,10 +97,23 @@ def test_anything_but_an_object_is_an_error(source):
 def test_the_shipped_file_is_valid_and_every_key_of_it_has_an_effect():
     config = load_config(SHIPPED, allow_auto=True)
     zero = config.zero_optimization
-    assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (3, "cpu", "cpu")
-    assert zero.sub_group_size == zero.stage3_max_live_parameters == zero.stage3_max_reuse_distance == 10**9
+    assert (zero.stage, zero.offload_param.device, zero.offload_optimizer.device) == (
+        3,
+        "cpu",
+        "cpu",
+    )
+    assert (
+        zero.sub_group_size
+        == zero.stage3_max_live_parameters
+        == zero.stage3_max_reuse_distance
+        == 10**9
+    )
     # fp16.enabled is "auto". The other keys of fp16 act only with it.
-    assert [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")] == [] == config.deprecated()
+    assert (
+        [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")]
+        == []
+        == config.deprecated()
+    )
     assert len(config.auto) == 16
 
 
@@ -109,7 +132,9 @@ def test_auto_takes_deepspeeds_default_where_there_is_one():
     config = load_config(raw)
     assert config.gradient_clipping == 1.0
     assert config.zero_optimization.stage3_prefetch_bucket_size == 50_000_000
-    assert dict(**config.optimizer.params) == {}, "left to the optimizer, see test_optimizer_factory.py"
+    assert dict(**config.optimizer.params) == {}, (
+        "left to the optimizer, see test_optimizer_factory.py"
+    )
     assert "zero_optimization.reduce_bucket_size" in config.auto
 
 
@@ -141,7 +166,9 @@ def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
 )
 def test_missing_batch_sizes_follow_from_the_others(given, resolved):
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    config = load_config({key: value for key, value in zip(keys, given, strict=True) if value is not None})
+    config = load_config(
+        {key: value for key, value in zip(keys, given, strict=True) if value is not None}
+    )
     assert config.resolve_batch(3) is config
     assert tuple(getattr(config, key) for key in keys) == resolved
 
@@ -150,13 +177,19 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
     ("raw", "message"),
     [
         (
-            {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": 1},
-            "train_batch_size: 6 is not train_micro_batch_size_per_gpu 6 x gradient_accumulation_steps 1 x world size 2"
+            {
+                "train_batch_size": 6,
+                "train_micro_batch_size_per_gpu": 6,
+                "gradient_accumulation_steps": 1,
+            },
+            "train_batch_size: 6 is not train_micro_batch_size_per_gpu 6 x "
+            "gradient_accumulation_steps 1 x world size 2"
             " = 12; change one of them or leave one out",
         ),
         (
             {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 6},
-            "train_batch_size: 6 is not a whole multiple of train_micro_batch_size_per_gpu 6 x world size 2",
+            "train_batch_size: 6 is not a whole multiple of train_micro_batch_size_per_gpu 6 x "
+            "world size 2",
         ),
         ({"train_batch_size": 1}, "train_batch_size: 1 is not a whole multiple of world size 2"),
         (
@@ -166,7 +199,8 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
         ),
         (
             {"train_micro_batch_size_per_gpu": "auto"},
-            "train_micro_batch_size_per_gpu: is still 'auto', and train_batch_size is not given either; "
+            "train_micro_batch_size_per_gpu: is still 'auto', and train_batch_size is not given "
+            "either; "
             "set one of them to a number",
         ),
     ],
@@ -183,13 +217,21 @@ def test_batch_sizes_that_do_not_multiply_out(raw, message):
 def test_defaults_are_deepspeeds():
     config = Config()
     zero = config.zero_optimization
-    assert config.gradient_clipping == 1.0 and config.steps_per_print is None and config.zero_force_ds_cpu_optimizer
+    assert (
+        config.gradient_clipping == 1.0
+        and config.steps_per_print is None
+        and config.zero_force_ds_cpu_optimizer
+    )
     assert (zero.stage, zero.contiguous_gradients, zero.overlap_comm) == (0, True, False)
     assert load_config(zero3()).zero_optimization.overlap_comm is True
     assert (zero.reduce_bucket_size, zero.sub_group_size) == (5e8, 1e9)
     assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (5e7, 1e5)
     assert (zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) == (1e9, 1e9)
-    assert (config.fp16.initial_scale_power, config.fp16.hysteresis, config.fp16.loss_scale_window) == (16, 1, 1000)
+    assert (
+        config.fp16.initial_scale_power,
+        config.fp16.hysteresis,
+        config.fp16.loss_scale_window,
+    ) == (16, 1, 1000)
     assert load_config(zero3()).fp16.hysteresis == 2
 
 
@@ -207,28 +249,44 @@ def test_compute_dtype(raw, dtype):
 
 
 def test_dtype_names():
-    config = load_config({"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}})
+    config = load_config(
+        {"communication_data_type": "FP32", "data_types": {"grad_accum_dtype": "bfloat16"}}
+    )
     assert config.communication_data_type == torch.float32
     assert config.data_types.grad_accum_dtype == torch.bfloat16
     assert load_config({"communication_data_type": None}).communication_data_type is None
 
 
 def test_parameters_of_an_optimizer_are_what_the_user_set_and_has_an_effect():
-    params = {"lr": 0.1, "betas": [0.5, 0.6], "fused": None, "bias_correction": True, "set_grad_none": False}
+    params = {
+        "lr": 0.1,
+        "betas": [0.5, 0.6],
+        "fused": None,
+        "bias_correction": True,
+        "set_grad_none": False,
+    }
     config = load_config(optimizer("adam", **params))
     assert config.optimizer.type == "Adam"
     assert dict(**config.optimizer.params) == {"lr": 0.1, "betas": (0.5, 0.6), "fused": None}
-    assert without_effect(config.raw) == ["optimizer.params.bias_correction", "optimizer.params.set_grad_none"]
+    assert without_effect(config.raw) == [
+        "optimizer.params.bias_correction",
+        "optimizer.params.set_grad_none",
+    ]
 
 
 def test_old_names_act_as_the_new_ones_and_are_reported():
     config = load_config(
-        zero3(cpu_offload=True, cpu_offload_param=False, stage3_gather_fp16_weights_on_model_save=True)
+        zero3(
+            cpu_offload=True, cpu_offload_param=False, stage3_gather_fp16_weights_on_model_save=True
+        )
     )
     zero = config.zero_optimization
     assert zero.offloads_optimizer and not zero.offloads_params
     assert zero.stage3_gather_16bit_weights_on_model_save
-    assert ("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer") in config.deprecated()
+    assert (
+        "zero_optimization.cpu_offload",
+        "zero_optimization.offload_optimizer",
+    ) in config.deprecated()
     assert len(config.deprecated()) == 3
 
 
@@ -272,7 +330,11 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
         "bf16_master_weights_and_grads",
         *OptimizerParams.model_fields,
     }
-    sources = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py") if path.parent.name != "config"]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "config"
+    ]
     words = set(re.findall(r"\w+", "\n".join(sources)))
     acting = set()
     sections = [Config]
@@ -280,7 +342,11 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
         for key, field in section.model_fields.items():
             if section.about(key).get("unused"):
                 continue
-            inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            inner = [
+                kind
+                for kind in (field.annotation, *get_args(field.annotation))
+                if isinstance(kind, type)
+            ]
             inner = [kind for kind in inner if issubclass(kind, Section)]
             sections += inner
             acting |= set() if inner else {key}
@@ -292,7 +358,10 @@ def test_every_key_says_what_it_does_or_why_it_does_nothing():
     sections = [Config]
     for section in sections:
         for key, field in section.model_fields.items():
-            inner, text = section_of(section, key), field.description or section.about(key).get("unused")
+            inner, text = (
+                section_of(section, key),
+                field.description or section.about(key).get("unused"),
+            )
             if inner is not None and not issubclass(inner, IdleSection):
                 sections.append(inner)
                 text = inner.__doc__
@@ -303,7 +372,10 @@ def test_every_key_says_what_it_does_or_why_it_does_nothing():
 def test_bits_of_compressed_gradients_are_8_or_4_and_act_only_with_compression():
     section = {"zero_quantized_gradients": True, "zero_quantized_gradient_bits": 4}
     zero = load_config({"zero_optimization": section}).zero_optimization
-    assert zero.zero_quantized_gradient_bits == 4 and zero.why_idle("zero_quantized_gradient_bits") is None
+    assert (
+        zero.zero_quantized_gradient_bits == 4
+        and zero.why_idle("zero_quantized_gradient_bits") is None
+    )
     assert zero.why_idle("zero_quantized_weights") == "acts at stage 3, this is 0"
     assert load_config({}).zero_optimization.why_idle("zero_quantized_gradient_bits")
     message = errors({"zero_optimization": {**section, "zero_quantized_gradient_bits": 6}})

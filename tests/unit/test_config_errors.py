@@ -32,11 +32,13 @@ ERRORS = [
     ({"zero_optimisation": {}}, "zero_optimisation: unknown key; did you mean zero_optimization?"),
     (
         {"stage3_prefetch_bukcet_size": 5},
-        "stage3_prefetch_bukcet_size: unknown key; did you mean zero_optimization.stage3_prefetch_bucket_size?",
+        "stage3_prefetch_bukcet_size: unknown key; did you mean "
+        "zero_optimization.stage3_prefetch_bucket_size?",
     ),
     (
         zero3(gradient_clipping=1.0),
-        "zero_optimization.gradient_clipping: unknown key here; it is a valid key as gradient_clipping",
+        "zero_optimization.gradient_clipping: unknown key here; it is a valid key as "
+        "gradient_clipping",
     ),
     (
         # DeepSpeed never had this key.
@@ -52,7 +54,10 @@ ERRORS = [
         "scheduler.params.cycle_max_mon: unknown key; did you mean scheduler.params.cycle_max_mom?",
     ),
     # wrong values
-    ('{"zero_optimization": {"stage": 2, "stage": 3}}', "stage: given 2 times in one object; keep one of them"),
+    (
+        '{"zero_optimization": {"stage": 2, "stage": 3}}',
+        "stage: given 2 times in one object; keep one of them",
+    ),
     ({"train_batch_size": True}, "train_batch_size: expected an integer, got true"),
     ({"train_batch_size": "8"}, 'train_batch_size: expected an integer, got the string "8"'),
     ({"train_batch_size": 0}, "train_batch_size: expected a number greater than 0, got 0"),
@@ -65,10 +70,14 @@ ERRORS = [
         "'auto' is not filled in by transformers or accelerate for this key; set a value",
     ),
     ({"zero_optimization": True}, "zero_optimization: expected an object, got true"),
-    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: expected a number of at most 3, got 4"),
+    (
+        {"zero_optimization": {"stage": 4}},
+        "zero_optimization.stage: expected a number of at most 3, got 4",
+    ),
     (
         zero3(offload_param={"device": "gpu"}),
-        "zero_optimization.offload_param.device: expected one of 'none', 'cpu' or 'nvme', got the string \"gpu\"",
+        "zero_optimization.offload_param.device: expected one of 'none', 'cpu' or 'nvme', got the "
+        'string "gpu"',
     ),
     (
         {"communication_data_type": "fp8"},
@@ -76,23 +85,30 @@ ERRORS = [
     ),
     (
         optimizer("AdamW", betas=[0.9, 1.0]),
-        "optimizer.params.betas: expected a list of two numbers of at least 0 and less than 1, got [0.9, 1.0]",
+        "optimizer.params.betas: expected a list of two numbers of at least 0 and less than 1, got "
+        "[0.9, 1.0]",
     ),
     (
         optimizer("OneBitAdam"),
-        "optimizer.type: OneBitAdam cannot be used: it compresses the momentum across ranks by itself; "
+        "optimizer.type: OneBitAdam cannot be used: it compresses the momentum across ranks by "
+        "itself; "
         "use another one, such as AdamW",
     ),
     (
         optimizer("AdamX"),
-        "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, "
+        "optimizer.type: expected one of Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, "
+        "Adamax, Adadelta, "
         "ASGD, Rprop, Muon, got 'AdamX'; pass any other to initialize()",
     ),
-    (optimizer("SGD", momentum="0.9"), 'optimizer.params.momentum: expected a number, got the string "0.9"'),
+    (
+        optimizer("SGD", momentum="0.9"),
+        'optimizer.params.momentum: expected a number, got the string "0.9"',
+    ),
     ({"scheduler": {"params": {}}}, "scheduler.type: is required"),
     (
         scheduler("WarmupLR", warmup_type="cosine"),
-        "scheduler.params.warmup_type: expected one of 'log' or 'linear', got the string \"cosine\"",
+        "scheduler.params.warmup_type: expected one of 'log' or 'linear', got the string "
+        '"cosine"',
     ),
     (
         {"gradient_allreduce_op": "max"},
@@ -105,20 +121,24 @@ ERRORS = [
     # contradictions
     (
         {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
-        "zero_optimization.offload_optimizer.device: needs zero_optimization.stage of at least 1, got 0",
+        "zero_optimization.offload_optimizer.device: needs zero_optimization.stage of at least 1, "
+        "got 0",
     ),
     (
         zero3(offload_optimizer={"device": "nvme"}),
-        "zero_optimization.offload_optimizer.nvme_path: is missing, and device is nvme; name a folder on a fast disk",
+        "zero_optimization.offload_optimizer.nvme_path: is missing, and device is nvme; name a "
+        "folder on a fast disk",
     ),
     (
         zero3(cpu_offload=True, offload_optimizer={"device": "cpu"}),
-        "zero_optimization.cpu_offload: old name of zero_optimization.offload_optimizer, which is given too; "
+        "zero_optimization.cpu_offload: old name of zero_optimization.offload_optimizer, which is "
+        "given too; "
         "delete zero_optimization.cpu_offload",
     ),
     (
         scheduler("WarmupLR", total_num_steps=10),
-        "scheduler.params.total_num_steps: is a setting of WarmupDecayLR, WarmupCosineLR, not of WarmupLR; "
+        "scheduler.params.total_num_steps: is a setting of WarmupDecayLR, WarmupCosineLR, not of "
+        "WarmupLR; "
         "change scheduler.type or delete it",
     ),
     (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps: is required by WarmupDecayLR"),
@@ -159,10 +179,23 @@ def test_numbers_in_scientific_notation_are_integers_if_they_are_whole():
 
 
 def test_all_errors_are_reported_together():
-    lines = errors({"train_batch_size": "8", "fp16": {"enabled": True}, "bf16": {"enabled": True}, **zero3(bukcet=1)})
-    assert [line.split(":")[0] for line in lines] == ["train_batch_size", "zero_optimization.bukcet", "bf16.enabled"]
+    lines = errors(
+        {
+            "train_batch_size": "8",
+            "fp16": {"enabled": True},
+            "bf16": {"enabled": True},
+            **zero3(bukcet=1),
+        }
+    )
+    assert [line.split(":")[0] for line in lines] == [
+        "train_batch_size",
+        "zero_optimization.bukcet",
+        "bf16.enabled",
+    ]
 
 
-@pytest.mark.parametrize("keys", [{"stage3_max_live_parameters": 5}, {"offload_param": {"device": "none"}}])
+@pytest.mark.parametrize(
+    "keys", [{"stage3_max_live_parameters": 5}, {"offload_param": {"device": "none"}}]
+)
 def test_stage3_keys_at_a_lower_stage_are_no_contradiction(keys):
     load_config({"zero_optimization": {"stage": 1, **keys}})

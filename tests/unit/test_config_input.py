@@ -1,4 +1,6 @@
-"""zero.config: unusual, generated and hostile input is either accepted with its meaning or refused by name."""
+"""zero.config: unusual, generated and hostile input is either accepted with its meaning or refused
+by name.
+"""
 
 import json
 import os
@@ -37,13 +39,20 @@ def test_a_dotted_key_means_the_nested_one():
 
 def test_a_dotted_key_that_contradicts_the_nested_one_is_an_error_in_a_file(tmp_path):
     both = {**zero3(stage3_prefetch_bucket_size=5), PREFETCH: 7}
-    assert errors(json.dumps(both)) == [f"{PREFETCH}: is 7 here, and 5 in its section; delete one of them"]
+    assert errors(json.dumps(both)) == [
+        f"{PREFETCH}: is 7 here, and 5 in its section; delete one of them"
+    ]
     assert errors(json.dumps({"fp16": 1, "fp16.enabled": True}))[0] == (
-        "fp16.enabled: contradicts fp16, which is given too and is not an object; delete one of them"
+        "fp16.enabled: contradicts fp16, which is given too and is not an object; delete one of "
+        "them"
     )
     load_config(json.dumps({**zero3(stage3_prefetch_bucket_size="auto"), PREFETCH: 7}))
-    # TRL adds this key to a dict whose values are filled in. The later value holds, cut to a whole number.
-    assert load_config({**both, PREFETCH: 0.9 * 64 * 64}).zero_optimization.stage3_prefetch_bucket_size == 3686
+    # TRL adds this key to a dict whose values are filled in. The later value holds, cut to a whole
+    # number.
+    assert (
+        load_config({**both, PREFETCH: 0.9 * 64 * 64}).zero_optimization.stage3_prefetch_bucket_size
+        == 3686
+    )
 
 
 # ---- unknown keys
@@ -57,7 +66,13 @@ def known_keys(model=Config, path=()):
 
 
 def test_a_key_like_no_other_is_passed_over_and_named():
-    keys = {"_comment": "?", "monitor_config": {}, "cuda_visible_devices": "0", "log": {}, "comms_config": {}}
+    keys = {
+        "_comment": "?",
+        "monitor_config": {},
+        "cuda_visible_devices": "0",
+        "log": {},
+        "comms_config": {},
+    }
     config = load_config({**keys, **zero3(), "tensorboard": {"_comment": 1, "enabled": False}})
     assert config.ignored == [*keys, "tensorboard._comment"]
     assert f"unknown keys, ignored: {', '.join(config.ignored)}" in report(config, everything=False)
@@ -65,13 +80,21 @@ def test_a_key_like_no_other_is_passed_over_and_named():
 
 def test_a_file_without_any_key_of_deepspeed_is_another_file():
     assert errors({"architectures": ["T5"], "d_model": 5}) == [
-        "architectures: neither this nor any other key is one of DeepSpeed's: is this the right file?"
+        "architectures: neither this nor any other key is one of DeepSpeed's: is this the right "
+        "file?"
     ]
 
 
 @pytest.mark.parametrize(
     "key",
-    ["tensorboard.enabeld", "comms_logger.verbos", "checkpoint.writer.tpye", "timers.throughputt", "apm", "bfloat61"],
+    [
+        "tensorboard.enabeld",
+        "comms_logger.verbos",
+        "checkpoint.writer.tpye",
+        "timers.throughputt",
+        "apm",
+        "bfloat61",
+    ],
 )
 def test_a_misspelt_key_is_an_error_in_sections_without_effect_too(key):
     *path, last = key.split(".")
@@ -83,7 +106,13 @@ def test_a_misspelt_key_is_an_error_in_sections_without_effect_too(key):
 
 
 def test_no_key_with_one_wrong_letter_is_taken_for_an_unknown_one():
-    names = {path[-1] for path in (*known_keys(), *(tuple(k.split(".")) for k in (*DEPRECATED_KEYS, *REMOVED_KEYS)))}
+    names = {
+        path[-1]
+        for path in (
+            *known_keys(),
+            *(tuple(k.split(".")) for k in (*DEPRECATED_KEYS, *REMOVED_KEYS)),
+        )
+    }
     assert len(names) > 200
     for name in names:
         for at in range(len(name)):
@@ -106,7 +135,9 @@ def test_words_have_no_case(op):
         "gradient_allreduce_op": op,
         "checkpoint": {"tag_validation": "FAIL"},
         "scheduler": {"type": "warmuplr", "params": {"warmup_type": "LINEAR"}},
-        **zero3(offload_param={"device": "CPU"}, offload_optimizer={"device": "cpu", "ratio": "AUTO"}),
+        **zero3(
+            offload_param={"device": "CPU"}, offload_optimizer={"device": "cpu", "ratio": "AUTO"}
+        ),
     }
     config = load_config(raw)
     assert config.gradient_allreduce_op == op.lower() and config.checkpoint.tag_validation == "Fail"
@@ -124,36 +155,74 @@ def warmup(**params):
 
 
 def one_cycle(**params):
-    return {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1, **params}}}
+    return {
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1, **params},
+        }
+    }
 
 
 BAD_VALUES = [
     ('{"gradient_clipping": NaN}', "gradient_clipping: expected a finite number"),
-    ('{"optimizer": {"type": "SGD", "params": {"lr": Infinity}}}', "optimizer.params.lr: expected a finite number"),
-    ({"optimizer": {"type": "SGD", "params": {"lr": -0.1}}}, "optimizer.params.lr: expected a number of at least 0"),
+    (
+        '{"optimizer": {"type": "SGD", "params": {"lr": Infinity}}}',
+        "optimizer.params.lr: expected a finite number",
+    ),
+    (
+        {"optimizer": {"type": "SGD", "params": {"lr": -0.1}}},
+        "optimizer.params.lr: expected a number of at least 0",
+    ),
     (
         {"optimizer": {"type": "SGD", "params": {"momentum": 1.1}}},
         "optimizer.params.momentum: expected a number of at most 1",
     ),
-    (warmup(warmup_min_lr=-1), "scheduler.params.warmup_min_lr: expected a finite number of at least 0"),
-    (warmup(warmup_num_steps=-1), "scheduler.params.warmup_num_steps: expected a number of at least 0"),
-    (warmup(warmup_num_steps=11), "scheduler.params.warmup_num_steps: 11 is more than total_num_steps, which is 10"),
-    (warmup(warmup_min_lr=2, warmup_max_lr=[3, 1]), "scheduler.params.warmup_min_lr: 2 is more than warmup_max_lr"),
+    (
+        warmup(warmup_min_lr=-1),
+        "scheduler.params.warmup_min_lr: expected a finite number of at least 0",
+    ),
+    (
+        warmup(warmup_num_steps=-1),
+        "scheduler.params.warmup_num_steps: expected a number of at least 0",
+    ),
+    (
+        warmup(warmup_num_steps=11),
+        "scheduler.params.warmup_num_steps: 11 is more than total_num_steps, which is 10",
+    ),
+    (
+        warmup(warmup_min_lr=2, warmup_max_lr=[3, 1]),
+        "scheduler.params.warmup_min_lr: 2 is more than warmup_max_lr",
+    ),
     (one_cycle(cycle_max_mom=1.5), "scheduler.params.cycle_max_mom: expected a number from 0 to 1"),
-    (one_cycle(cycle_min_mom=0.9, cycle_max_mom=0.8), "scheduler.params.cycle_min_mom: 0.9 is more than cycle_max_mom"),
+    (
+        one_cycle(cycle_min_mom=0.9, cycle_max_mom=0.8),
+        "scheduler.params.cycle_min_mom: 0.9 is more than cycle_max_mom",
+    ),
     (
         {"optimizer": {"type": "Rprop", "params": {"step_sizes": [2, 1]}}},
         "optimizer.params.step_sizes: expected two numbers above 0, the smaller one first",
     ),
-    ({"fp16": {"initial_scale_power": 1e9}}, "fp16.initial_scale_power: expected a number of at most 127"),
+    (
+        {"fp16": {"initial_scale_power": 1e9}},
+        "fp16.initial_scale_power: expected a number of at most 127",
+    ),
     (zero3(cpu_offload="yes"), "zero_optimization.cpu_offload: expected true or false, got 'yes'"),
-    (zero3(offload_param={"nvme_path": "a\0b"}), "zero_optimization.offload_param.nvme_path: 'a\\x00b' is no path"),
-    (zero3(sub_group_size=10**30), "zero_optimization.sub_group_size: expected a number of at most 9.22337e+18"),
+    (
+        zero3(offload_param={"nvme_path": "a\0b"}),
+        "zero_optimization.offload_param.nvme_path: 'a\\x00b' is no path",
+    ),
+    (
+        zero3(sub_group_size=10**30),
+        "zero_optimization.sub_group_size: expected a number of at most 9.22337e+18",
+    ),
     (
         {"torch_autocast": {"enabled": True}},
         "torch_autocast.enabled: True is not available: the whole model has the dtype",
     ),
-    ({f"key_{i}": 1 for i in range(2000)}, "key_0: unknown key, as 1999 others: this is not a DeepSpeed configuration"),
+    (
+        {f"key_{i}": 1 for i in range(2000)},
+        "key_0: unknown key, as 1999 others: this is not a DeepSpeed configuration",
+    ),
     ('{"a": ' * 900 + "1" + "}" * 900, "nested more than 32 levels deep"),
     ("[" * 100_000, "nested more than 32 levels deep"),
     ({1: 2}, "the key 1 is not a string"),
@@ -167,7 +236,9 @@ def test_a_value_that_cannot_work_is_refused(source, message):
 
 def test_a_pipe_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert errors(tmp_path / "pipe") == ["cannot read the DeepSpeed configuration: not a regular file"]
+    assert errors(tmp_path / "pipe") == [
+        "cannot read the DeepSpeed configuration: not a regular file"
+    ]
 
 
 def test_a_number_of_ranks_that_is_not_there():
@@ -178,19 +249,48 @@ def test_a_number_of_ranks_that_is_not_there():
 
 
 def test_settings_of_an_optimizer_that_is_refused_are_not_listed_too():
-    assert len(errors({"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3, "bias_correction": False}}})) == 1
+    assert (
+        len(
+            errors(
+                {
+                    "optimizer": {
+                        "type": "Lamb",
+                        "params": {"max_coeff": 0.3, "bias_correction": False},
+                    }
+                }
+            )
+        )
+        == 1
+    )
 
 
 # ---- the table
 
 
 def filled(monkeypatch, tmp_path):
-    """Return a configuration as the Trainer and accelerate pass it on. Its file is on the command line."""
+    """Return a configuration as the Trainer and accelerate pass it on.
+
+    Its file is on the command line.
+    """
     path = tmp_path / "ds.json"
-    raw = {"steps_per_print": 10, "bf16": {"enabled": "auto"}, **zero3(), "gradient_clipping": "auto"}
+    raw = {
+        "steps_per_print": 10,
+        "bf16": {"enabled": "auto"},
+        **zero3(),
+        "gradient_clipping": "auto",
+    }
     path.write_text(json.dumps(raw))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed", str(path), "--output_dir", str(tmp_path / "out")])
-    return load_config({**raw, "steps_per_print": float("inf"), "bf16": {"enabled": True}, "gradient_clipping": 1.0})
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--deepspeed", str(path), "--output_dir", str(tmp_path / "out")]
+    )
+    return load_config(
+        {
+            **raw,
+            "steps_per_print": float("inf"),
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+        }
+    )
 
 
 def test_auto_is_told_with_its_argument_though_accelerate_overwrites_a_key(monkeypatch, tmp_path):
@@ -199,12 +299,18 @@ def test_auto_is_told_with_its_argument_though_accelerate_overwrites_a_key(monke
     assert table["gradient_clipping"][2] == "auto: max_grad_norm"
 
 
-def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(monkeypatch, tmp_path, capsys):
+def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(
+    monkeypatch, tmp_path, capsys
+):
     config = filled(monkeypatch, tmp_path)
     announce(config)
     announce(config)
     header, *lines, last = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["steps_per_print", "bf16.enabled", "zero_optimization.stage"]
+    assert [line.split()[0] for line in lines] == [
+        "steps_per_print",
+        "bf16.enabled",
+        "zero_optimization.stage",
+    ]
     path = tmp_path / "out" / "zero_config.txt"
     assert last == f"all other keys are at their defaults; {path} lists them"
     assert len(path.read_text().splitlines()) > 100
@@ -213,19 +319,30 @@ def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(monkeypa
 def test_every_row_is_true():
     params = {"type": "AdamW", "params": {"lr": 0.1}}
     scheduler = {"type": "WarmupLR", "params": {}}
-    config = load_config({"train_batch_size": 4, "optimizer": params, "scheduler": scheduler, **zero3()})
+    config = load_config(
+        {"train_batch_size": 4, "optimizer": params, "scheduler": scheduler, **zero3()}
+    )
     table = rows(config.resolve_batch(2))
     assert table["train_batch_size"] == ["4", "4", "configuration", "used"]
     assert table["train_micro_batch_size_per_gpu"] == ["-", "2", "default", "used"]
     assert table["zero_optimization.overlap_comm"] == ["-", "true", "default", "used"]
     assert table["optimizer.params.betas"] == ["-", "[0.9, 0.999]", "default", "used"]
-    assert table["optimizer.params.weight_decay"][1] == "0.0" and table["optimizer.params.eps"][1] == "1e-08"
-    absent = ("optimizer.params.nesterov", "optimizer.params.centered", "scheduler.params.cycle_min_lr")
+    assert (
+        table["optimizer.params.weight_decay"][1] == "0.0"
+        and table["optimizer.params.eps"][1] == "1e-08"
+    )
+    absent = (
+        "optimizer.params.nesterov",
+        "optimizer.params.centered",
+        "scheduler.params.cycle_min_lr",
+    )
     assert not table.keys() & set(absent)
     assert "none: no other value is available" in table["zero_optimization.compute_grad_norm"][3]
     assert table["fp16.hysteresis"][3] == "none: the section is not enabled"
 
-    table = rows(load_config({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}))
+    table = rows(
+        load_config({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+    )
     assert table["zero_optimization.offload_param.device"][3] == "none: acts at stage 3, this is 2"
 
 

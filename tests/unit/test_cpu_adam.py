@@ -1,4 +1,6 @@
-"""Adam on host memory: the bits of torch's default Adam, however tensors are cut, with and without a compiler."""
+"""Adam on host memory: the bits of torch's default Adam, however tensors are cut, with and without
+a compiler.
+"""
 
 import logging
 import os
@@ -25,7 +27,10 @@ needs_compiler = pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """Build once for all tests. Three threads, which stand for ranks, ask for it at once. Return what each got."""
+    """Build once for all tests.
+
+    Three threads, which stand for ranks, ask for it at once. Return what each got.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
         cpu_adam._kernel.cache_clear()
@@ -50,9 +55,15 @@ def state(numel, seed=0):
 
 
 def gradient(numel, dtype, step):
-    """Return gradients of all magnitudes, with zeros and subnormals. From step 40 on some are infinite or NaN."""
+    """Return gradients of all magnitudes, with zeros and subnormals.
+
+    From step 40 on some are infinite or NaN.
+    """
     generator = torch.Generator().manual_seed(step)
-    grad = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(4).exp()
+    grad = (
+        torch.randn(numel, generator=generator)
+        * torch.randn(numel, generator=generator).mul(4).exp()
+    )
     grad[step % 3 :: 5] = 0.0
     grad[step % 4 :: 7] = 1e-7 if dtype is torch.float16 else 1e-40
     if step >= 40:
@@ -95,13 +106,21 @@ class Reference:
 
 def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0, **settings):
     master, exp_avg, exp_avg_sq = tensors
-    settings = {**SETTINGS, **settings, "weight_decay": decay, "decoupled": decoupled, "factor": factor}
+    settings = {
+        **SETTINGS,
+        **settings,
+        "weight_decay": decay,
+        "decoupled": decoupled,
+        "factor": factor,
+    }
     settings.setdefault("torch_sqrt", True)
     cpu_adam.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, **settings)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "beta1"), [(torch.float32, 0.9), (torch.bfloat16, 0.3), (torch.float16, 0.9)])
+@pytest.mark.parametrize(
+    ("dtype", "beta1"), [(torch.float32, 0.9), (torch.bfloat16, 0.3), (torch.float16, 0.9)]
+)
 @pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
 def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1):
     for numel in (1, 7, 8, 15, 1003):
@@ -109,7 +128,9 @@ def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1):
         reference = Reference(ours, decay, decoupled, beta1)
         for step in range(1, 51):
             grad, factor = gradient(numel, dtype, step), (1.0, 0.37, 2.0**-16)[step % 3]
-            adam(ours, grad, step=step, decay=decay, decoupled=decoupled, factor=factor, beta1=beta1)
+            adam(
+                ours, grad, step=step, decay=decay, decoupled=decoupled, factor=factor, beta1=beta1
+            )
             assert_same_bits(ours, reference.step(grad, factor, step))
 
 
@@ -199,9 +220,16 @@ def test_the_copy_is_rounded_as_torch_rounds(path, dtype):
     exact = EVERY_16_BITS.view(dtype).float().view(torch.int32)
     tie = 1 << (15 if dtype is torch.bfloat16 else 12)
     subnormal = (torch.rand(10_000) * 2.0**-13).view(torch.int32)
-    master = torch.cat([*(exact + offset for offset in (0, 1, tie - 1, tie, tie + 1)), subnormal]).view(torch.float32)
+    master = torch.cat(
+        [*(exact + offset for offset in (0, 1, tie - 1, tie, tie + 1)), subnormal]
+    ).view(torch.float32)
     out = torch.empty(len(master), dtype=dtype)
-    adam([master, torch.zeros_like(master), torch.zeros_like(master)], torch.zeros_like(master), out, lr=0.0)
+    adam(
+        [master, torch.zeros_like(master), torch.zeros_like(master)],
+        torch.zeros_like(master),
+        out,
+        lr=0.0,
+    )
     assert_same_bits([out], [master.to(dtype)])
 
 
@@ -220,8 +248,16 @@ def test_nothing_to_do(path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("grad", lambda tensor: tensor[:-1], r"grad must be .* shape \(4,\) .* not of shape \(3,\)"),
-        ("grad", lambda tensor: tensor.double(), "grad must be .* torch.float32 or torch.bfloat16 or torch.float16"),
+        (
+            "grad",
+            lambda tensor: tensor[:-1],
+            r"grad must be .* shape \(4,\) .* not of shape \(3,\)",
+        ),
+        (
+            "grad",
+            lambda tensor: tensor.double(),
+            "grad must be .* torch.float32 or torch.bfloat16 or torch.float16",
+        ),
         ("master", lambda tensor: tensor.view(2, 2), "master must be"),
         ("exp_avg", lambda tensor: tensor.bfloat16(), "exp_avg must be"),
         ("exp_avg_sq", lambda tensor: torch.zeros(8)[::2], "exp_avg_sq must be contiguous"),
@@ -234,7 +270,9 @@ def test_other_tensors_are_refused(name, change, message):
     tensors["out"] = torch.zeros(4, dtype=torch.bfloat16)
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=message):
-        cpu_adam.adam(*tensors.values(), step=1, **SETTINGS, weight_decay=0.0, decoupled=True, factor=1.0)
+        cpu_adam.adam(
+            *tensors.values(), step=1, **SETTINGS, weight_decay=0.0, decoupled=True, factor=1.0
+        )
 
 
 # -- building
@@ -242,7 +280,10 @@ def test_other_tensors_are_refused(name, change, message):
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """Act as a process that has not built the kernel. Afterwards the shared kernel is there again."""
+    """Act as a process that has not built the kernel.
+
+    Afterwards the shared kernel is there again.
+    """
     monkeypatch.setattr(cpu_adam, "_kernel", cpu_adam._kernel.__wrapped__)
 
 
@@ -277,12 +318,17 @@ def libraries() -> list[Path]:
 @needs_compiler
 def test_libraries_of_other_cpus_have_other_names(monkeypatch):
     before = libraries()
-    monkeypatch.setattr(cpu_adam, "FLAGS", tuple(flag for flag in cpu_adam.FLAGS if flag != "-march=native"))
+    monkeypatch.setattr(
+        cpu_adam, "FLAGS", tuple(flag for flag in cpu_adam.FLAGS if flag != "-march=native")
+    )
     cpu_adam._library()
     assert len(libraries()) == len(before) + 1
 
 
-PLANTED = 'extern "C" int planted; int planted = 1; __attribute__((constructor)) void run() { __builtin_trap(); }'
+PLANTED = (
+    'extern "C" int planted; int planted = 1; __attribute__((constructor)) void run() { '
+    "__builtin_trap(); }"
+)
 
 
 def plant(tmp_path: Path, library: Path) -> None:
@@ -325,7 +371,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, m
     else:
         pytest.skip("only root can give a folder away")
     assert cpu_adam._kernel() is not None
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "nobody else can write" in caplog.text
+    assert [record.levelno for record in caplog.records] == [
+        logging.WARNING
+    ] and "nobody else can write" in caplog.text
     assert planted.read_bytes() != content and libraries() == [planted]
 
 
@@ -335,7 +383,9 @@ def test_a_library_without_the_function_is_one_warning(afresh, tmp_path, monkeyp
     source.write_text("int other() { return 1; }")
     monkeypatch.setattr(cpu_adam, "SOURCE", source)
     assert cpu_adam._kernel() is None
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "zero_cpu_adam" in caplog.text
+    assert [record.levelno for record in caplog.records] == [
+        logging.WARNING
+    ] and "zero_cpu_adam" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zero.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
+from zero.integrations.deepspeed.optimizers import DeepSpeedCPUAdam, FusedAdam, Lion
 from zero.optim import cpu_adam
 
 

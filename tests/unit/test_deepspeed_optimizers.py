@@ -8,7 +8,8 @@ from torch import nn
 from transformers import Adafactor
 
 from zero.config import load_config
-from zero.deepspeed.optimizers import (
+from zero.errors import UsageError
+from zero.integrations.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -17,7 +18,6 @@ from zero.deepspeed.optimizers import (
     Lion,
     build_optimizer,
 )
-from zero.errors import UsageError
 
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -35,14 +35,17 @@ def trained(make, steps=3):
 def test_deepspeeds_adam_has_the_numbers_of_torch(decoupled):
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
     expected = trained(partial(torch.optim.AdamW if decoupled else torch.optim.Adam, **settings))
-    assert torch.equal(trained(partial(DeepSpeedCPUAdam, **settings, adamw_mode=decoupled)), expected)
+    assert torch.equal(
+        trained(partial(DeepSpeedCPUAdam, **settings, adamw_mode=decoupled)), expected
+    )
     assert torch.equal(trained(partial(FusedAdam, **settings, adam_w_mode=decoupled)), expected)
 
 
 def test_deepspeeds_adagrad_has_the_numbers_of_torch():
     settings = {"lr": 0.1, "eps": 1e-6, "weight_decay": 0.3}
     assert torch.equal(
-        trained(partial(DeepSpeedCPUAdagrad, **settings)), trained(partial(torch.optim.Adagrad, **settings))
+        trained(partial(DeepSpeedCPUAdagrad, **settings)),
+        trained(partial(torch.optim.Adagrad, **settings)),
     )
 
 
@@ -68,14 +71,19 @@ def test_lion_runs_a_closure_and_leaves_parameters_without_gradient():
         return loss
 
     assert optimizer.step(closure) == 2.0
-    assert used.tolist() == [0.5, 0.5] and unused.tolist() == [1.0, 1.0] and unused not in optimizer.state
+    assert (
+        used.tolist() == [0.5, 0.5]
+        and unused.tolist() == [1.0, 1.0]
+        and unused not in optimizer.state
+    )
 
 
 def test_groups_of_a_torch_optimizer_keep_what_they_say():
     """accelerate calls it with the groups of the user's optimizer and two of its defaults."""
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     user = torch.optim.AdamW(
-        [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}], betas=(0.5, 0.6)
+        [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.0}],
+        betas=(0.5, 0.6),
     )
     optimizer = DeepSpeedCPUAdam(user.param_groups, lr=1e-3, weight_decay=0.01, adamw_mode=True)
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
@@ -103,7 +111,9 @@ def test_adam_does_not_take_the_place_of_another_optimizer(make, key):
 
 def test_adam_does_not_take_the_place_of_a_schedule_free_optimizer():
     user = pytest.importorskip("schedulefree").AdamWScheduleFree([nn.Parameter(torch.ones(2))])
-    with pytest.raises(UsageError, match="weight_lr_power.*set zero_force_ds_cpu_optimizer to false"):
+    with pytest.raises(
+        UsageError, match="weight_lr_power.*set zero_force_ds_cpu_optimizer to false"
+    ):
         DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.0, adamw_mode=False)
 
 
@@ -129,14 +139,18 @@ def test_an_offloaded_optimizer_can_be_required_to_be_deepspeeds():
     on_device = load_config({"zero_force_ds_cpu_optimizer": True})
     for given, config in ((torch.optim.AdamW, on_device), (DeepSpeedCPUAdam, on_host)):
         assert type(build_optimizer(config, given, None, model)) is given
-    with pytest.raises(ValueError, match="AdamW is offloaded, and zero_force_ds_cpu_optimizer is true"):
+    with pytest.raises(
+        ValueError, match="AdamW is offloaded, and zero_force_ds_cpu_optimizer is true"
+    ):
         build_optimizer(on_host, torch.optim.AdamW, None, model)
 
 
 def test_the_sum_of_adagrad_begins_where_torchs_does():
     param = nn.Parameter(torch.zeros(2))
     group = {"params": [param], "initial_accumulator_value": 0.1}
-    optimizer = build_optimizer(load_config({}), torch.optim.Adagrad([group]), None, nn.Linear(1, 1))
+    optimizer = build_optimizer(
+        load_config({}), torch.optim.Adagrad([group]), None, nn.Linear(1, 1)
+    )
     param.grad = torch.full((2,), 0.5)
     optimizer.step()
     assert torch.equal(optimizer.state[param]["sum"], torch.full((2,), 0.25))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero import world
+from zero.comm import world
 
 
 @pytest.mark.parametrize(
@@ -11,5 +11,7 @@ from zero import world
     [(None, "cpu"), ("cuda:1", "cuda:1"), ("xpu:0", "xpu:0"), ("mps:0", "cpu")],
 )
 def test_an_accelerator_is_used_if_it_has_collectives(found, used, monkeypatch):
-    monkeypatch.setattr(world, "accelerator", lambda number: None if found is None else torch.device(found))
+    monkeypatch.setattr(
+        world, "accelerator", lambda number: None if found is None else torch.device(found)
+    )
     assert world.compute_device() == torch.device(used)

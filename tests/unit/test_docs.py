@@ -24,8 +24,13 @@ def test_the_picture_of_the_imports_is_current():
 
 
 def test_the_picture_leaves_out_what_a_longer_way_shows(monkeypatch):
-    monkeypatch.setattr(generate, "imports_of_modules", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()})
-    assert [line.strip() for line in generate.picture().splitlines() if "-->" in line] == ["a --> b", "b --> c"]
+    monkeypatch.setattr(
+        generate, "imports_of_modules", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    )
+    assert [line.strip() for line in generate.picture().splitlines() if "-->" in line] == [
+        "a --> b",
+        "b --> c",
+    ]
 
 
 def test_mermaid_can_parse_the_pictures():
@@ -44,7 +49,9 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
 
 
 def test_every_configuration_in_the_pages_is_accepted():
-    pages = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    pages = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))
+    )
     blocks = re.findall(r"```json\n(.*?)```", pages, flags=re.DOTALL)
     assert len(blocks) >= 4
     for block in blocks:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero.__main__ import main
-from zero.doctor import checks, links
-from zero.doctor.checks import FAILS, OK, SLOW
+from zero.tools.cli import main
+from zero.tools.doctor import checks, links
+from zero.tools.doctor.checks import FAILS, OK, SLOW
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,10 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
     assert "2 fault(s)" in text.splitlines()[-1]
     assert checks._shared_memory(ROOT).level == SLOW
     monkeypatch.setattr(checks, "accelerator", lambda: torch.device("cuda:0"))
-    assert checks._shared_memory(ROOT).level == FAILS and "--shm-size" in checks._shared_memory(ROOT).remedy
+    assert (
+        checks._shared_memory(ROOT).level == FAILS
+        and "--shm-size" in checks._shared_memory(ROOT).remedy
+    )
 
 
 def test_a_machine_without_a_compiler_is_slow(monkeypatch):
@@ -63,7 +66,10 @@ def test_a_folder_that_is_missing_is_refused(capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--folder", str(tmp_path / "none")])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"zero: doctor: --folder {tmp_path / 'none'}: this is no folder\n"
+    assert (
+        capsys.readouterr().err
+        == f"zero: doctor: --folder {tmp_path / 'none'}: this is no folder\n"
+    )
 
 
 def test_the_slow_link_is_named():
@@ -77,4 +83,6 @@ def test_the_slow_link_is_named():
 
 def test_the_versions_are_those_of_the_package():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert [package for package, least in checks.LEAST.items() if f'"{package}>={least}"' not in text] == []
+    assert [
+        package for package, least in checks.LEAST.items() if f'"{package}>={least}"' not in text
+    ] == []

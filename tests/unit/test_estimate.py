@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
-from zero.__main__ import main
-from zero.estimate.activation_trace import trace
-from zero.estimate.rank import build, class_of
-from zero.estimate.remedies import Remedy, _undominated
+from zero.tools.cli import main
+from zero.tools.estimate.activation_trace import trace
+from zero.tools.estimate.rank import build, class_of
+from zero.tools.estimate.remedies import Remedy, _undominated
 
 SIZES = {
     "hidden_size": 64,
@@ -33,7 +33,9 @@ def llama(**sizes: Any) -> transformers.PretrainedConfig:
 
 
 def counted(
-    shape: transformers.PretrainedConfig, checkpointing: bool = False, dtype: torch.dtype = torch.bfloat16
+    shape: transformers.PretrainedConfig,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> int:
     return trace(build(shape, dtype), BATCH, LENGTH, checkpointing).operations
 
@@ -57,7 +59,11 @@ def test_operations_are_those_of_the_products():
 
 def test_only_active_experts_compute():
     def mixture(experts: int, active: int, dtype: torch.dtype = torch.bfloat16) -> int:
-        sizes = {"num_local_experts": experts, "num_experts_per_tok": active, "architectures": ["MixtralForCausalLM"]}
+        sizes = {
+            "num_local_experts": experts,
+            "num_experts_per_tok": active,
+            "architectures": ["MixtralForCausalLM"],
+        }
         return counted(transformers.MixtralConfig(**SIZES | HEADS | sizes), dtype=dtype)
 
     of_an_expert = 3 * 2 * BATCH * LENGTH * 2 * 3 * 64 * 96
@@ -69,13 +75,26 @@ def test_only_active_experts_compute():
 
 @pytest.fixture
 def ask(tmp_path, capsys) -> Callable[..., Any]:
-    """Call the command for a model's configuration and a ds_config.json. Returns the text, or what --json gives."""
+    """Call the command for a model's configuration and a ds_config.json.
 
-    def call(shape: transformers.PretrainedConfig, section: dict[str, Any], *options: str, **others: Any) -> Any:
+    Returns the text, or what --json gives.
+    """
+
+    def call(
+        shape: transformers.PretrainedConfig, section: dict[str, Any], *options: str, **others: Any
+    ) -> Any:
         shape.save_pretrained(tmp_path / "model")
         settings = {"bf16": {"enabled": True}, "zero_optimization": section} | others
         (tmp_path / "ds.json").write_text(json.dumps(settings))
-        main(["estimate", str(tmp_path / "model"), "--ds-config", str(tmp_path / "ds.json"), *options])
+        main(
+            [
+                "estimate",
+                str(tmp_path / "model"),
+                "--ds-config",
+                str(tmp_path / "ds.json"),
+                *options,
+            ]
+        )
         text = capsys.readouterr().out
         return json.loads(text) if "--json" in options else text
 
@@ -107,14 +126,20 @@ def test_without_a_known_class_the_type_decides(shape, name, ask):
 
 
 def test_an_encoder_decoder_has_activations(ask):
-    shape = transformers.T5Config(**T5, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"])
+    shape = transformers.T5Config(
+        **T5, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]
+    )
     found = ask(shape, {"stage": 3}, "--json", "--batch", "2", "--seq", "8")
-    assert found["with_checkpointing"]["activations"] < found["without_checkpointing"]["activations"]
+    assert (
+        found["with_checkpointing"]["activations"] < found["without_checkpointing"]["activations"]
+    )
 
 
 def test_both_ways_of_checkpointing(ask):
     options = ["--batch", "16", "--seq", "32", "--world", "2", "--json"]
-    plain, less = (ask(llama(), {"stage": 3}, *options, *more) for more in ([], ["--checkpointing"]))
+    plain, less = (
+        ask(llama(), {"stage": 3}, *options, *more) for more in ([], ["--checkpointing"])
+    )
     for key in ("with_checkpointing", "without_checkpointing"):
         assert plain[key] == less[key]
     assert plain["with_checkpointing"]["device"] < plain["without_checkpointing"]["device"]
@@ -122,21 +147,32 @@ def test_both_ways_of_checkpointing(ask):
     assert sum(less["bytes"]["device"].values()) == less["with_checkpointing"]["device"]
     text = ask(llama(), {"stage": 3}, *options[:-1])
     assert "With gradient checkpointing: " in text
-    assert "Without gradient checkpointing: " in ask(llama(), {"stage": 3}, *options[:-1], "--checkpointing")
+    assert "Without gradient checkpointing: " in ask(
+        llama(), {"stage": 3}, *options[:-1], "--checkpointing"
+    )
 
 
 def test_the_batch_may_come_from_the_file(ask, capsys):
     seq = ["--seq", "16", "--json"]
     given = ask(llama(), {"stage": 3}, "--batch", "4", *seq)
     assert ask(llama(), {"stage": 3}, *seq, train_micro_batch_size_per_gpu=4) == given
-    assert ask(llama(), {"stage": 3}, *seq, train_batch_size=8, gradient_accumulation_steps=2)["fits"]
+    assert ask(llama(), {"stage": 3}, *seq, train_batch_size=8, gradient_accumulation_steps=2)[
+        "fits"
+    ]
     assert "train_micro_batch_size_per_gpu" in refusal(capsys, ask, llama(), {"stage": 3}, *seq)
     assert "--batch needs --seq" in refusal(capsys, ask, llama(), {"stage": 3}, "--batch", "4")
 
 
 def test_other_inputs_than_tokens_are_named(ask, capsys):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vit = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"])
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vit = transformers.ViTConfig(
+        **sizes, image_size=8, patch_size=4, architectures=["ViTForImageClassification"]
+    )
     options = ["--batch", "2", "--seq", "8"]
     assert "takes pixel_values, not token ids" in refusal(capsys, ask, vit, {"stage": 3}, *options)
     bare = llama()
@@ -171,12 +207,15 @@ def test_a_part_of_the_optimizer_is_offloaded_if_that_is_enough(ask):
 def test_whole_tensors_move_to_their_owners_only_if_they_are_sharded(ask):
     muon = {"type": "Muon", "params": {"lr": 1e-3}}
     alone, one, sharded = (
-        ask(llama(), {"stage": stage}, "--world", world, "--json", optimizer=muon)["bytes"]["device"]
+        ask(llama(), {"stage": stage}, "--world", world, "--json", optimizer=muon)["bytes"][
+            "device"
+        ]
         for stage, world in ((0, "2"), (2, "1"), (2, "2"))
     )
     elements = sum(param.numel() for param in build(llama(), torch.bfloat16).parameters())
-    # Gradients get 4 bytes. The eight square matrices are the largest batch: 4 bytes for the update, 6 for matrices and
-    # 4 for products. A tensor that moves has 8 on its owner, and as many are sent and received.
+    # Gradients get 4 bytes. The eight square matrices are the largest batch: 4 bytes for the
+    # update, 6 for matrices and 4 for products. A tensor that moves has 8 on its owner, and as many
+    # are sent and received.
     for unsharded in (alone, one):
         assert unsharded["whole tensors of the optimizer"] == 4 * elements + 8 * 14 * 64 * 64
     assert 4 * elements < sharded["whole tensors of the optimizer"] < 24 * elements
@@ -189,7 +228,11 @@ def test_a_slower_remedy_needs_less_memory_or_fewer_settings():
 
     fast, smaller, simpler = remedy(1, 50, 3), remedy(2, 40, 3), remedy(3, 90, 1)
     useless = [remedy(2.5, 45, 3), remedy(4, 39, 2)]
-    assert _undominated([*useless, simpler, smaller, fast], {"device": 100}) == [fast, smaller, simpler]
+    assert _undominated([*useless, simpler, smaller, fast], {"device": 100}) == [
+        fast,
+        smaller,
+        simpler,
+    ]
     many = [remedy(2 + number / 10, 40 - 5 * number, 3) for number in range(6)]
     assert _undominated([*many, simpler, fast], {"device": 100}) == [fast, *many[:3], simpler]
 
@@ -201,6 +244,13 @@ def test_files_are_a_remedy_for_too_little_host_memory(ask):
     found = ask(shape, section, "--world", "2", "--json", *limits, aio={"queue_depth": 4})
     assert not found["fits"]
     best = found["remedies"][0]
-    assert "nvme" in best["change"] and best["host"] <= 60 << 20 < parts(found, "host") and best["disk"] > 0
+    assert (
+        "nvme" in best["change"]
+        and best["host"] <= 60 << 20 < parts(found, "host")
+        and best["disk"] > 0
+    )
     text = ask(shape, section, "--world", "2", *limits, aio={"queue_depth": 4})
-    assert "does not fit into host memory of 60.00 MiB; the largest part: optimizer state" in text and "on disk" in text
+    assert (
+        "does not fit into host memory of 60.00 MiB; the largest part: optimizer state" in text
+        and "on disk" in text
+    )

@@ -10,10 +10,10 @@ import pytest
 from transformers import TrainingArguments
 
 from tests.unit.configurations import zero3
-from zero.__main__ import main
-from zero.config.explain import RULES, TRAINER, explain, explain_as_json
 from zero.config.reading import section_of
 from zero.config.settings import Config
+from zero.tools.cli import main
+from zero.tools.explain import RULES, TRAINER, explain, explain_as_json
 
 SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
 
@@ -21,13 +21,17 @@ SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
 def leaves(value, path=""):
     if not isinstance(value, dict):
         return [path]
-    return [leaf for key, each in value.items() for leaf in leaves(each, f"{path}.{key}".lstrip("."))]
+    return [
+        leaf for key, each in value.items() for leaf in leaves(each, f"{path}.{key}".lstrip("."))
+    ]
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.parent.glob("*.json")), ids=lambda file: file.name)
 def test_every_key_of_a_shipped_file_is_explained_once(file):
     text = explain(str(file))
-    assert sorted(re.findall(r"^  (\S+) = ", text, re.MULTILINE)) == sorted(leaves(json.loads(file.read_text())))
+    assert sorted(re.findall(r"^  (\S+) = ", text, re.MULTILINE)) == sorted(
+        leaves(json.loads(file.read_text()))
+    )
     assert "None" not in text
 
 
@@ -45,12 +49,19 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
         "_note": 1,
         "fp16": {"enabled": "auto", "hysteresis": 3},
     }
-    config |= {"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5, "reduce_scatter": True}}
+    config |= {
+        "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5, "reduce_scatter": True}
+    }
     found, keys = explained(config, tmp_path)
     assert keys["train_batch_size"]["group"] == "Keys that act"
-    assert keys["gradient_clipping"]["text"].endswith("Becomes: --max_grad_norm of the Trainer (default 1.0).")
+    assert keys["gradient_clipping"]["text"].endswith(
+        "Becomes: --max_grad_norm of the Trainer (default 1.0)."
+    )
     assert keys["fp16.hysteresis"]["text"].endswith("Acts if fp16.enabled becomes true.")
-    assert keys["zero_optimization.stage3_max_live_parameters"]["text"] == "No effect: acts at stage 3, this is 2."
+    assert (
+        keys["zero_optimization.stage3_max_live_parameters"]["text"]
+        == "No effect: acts at stage 3, this is 2."
+    )
     assert keys["zero_optimization.reduce_scatter"]["group"] == "Keys without effect"
     assert found["unknown"] == ["_note"]
     assert found["summary"].startswith("optimizer state and gradients are sharded (stage 2)")
@@ -59,25 +70,69 @@ def test_each_key_is_in_the_group_where_it_belongs(tmp_path):
 NVME = {"device": "nvme", "nvme_path": "/tmp", "pin_memory": True, "pipeline_read": True}
 # A configuration, a key of it, and words that a reader of this value needs.
 VALUES = [
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage", "a part of gradients and optimizer state"),
-    (zero3(overlap_comm=False), "zero_optimization.overlap_comm", "Backward waits for each reduction"),
-    (zero3(offload_param={"device": "none"}), "zero_optimization.offload_param.device", "weights stay on the device"),
-    (zero3(stage3_max_reuse_distance=0), "zero_optimization.stage3_max_reuse_distance", "freed after its use"),
+    (
+        {"zero_optimization": {"stage": 2}},
+        "zero_optimization.stage",
+        "a part of gradients and optimizer state",
+    ),
+    (
+        zero3(overlap_comm=False),
+        "zero_optimization.overlap_comm",
+        "Backward waits for each reduction",
+    ),
+    (
+        zero3(offload_param={"device": "none"}),
+        "zero_optimization.offload_param.device",
+        "weights stay on the device",
+    ),
+    (
+        zero3(stage3_max_reuse_distance=0),
+        "zero_optimization.stage3_max_reuse_distance",
+        "freed after its use",
+    ),
     (zero3(sub_group_size=0), "zero_optimization.sub_group_size", "updates all elements at once."),
-    (zero3(reduce_bucket_size=5e8), "zero_optimization.reduce_bucket_size", "954 MiB in 16 bits, 1.86 GiB in fp32."),
-    (zero3(offload_param={"device": "none"}), "zero_optimization.stage", "A block is gathered for its forward"),
-    ({"aio": {"block_size": 262144}} | zero3(offload_optimizer=NVME), "aio.block_size", "That is 256 KiB."),
-    ({"fp16": {"enabled": True, "initial_scale_power": 16}}, "fp16.initial_scale_power", "That is 65,536."),
-    ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale", "always multiplied by 128."),
+    (
+        zero3(reduce_bucket_size=5e8),
+        "zero_optimization.reduce_bucket_size",
+        "954 MiB in 16 bits, 1.86 GiB in fp32.",
+    ),
+    (
+        zero3(offload_param={"device": "none"}),
+        "zero_optimization.stage",
+        "A block is gathered for its forward",
+    ),
+    (
+        {"aio": {"block_size": 262144}} | zero3(offload_optimizer=NVME),
+        "aio.block_size",
+        "That is 256 KiB.",
+    ),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 16}},
+        "fp16.initial_scale_power",
+        "That is 65,536.",
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128}},
+        "fp16.loss_scale",
+        "always multiplied by 128.",
+    ),
     ({"wall_clock_breakdown": False}, "wall_clock_breakdown", "Off. If true: Rank 0 prints"),
     ({"gradient_clipping": 0}, "gradient_clipping", "Gradients are not clipped."),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type", "then stays."),
     (
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+        {
+            "train_batch_size": 64,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 4,
+        },
         "train_batch_size",
         "takes 4 process",
     ),
-    ({"train_batch_size": 64}, "train_batch_size", "A step takes 64 samples. Other batch sizes follow"),
+    (
+        {"train_batch_size": 64},
+        "train_batch_size",
+        "A step takes 64 samples. Other batch sizes follow",
+    ),
 ]
 
 
@@ -100,7 +155,9 @@ def test_each_sentence_about_a_value_is_about_a_valid_one():
     for section in sections():
         for key in section.model_fields:
             for value in set(section.about(key).get("says") or {}) - {"other", sys.maxsize}:
-                found = section.__pydantic_validator__.validate_assignment(section.model_construct(), key, value)
+                found = section.__pydantic_validator__.validate_assignment(
+                    section.model_construct(), key, value
+                )
                 assert getattr(found, key) in (value, sys.maxsize), (section, key, value)
                 count += 1
     assert count > 50
@@ -152,13 +209,15 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     file = tmp_path / "ds.json"
     file.write_text('{"wandb": {"enabled": true}}')
     for found in (None, object()):
-        monkeypatch.setattr("zero.config.explain.find_spec", lambda package, found=found: found)
+        monkeypatch.setattr("zero.tools.explain.find_spec", lambda package, found=found: found)
         assert ("The package wandb is not installed here" in explain(str(file))) == (found is None)
 
 
 def test_the_command(tmp_path, capsys):
     main(["explain", str(SHIPPED)])
-    assert capsys.readouterr().out.startswith(f"{SHIPPED}: optimizer state, gradients and parameters are sharded")
+    assert capsys.readouterr().out.startswith(
+        f"{SHIPPED}: optimizer state, gradients and parameters are sharded"
+    )
     with pytest.raises(SystemExit) as ended:
         main(["explain", str(tmp_path / "none.json")])
     assert ended.value.code == 2 and "none.json" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""zero.offload.files: what is left of a file when a process forks or ends, and how long tensors live."""
+"""zero.offload.nvme: what is left of a file when a process forks or ends, and how long tensors
+live.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import warnings
 import pytest
 import torch
 
-from zero.offload.files import ScratchFile
+from zero.offload.nvme import ScratchFile
 
 
 def forked(act) -> int:
@@ -61,10 +63,13 @@ def test_a_forked_process_is_refused_and_can_drop_what_it_got(tmp_path):
 
 
 def test_the_end_of_the_process(tmp_path):
-    """The process ends in spite of running transfers. Exit handlers and remaining threads may start more."""
+    """The process ends in spite of running transfers.
+
+    Exit handlers and remaining threads may start more.
+    """
     program = """
         import atexit, sys, threading, torch
-        from zero.offload.files import ScratchFile
+        from zero.offload.nvme import ScratchFile
         file = ScratchFile(sys.argv[1])
         tensor = file.empty(1 << 20, torch.float32)
         def last(name):
@@ -80,7 +85,10 @@ def test_the_end_of_the_process(tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"] and ended.returncode == 0
+    assert (
+        ended.stdout.split() == ["thread", "1048576.0", "atexit", "1048576.0"]
+        and ended.returncode == 0
+    )
     assert ended.stderr == ""
 
 
@@ -106,6 +114,8 @@ def test_a_file_that_is_dropped_ends_its_threads_and_tensors_outlive_it(tmp_path
 
 def test_a_tensor_lives_as_long_as_its_transfers(tmp_path):
     file = ScratchFile(tmp_path)
-    transfers = [file.write(file.empty(1 << 18, torch.float32), torch.ones(1 << 18)) for _ in range(20)]
+    transfers = [
+        file.write(file.empty(1 << 18, torch.float32), torch.ones(1 << 18)) for _ in range(20)
+    ]
     for transfer in transfers:
         transfer.wait()

@@ -1,4 +1,6 @@
-"""zero.offload.files: mapping and direct I/O show the same values, and space is freed when tensors are freed."""
+"""zero.offload.nvme: mapping and direct I/O show the same values, and space is freed when tensors
+are freed.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ import torch
 
 from zero.config import AioConfig
 from zero.errors import UsageError
-from zero.offload import files
-from zero.offload.files import ScratchFile
-from zero.offload.memory import PAGE, HostMemory
+from zero.offload import nvme
+from zero.offload.nvme import ScratchFile
+from zero.offload.pinned import PAGE, HostMemory
 
 # Requests of two pages, so that small tensors take several.
 SMALL = AioConfig(block_size=PAGE, queue_depth=4, thread_count=2)
@@ -108,7 +110,9 @@ def test_neighbours_in_a_page_are_written_at_the_same_time(tmp_path):
         cuts = sorted({0, tensor.numel(), *(128 * order.randrange(2343) for _ in range(40))})
         expected = torch.empty(300_000, dtype=torch.uint8).random_(0, 256)
         parts = list(zip(cuts, cuts[1:], strict=False))
-        transfers = [file.write(tensor[start:end], expected[start:end].clone()) for start, end in parts]
+        transfers = [
+            file.write(tensor[start:end], expected[start:end].clone()) for start, end in parts
+        ]
         for transfer in transfers:
             transfer.wait()
         found = torch.empty_like(expected)
@@ -169,11 +173,13 @@ def test_tensors_start_as_zeros_and_their_places_are_used_again(tmp_path):
 
 
 def test_large_tensors_get_mappings_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("zero.offload.files._SEGMENT", 4 << 20)
+    monkeypatch.setattr("zero.offload.nvme._SEGMENT", 4 << 20)
     file = ScratchFile(tmp_path, SMALL)
     tensors = [file.zeros(numel, torch.uint8) for numel in (100, 6 << 20, 3 << 20, 100, 100)]
     hosts = [torch.empty_like(tensor) for tensor in tensors]
-    transfers = [file.write(t, h.fill_(i + 1)) for i, (t, h) in enumerate(zip(tensors, hosts, strict=True))]
+    transfers = [
+        file.write(t, h.fill_(i + 1)) for i, (t, h) in enumerate(zip(tensors, hosts, strict=True))
+    ]
     for number, (tensor, transfer) in enumerate(zip(tensors, transfers, strict=True)):
         transfer.wait()
         assert (tensor == number + 1).all()
@@ -222,10 +228,14 @@ def test_folders_are_made_or_refused(tmp_path, caplog):
     ScratchFile(folder)
     assert list(folder.iterdir()) == []
     ScratchFile(folder)
-    assert [record.args[1] for record in caplog.records] == [folder], "one message, when the folder is created"
+    assert [record.args[1] for record in caplog.records] == [folder], (
+        "one message, when the folder is created"
+    )
     (tmp_path / "file").touch()
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match=r"offload_\*.nvme_path: no file can be made in .*/file"):
+        with pytest.raises(
+            UsageError, match=r"offload_\*.nvme_path: no file can be made in .*/file"
+        ):
             ScratchFile(wrong)
 
 
@@ -235,7 +245,8 @@ def test_a_folder_without_direct_io_is_told_once(tmp_path, monkeypatch, caplog):
     tensor = file.empty(10_000, torch.float32)
     file.write(tensor, torch.ones(10_000)).wait()
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path} does not allow direct I/O: transfers there go through the page cache, more slowly"
+        f"{tmp_path} does not allow direct I/O: transfers there go through the page cache, more "
+        "slowly"
     ]
 
 
@@ -256,7 +267,9 @@ def test_no_space_is_an_error_when_a_tensor_is_made(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match=f"no 4000 bytes in {tmp_path}: No space left on device; make room") as caught:
+        with pytest.raises(
+            OSError, match=f"no 4000 bytes in {tmp_path}: No space left on device; make room"
+        ) as caught:
             file.empty(1000, torch.float32)
     assert caught.value.errno == errno.ENOSPC
     del caught
@@ -280,7 +293,9 @@ def test_a_file_that_is_too_short(tmp_path, way):
     tensor = file.empty(10 * PAGE, torch.uint8)
     host = way(tensor)
     os.ftruncate(file._file, 3 * PAGE)
-    with pytest.raises(OSError, match=f"reading from {tmp_path}, .*: the file ends .* in order") as caught:
+    with pytest.raises(
+        OSError, match=f"reading from {tmp_path}, .*: the file ends .* in order"
+    ) as caught:
         file.read(tensor, host).wait()
     assert caught.value.errno == errno.EIO
 
@@ -303,6 +318,8 @@ def test_an_error_of_the_disk_is_raised_by_wait(tmp_path, monkeypatch, call):
 
 
 def test_settings_give_the_bytes_of_a_request():
-    assert files.request_bytes(AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)) == 8 << 20
-    assert files.request_bytes(AioConfig(block_size=5000, queue_depth=1, thread_count=8)) == 2 * PAGE
-    assert list(files._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]
+    assert (
+        nvme.request_bytes(AioConfig(block_size=1 << 20, queue_depth=32, thread_count=4)) == 8 << 20
+    )
+    assert nvme.request_bytes(AioConfig(block_size=5000, queue_depth=1, thread_count=8)) == 2 * PAGE
+    assert list(nvme._pieces(0, 3 * PAGE, PAGE)) == [(n * PAGE, PAGE, True) for n in range(3)]

@@ -18,7 +18,11 @@ def row(seconds: float, losses: list[float] = LOSSES) -> dict[str, Any]:
 
 def test_ratios_are_within_rounds_to_the_first_variant_that_finished_in_each():
     missing = {"a": "out of memory", "d": "no such module"}
-    rounds = [{"b": row(1.0), "c": row(2.0)}, {"a": row(9.0), "b": row(2.0), "c": row(6.0)}, {"b": row(1.0)}]
+    rounds = [
+        {"b": row(1.0), "c": row(2.0)},
+        {"a": row(9.0), "b": row(2.0), "c": row(6.0)},
+        {"b": row(1.0)},
+    ]
     base, rows = summary(rounds, ["a", "b", "c", "d"], missing)
     assert base == "b"
     assert {name: found["ratio"] for name, found in rows.items()} == {"a": 4.5, "b": 1.0, "c": 2.5}
@@ -28,16 +32,25 @@ def test_ratios_are_within_rounds_to_the_first_variant_that_finished_in_each():
 def test_without_a_base_the_run_says_what_failed():
     missing = {"a": "out of memory", "b": "no such module"}
     for rounds in ([{}], [{"a": row(1.0)}, {"b": row(1.0)}]):
-        with pytest.raises(SystemExit, match="no variant finished in all(.|\\n)*a: out of memory\nb: no such module"):
+        with pytest.raises(
+            SystemExit,
+            match="no variant finished in all(.|\\n)*a: out of memory\nb: no such module",
+        ):
             summary(rounds, ["a", "b"], missing)
 
 
 @pytest.mark.parametrize(
-    "losses", [[12.0, 12.0, 12.0], [12.0, 11.92, 11.83], [12.0, 11.5, 11.8], [12.0, math.nan, 11.8]], ids=str
+    "losses",
+    [[12.0, 12.0, 12.0], [12.0, 11.92, 11.83], [12.0, 11.5, 11.8], [12.0, math.nan, 11.8]],
+    ids=str,
 )
 def test_other_losses_than_the_bases_are_a_failure(losses):
     missing: dict[str, str] = {}
-    summary([{"a": row(1.0), "b": row(1.0, losses), "c": row(1.0, [12.02, 11.9, 11.81])}], ["a", "b", "c"], missing)
+    summary(
+        [{"a": row(1.0), "b": row(1.0, losses), "c": row(1.0, [12.02, 11.9, 11.81])}],
+        ["a", "b", "c"],
+        missing,
+    )
     assert list(missing) == ["b"] and missing["b"].startswith("not the same training")
 
 

@@ -8,9 +8,9 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from zero.config import OffloadOptimizerConfig, load_config
-from zero.deepspeed import configuration as facade
-from zero.deepspeed.optimizers import build_optimizer
-from zero.deepspeed.utilities import RepeatingLoader, register_grad_hook
+from zero.integrations.deepspeed import configuration as facade
+from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.integrations.deepspeed.utilities import RepeatingLoader, register_grad_hook
 
 
 def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):
@@ -19,7 +19,8 @@ def test_a_configuration_by_itself_completes_its_batch_sizes(tmp_path):
     config = facade.DeepSpeedConfig(path)
     assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (6, 1)
     assert config.bf16.enabled
-    config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = 2, None
+    config.train_micro_batch_size_per_gpu = 2
+    config.gradient_accumulation_steps = None
     config._configure_train_batch_size()
     assert config.gradient_accumulation_steps == 3
     config.gradient_accumulation_steps = 2
@@ -31,7 +32,12 @@ class Settings(facade.DeepSpeedConfigModel):
     width: int = 0
     names: list[str] | None = None
     name: str | None = Field(
-        None, json_schema_extra={"deprecated": True, "new_param": "names", "new_param_fn": lambda name: [name]}
+        None,
+        json_schema_extra={
+            "deprecated": True,
+            "new_param": "names",
+            "new_param_fn": lambda name: [name],
+        },
     )
 
 
@@ -49,7 +55,10 @@ def test_single_settings():
     assert facade.get_gradient_clipping({}) == facade.GRADIENT_CLIPPING_DEFAULT == 1.0
     assert facade.get_gradient_clipping({"gradient_clipping": 0.0}) == 0.0
     assert facade.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
-    assert OffloadOptimizerConfig(pipeline_write=True).pipeline and not OffloadOptimizerConfig().pipeline
+    assert (
+        OffloadOptimizerConfig(pipeline_write=True).pipeline
+        and not OffloadOptimizerConfig().pipeline
+    )
 
 
 def test_a_gradient_hook_sees_the_gradient():
@@ -71,8 +80,13 @@ def test_an_untested_optimizer_is_refused_on_request():
     allowed = load_config({"zero_allow_untested_optimizer": True, **sharded})
     refused = load_config({"zero_allow_untested_optimizer": False, **sharded})
     for kind, config in ((Untested, allowed), (torch.optim.SGD, refused)):
-        assert type(build_optimizer(config, lambda params, kind=kind: kind(params), None, model)) is kind
-    with pytest.raises(ValueError, match="Untested is untested, and zero_allow_untested_optimizer is false"):
+        assert (
+            type(build_optimizer(config, lambda params, kind=kind: kind(params), None, model))
+            is kind
+        )
+    with pytest.raises(
+        ValueError, match="Untested is untested, and zero_allow_untested_optimizer is false"
+    ):
         build_optimizer(refused, Untested(model.parameters(), lr=1.0), None, model)
 
 

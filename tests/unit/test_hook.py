@@ -1,4 +1,7 @@
-"""The import hook and the launcher. Each test has its own process, because both change what a process imports."""
+"""The import hook and the launcher.
+
+Each test has its own process, because both change what a process imports.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import pytest
 import torch
 
 from tests.processes import fork_ranks, run, torchrun
-from zero.__main__ import main
 from zero.errors import refuse
+from zero.tools.cli import main
 
 
 def python(
@@ -38,7 +41,9 @@ def real_deepspeed(tmp_path):
     (site / "deepspeed" / "__init__.py").write_text("real = True\n", encoding="utf-8")
     record = site / "deepspeed-0.17.1.dist-info"
     record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.1\n", encoding="utf-8")
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.1\n", encoding="utf-8"
+    )
     return site
 
 
@@ -73,8 +78,8 @@ def test_transformers_and_accelerate_find_it(tmp_path):
 def test_every_name_of_the_table_resolves(tmp_path):
     done = python(
         """
-        import importlib, zero, zero.comm, zero.hf
-        from zero.deepspeed.names import ABSENT, NAMES
+        import importlib, zero, zero.comm.communicator, zero.hf
+        from zero.integrations.deepspeed.names import ABSENT, NAMES
         zero.hf.enable()
         for module, names in NAMES.items():
             imported = importlib.import_module(module)
@@ -159,7 +164,9 @@ def test_real_deepspeed_stays_unless_zero_is_asked_for(real_deepspeed, tmp_path)
     assert asked.stdout.split() == ["0.17.1", "0.19.8", "False"], asked.stderr
     said = [line for line in asked.stderr.splitlines() if line.startswith("zero:")]
     assert said == ["zero: DeepSpeed 0.17.1 is installed too; this run uses zero in its place"]
-    other_rank = python(code.format(enable=True), tmp_path, {"RANK": "1", "WORLD_SIZE": "1"}, real_deepspeed)
+    other_rank = python(
+        code.format(enable=True), tmp_path, {"RANK": "1", "WORLD_SIZE": "1"}, real_deepspeed
+    )
     assert other_rank.returncode == 0 and "zero:" not in other_rank.stderr
 
 
@@ -171,7 +178,9 @@ def test_real_deepspeed_already_imported(real_deepspeed, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a CUDA device")
 def test_accelerate_sees_the_group_on_a_cpu(tmp_path):
-    """With plain python the world size is 1, and accelerate's state knows its backend, also when made twice."""
+    """With plain python the world size is 1, and accelerate's state knows its backend, also when
+    made twice.
+    """
     done = python(
         """
         import zero.hf; zero.hf.enable()
@@ -215,7 +224,10 @@ def test_run_is_as_python_would_run_it(tmp_path):
 def test_exit_code_and_traceback_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys; sys.exit(7)", encoding="utf-8")
-    assert fork_ranks("-m", "zero", "run", script, nproc=0, timeout=120, imported="zero").returncode == 7
+    assert (
+        fork_ranks("-m", "zero", "run", script, nproc=0, timeout=120, imported="zero").returncode
+        == 7
+    )
     script.write_text("raise KeyError('gone')", encoding="utf-8")
     done = zero("run", script)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == "KeyError: 'gone'"
@@ -262,7 +274,9 @@ def test_files_of_no_size_are_refused(size, capsys):
 
 def test_a_mistake_in_the_script_is_one_line_that_names_the_line(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from zero.config import load_config\n\nload_config({'fp16': 1})\n", encoding="utf-8")
+    script.write_text(
+        "from zero.config import load_config\n\nload_config({'fp16': 1})\n", encoding="utf-8"
+    )
     said = f"{script}, line 3: DeepSpeed configuration dict: fp16: expected an object, got 1"
     done = zero("run", script)
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == said
@@ -287,7 +301,10 @@ def test_an_exception_of_all_ranks_is_printed_once(tmp_path):
         encoding="utf-8",
     )
     done = torchrun(script, nproc=2, timeout=120)
-    assert done.returncode == 1 and done.stderr.count('raise RuntimeError("the batch was cursed")') == 1
+    assert (
+        done.returncode == 1
+        and done.stderr.count('raise RuntimeError("the batch was cursed")') == 1
+    )
     assert "[rank 0] RuntimeError: the batch was cursed" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""zero.offload.memory: buffers for direct I/O are used again, and pinned as long as they live."""
+"""zero.offload.pinned: buffers for direct I/O are used again, and pinned as long as they live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import torch
 
 from zero import device
-from zero.offload.memory import PAGE, HostMemory
+from zero.offload.pinned import PAGE, HostMemory
 
 
 def test_host_memory_has_the_phase_that_is_asked_for_and_is_used_again():
@@ -27,7 +27,8 @@ class Runtime:
     """Stands for the device's runtime. It returns a fixed code, and records what is registered."""
 
     def __init__(self, code: int):
-        self.code, self.registered = code, set()
+        self.code = code
+        self.registered = set()
 
     def pin(self, address, size):
         assert ctypes.string_at(address, size) == bytes(size)

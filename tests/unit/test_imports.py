@@ -9,68 +9,79 @@ import zero
 
 PACKAGE = Path(zero.__file__).parent
 
-# From the bottom to the top. A module may import those before it. A package's name stands for all of its modules.
+# From the bottom to the top. A module may import those before it. A package's name stands for all
+# of its modules.
 LAYERS = [
     "zero.errors",
-    "zero.mesh",
+    "zero.comm.mesh",
     "zero.device",
     "zero.config",
-    "zero.arguments",
-    "zero.layout",
-    "zero.schedule",
-    "zero.clock",
-    "zero.watchdog",
-    "zero.order",
-    "zero.pending",
-    "zero.interface",
-    "zero.world",
-    "zero.links",
-    "zero.comm",
-    "zero.sequence",
-    "zero.compression",
-    "zero.agreement",
+    "zero.tools.arguments",
+    "zero.core.layout",
+    "zero.core.schedule",
+    "zero.comm.clock",
+    "zero.comm.watchdog",
+    "zero.comm.fingerprint",
+    "zero.comm.work",
+    "zero.comm.gloo_interface",
+    "zero.comm.world",
+    "zero.comm.traffic",
+    "zero.comm.communicator",
+    "zero.parallel.sequence",
+    "zero.comm.quantized",
+    "zero.comm.consistency",
     "zero.offload",
-    "zero.parameters",
-    "zero.views",
-    "zero.unit",
-    "zero.second_shards",
-    "zero.optimizer_shard",
-    "zero.activations",
-    "zero.gradients",
-    "zero.gathering",
-    "zero.reduction",
-    "zero.reads",
-    "zero.hooks",
+    "zero.core.sharded_param",
+    "zero.core.views",
+    "zero.core.param_group",
+    "zero.core.secondary_partition",
+    "zero.core.optimizer_shard",
+    "zero.core.activation_offload",
+    "zero.core.gradients",
+    "zero.core.gathering",
+    "zero.core.reduction",
+    "zero.core.external_access",
+    "zero.core.hooks",
     "zero.optim",
-    "zero.parameter_state",
-    "zero.gathered",
-    "zero.experts",
-    "zero.init",
-    "zero.tensor_parallel",
+    "zero.optim.param_access",
+    "zero.core.gathered_parameters",
+    "zero.parallel.experts",
+    "zero.core.init",
+    "zero.parallel.tensor",
     "zero.checkpoint",
-    "zero.preemption",
-    "zero.export",
+    "zero.checkpoint.preemption",
+    "zero.checkpoint.export",
     "zero.accumulation",
-    "zero.construction",
+    "zero.build",
     "zero.engine",
     "zero.monitor",
-    "zero.streaming",
-    "zero.deepspeed",
-    "zero.pipeline",
-    "zero.report",
-    "zero.watch",
-    "zero.verify",
+    "zero.checkpoint.streaming",
+    "zero.integrations.deepspeed",
+    "zero.parallel.pipeline",
+    "zero.tools.report",
+    "zero.tools.profile",
+    "zero.tools.verify",
     "zero",
     "zero.hf",
-    "zero.launch",
-    "zero.doctor",
-    "zero.estimate",
-    "zero.__main__",
+    "zero.tools.launch",
+    "zero.tools.doctor",
+    "zero.tools.estimate",
+    "zero.tools.cli",
 ]
 # Within a package.
 INSIDE = {
-    "zero.estimate": [
-        *("question", "activation_trace", "states", "buffers", "messages", "gradients", "step", "updates", "traffic"),
+    "zero.tools.estimate": [
+        *(
+            "question",
+            "activation_trace",
+            "states",
+            "buffers",
+            "messages",
+            "gradients",
+            "step",
+            "updates",
+            "traffic",
+        ),
         *("rank", "remedies", "report"),
     ],
     "zero.config": [
@@ -105,7 +116,7 @@ INSIDE = {
         "training",
         "__init__",
     ],  # fmt: skip
-    "zero.sequence": ["group", "batches", "attention", "tiles", "__init__"],
+    "zero.parallel.sequence": ["group", "batches", "attention", "tiles", "__init__"],
     "zero.optim": [
         "loss_scaler",
         "moments",
@@ -125,7 +136,7 @@ INSIDE = {
         "step",
         "relocation",
     ],
-    "zero.deepspeed": [
+    "zero.integrations.deepspeed": [
         "__init__",
         "labels",
         "leaf",
@@ -150,10 +161,20 @@ INSIDE = {
         "finder",
     ],  # fmt: skip
     "zero.monitor": ["held", "facts", "writers", "mfu", "collectives", "monitor", "__init__"],
-    "zero.doctor": ["__init__", "checks", "links", "command"],
-    "zero.watch": ["__init__", "running", "brief", "spans", "trace", "memory", "picture", "command", "recorder"],
-    "zero.report": ["__init__", "runs", "pictures", "page", "command"],
-    "zero.verify": ["__init__", "compare", "command", "plain", "record"],
+    "zero.tools.doctor": ["__init__", "checks", "links", "command"],
+    "zero.tools.profile": [
+        "__init__",
+        "running",
+        "brief",
+        "spans",
+        "trace",
+        "memory",
+        "picture",
+        "command",
+        "recorder",
+    ],
+    "zero.tools.report": ["__init__", "runs", "pictures", "page", "command"],
+    "zero.tools.verify": ["__init__", "compare", "command", "plain", "record"],
     "zero.hf": ["resume", "hook", "preemption", "__init__", "startup.sitecustomize"],
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -166,11 +187,15 @@ def dotted(path: Path) -> str:
 
 def rank(module: str) -> tuple[int, int]:
     """Return the position in `LAYERS`, then the position in that layer."""
-    layer = next((name for name in INSIDE if module == name or module.startswith(name + ".")), module)
+    layer = next(
+        (name for name in INSIDE if module == name or module.startswith(name + ".")), module
+    )
     if layer not in LAYERS:
         raise AssertionError(f"{module} has no place in LAYERS")
     inside = INSIDE.get(layer)
-    return LAYERS.index(layer), 0 if inside is None else inside.index(module.removeprefix(layer)[1:] or "__init__")
+    return LAYERS.index(layer), 0 if inside is None else inside.index(
+        module.removeprefix(layer)[1:] or "__init__"
+    )
 
 
 def imports(path: Path) -> set[str]:
@@ -193,18 +218,29 @@ def test_imports_point_downwards(path):
     module = dotted(path)
     for imported in imports(path):
         if imported == "zero" or imported.startswith("zero."):
-            assert rank(imported) < rank(module), f"{module} imports {imported}, which is not below it"
+            assert rank(imported) < rank(module), (
+                f"{module} imports {imported}, which is not below it"
+            )
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_torch_distributed_has_one_door(path):
-    of_dimensions = ("zero.sequence", "zero.tensor_parallel", "zero.pipeline")
-    doors = ("zero.comm", "zero.world", "zero.interface", *of_dimensions, "zero.checkpoint", "zero.watchdog")
+    of_dimensions = ("zero.parallel.sequence", "zero.parallel.tensor", "zero.parallel.pipeline")
+    doors = (
+        "zero.comm.communicator",
+        "zero.comm.world",
+        "zero.comm.gloo_interface",
+        *of_dimensions,
+        "zero.checkpoint",
+        "zero.comm.watchdog",
+    )
     if dotted(path).startswith(doors):
         return
-    if dotted(path).startswith("zero.doctor"):
+    if dotted(path).startswith("zero.tools.doctor"):
         return  # it measures torch.distributed itself
     assert not [name for name in imports(path) if name.startswith("torch.distributed")]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         reached = isinstance(node, ast.Attribute) and node.attr == "distributed"
-        assert not (reached and isinstance(node.value, ast.Name) and node.value.id == "torch"), f"line {node.lineno}"
+        assert not (reached and isinstance(node.value, ast.Name) and node.value.id == "torch"), (
+            f"line {node.lineno}"
+        )

@@ -15,15 +15,22 @@ from pathlib import Path
 import pytest
 
 from tests.processes import REPOSITORY, fork_ranks, run
-from zero.__main__ import main
 from zero.hf import STARTUP
+from zero.tools.cli import main
 
 # The started processes have neither the checkout nor zero on their path.
 OUTSIDE = {"PYTHONPATH": STARTUP}
 
 
-def python(code: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", textwrap.dedent(code)], timeout=120, cwd=cwd, env=OUTSIDE | (env or {}))
+def python(
+    code: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        timeout=120,
+        cwd=cwd,
+        env=OUTSIDE | (env or {}),
+    )
 
 
 def test_process_that_does_not_ask_imports_nothing(tmp_path):
@@ -40,10 +47,13 @@ def test_process_that_does_not_ask_imports_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "first", ["importlib.util.find_spec('deepspeed').origin", "importlib.metadata.version('deepspeed')"]
+    "first",
+    ["importlib.util.find_spec('deepspeed').origin", "importlib.metadata.version('deepspeed')"],
 )
 def test_first_question_is_answered(first, tmp_path):
-    """The hook answers any kind of look-up, once, although the working directory has another folder `zero`."""
+    """The hook answers any kind of look-up, once, although the working directory has another folder
+    `zero`.
+    """
     (tmp_path / "zero").mkdir()
     done = python(
         f"""
@@ -65,12 +75,19 @@ def test_first_question_is_answered(first, tmp_path):
 def test_hidden_sitecustomize_runs_too(tmp_path):
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text("import sys\nprint('hello from', __file__)\nmark = 1\n", encoding="utf-8")
+    (site / "sitecustomize.py").write_text(
+        "import sys\nprint('hello from', __file__)\nmark = 1\n", encoding="utf-8"
+    )
     paths = {"PYTHONPATH": os.pathsep.join([STARTUP, str(site), STARTUP])}
     done = python(
-        "import sys, sitecustomize\nprint(sitecustomize.mark, type(sys.meta_path[0]).__name__)", tmp_path, paths
+        "import sys, sitecustomize\nprint(sitecustomize.mark, type(sys.meta_path[0]).__name__)",
+        tmp_path,
+        paths,
     )
-    assert done.stdout.splitlines() == [f"hello from {site / 'sitecustomize.py'}", "1 LazyFinder"], done.stderr
+    assert done.stdout.splitlines() == [
+        f"hello from {site / 'sitecustomize.py'}",
+        "1 LazyFinder",
+    ], done.stderr
 
 
 def test_torchrun_under_zero_run(tmp_path):
@@ -78,20 +95,39 @@ def test_torchrun_under_zero_run(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import deepspeed, os\n"
-        "os.write(1, f\"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {deepspeed.__doc__}\\n\".encode())\n",
+        "os.write(1, f\"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}: "
+        '{deepspeed.__doc__}\\n".encode())\n',
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "zero", "run", "torchrun", "--standalone", "--nproc_per_node", "2", script]
+    command = [
+        sys.executable,
+        "-m",
+        "zero",
+        "run",
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        script,
+    ]
     done = run(command, timeout=180, cwd=REPOSITORY, env={"PYTHONPATH": ""})
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} of 2: zero under the name deepspeed" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} of 2: zero under the name deepspeed" for rank in (0, 1)
+    ]
 
 
 def test_modules_commands_and_the_exit_code(tmp_path, capsys):
-    (tmp_path / "job.py").write_text("import deepspeed, sys; sys.exit(len(sys.argv) + 4)", encoding="utf-8")
+    (tmp_path / "job.py").write_text(
+        "import deepspeed, sys; sys.exit(len(sys.argv) + 4)", encoding="utf-8"
+    )
     zero = [sys.executable, "-m", "zero", "run"]
     assert run([*zero, "-m", "job", "a", "b"], timeout=120, cwd=tmp_path).returncode == 7
-    done = run([*zero, "sh", "-c", "echo $PYTHONPATH; exit 5"], timeout=120, env={"PYTHONPATH": f"{REPOSITORY}:here"})
+    done = run(
+        [*zero, "sh", "-c", "echo $PYTHONPATH; exit 5"],
+        timeout=120,
+        env={"PYTHONPATH": f"{REPOSITORY}:here"},
+    )
     assert (done.returncode, done.stdout) == (5, f"{STARTUP}:{REPOSITORY}:here\n")
     main(["hook"])
     assert capsys.readouterr().out == f"{STARTUP}\n"
@@ -113,7 +149,9 @@ def test_sigterm_reaches_what_is_run_as_json():
 
 
 def test_lightning_starts_the_other_ranks_by_itself(tmp_path):
-    """The variables must be gone then: with LOCAL_RANK, Lightning believes that a launcher has started all ranks."""
+    """The variables must be gone then: with LOCAL_RANK, Lightning believes that a launcher has
+    started all ranks.
+    """
     (tmp_path / "lightning.py").touch()
     script = tmp_path / "script.py"
     for before, after in ("import lightning", "pass"), ("pass", "import lightning"):
@@ -142,7 +180,9 @@ def test_wheel_claims_one_name(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        scripts = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+        scripts = archive.read(
+            next(name for name in names if name.endswith("entry_points.txt"))
+        ).decode()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"zero"}
-    assert {"zero/hf/startup/sitecustomize.py", "zero/optim/cpu_adam.cpp"} <= {*names}
-    assert "zero = zero.__main__:main" in scripts
+    assert {"zero/integrations/hf/startup/sitecustomize.py", "zero/optim/cpu_adam.cpp"} <= {*names}
+    assert "zero = zero.tools.cli:main" in scripts

@@ -1,10 +1,10 @@
-"""zero.layout: slots, shards and pieces as arithmetic; which parameters form a unit."""
+"""zero.core.layout: slots, shards and pieces as arithmetic; which parameters form a group."""
 
 import pytest
 import torch
 from torch import nn
 
-from zero.layout import ALIGNMENT, LEAF_FLAG, UnitLayout, find_blocks, plan_units
+from zero.core.layout import ALIGNMENT, LEAF_FLAG, GroupLayout, find_blocks, plan_groups
 
 SHAPES = [
     [(1,)],
@@ -15,7 +15,7 @@ SHAPES = [
 
 
 def layout(shapes, world_size):
-    return UnitLayout([torch.Size(shape) for shape in shapes], world_size)
+    return GroupLayout([torch.Size(shape) for shape in shapes], world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -49,8 +49,12 @@ def test_shards_are_equal_and_cover_every_element_once(shapes, world_size):
 def test_slots_and_shards_start_on_aligned_addresses(shapes, world_size):
     made = layout(shapes, world_size)
     assert all(slot.offset % ALIGNMENT == 0 for slot in made.slots)
-    # A unit of a single parameter is cut evenly.
-    assert made.shard_numel == -(-made.numel // world_size) if len(shapes) == 1 else made.shard_numel % ALIGNMENT == 0
+    # A group of a single parameter is cut evenly.
+    assert (
+        made.shard_numel == -(-made.numel // world_size)
+        if len(shapes) == 1
+        else made.shard_numel % ALIGNMENT == 0
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -63,7 +67,8 @@ def test_padding_is_less_than_one_alignment_a_slot_and_a_rank(world_size):
 class Block(nn.Module):
     def __init__(self, bias=True):
         super().__init__()
-        self.one, self.two = nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias)
+        self.one = nn.Linear(8, 8, bias=bias)
+        self.two = nn.Linear(8, 8, bias=bias)
 
 
 class Model(nn.Module):
@@ -84,8 +89,8 @@ def names(plans):
     return {plan.name: plan.param_names for plan in plans}
 
 
-def test_a_unit_is_a_block_or_a_stray_parameter():
-    plans = plan_units(Model(), persistence_threshold=0)
+def test_a_group_is_a_block_or_a_stray_parameter():
+    plans = plan_groups(Model(), persistence_threshold=0)
     block = ["one.weight", "one.bias", "two.weight", "two.bias"]
     assert names(plans) == {
         "stem.weight": ["stem.weight"],
@@ -97,14 +102,14 @@ def test_a_unit_is_a_block_or_a_stray_parameter():
 
 def test_tied_parameters_belong_to_all_their_owners():
     model = Model()
-    tied = plan_units(model, persistence_threshold=0)[0]
+    tied = plan_groups(model, persistence_threshold=0)[0]
     assert tied.shared and tied.modules == [model.stem, model.head]
 
 
 def test_parameters_tied_within_one_block_belong_to_the_block():
     model = Model()
     model.blocks[0].two.weight = model.blocks[0].one.weight
-    block = names(plan_units(model, persistence_threshold=0))["blocks.0"]
+    block = names(plan_groups(model, persistence_threshold=0))["blocks.0"]
     assert block == ["blocks.0.one.weight", "blocks.0.one.bias", "blocks.0.two.bias"]
 
 
@@ -117,23 +122,29 @@ def test_declared_blocks_go_before_module_lists():
 
 def test_parameters_up_to_the_threshold_are_persistent():
     def persistent(threshold, model_threshold=1 << 60):
-        plans = plan_units(Model(), threshold, model_threshold)
+        plans = plan_groups(Model(), threshold, model_threshold)
         return sorted(name for plan in plans if plan.persistent for name in plan.param_names)
 
     biases = [f"blocks.{i}.{name}.bias" for i in range(2) for name in ("one", "two")]
     assert persistent(7) == []
     assert persistent(8) == biases
     assert persistent(64) == sorted(
-        [*biases, *(f"blocks.{i}.{name}.weight" for i in range(2) for name in ("one", "two")), "loose.weight"]
+        [
+            *biases,
+            *(f"blocks.{i}.{name}.weight" for i in range(2) for name in ("one", "two")),
+            "loose.weight",
+        ]
     )
-    assert len(persistent(8, model_threshold=31)) == 3, "no more elements than the model's threshold allows"
+    assert len(persistent(8, model_threshold=31)) == 3, (
+        "no more elements than the model's threshold allows"
+    )
 
 
-def test_a_unit_has_one_dtype_and_one_requires_grad():
+def test_a_group_has_one_dtype_and_one_requires_grad():
     model = Model()
     model.blocks[0].two.bfloat16()
     model.blocks[1].one.requires_grad_(False)
-    plans = plan_units(model, persistence_threshold=0)
+    plans = plan_groups(model, persistence_threshold=0)
     for plan in plans:
         assert len({(param.dtype, param.requires_grad) for param in plan.params}) == 1
     assert [plan.name for plan in plans].count("blocks.0") == 2
@@ -143,15 +154,17 @@ def test_a_unit_has_one_dtype_and_one_requires_grad():
 def test_param_groups_lie_together():
     model = Model()
     keys = {param: int(param.dim() == 1) for param in model.parameters()}
-    block = names(plan_units(model, 0, sort_key=keys))["blocks.0"]
-    assert block == [f"blocks.0.{name}" for name in ("one.weight", "two.weight", "one.bias", "two.bias")]
+    block = names(plan_groups(model, 0, sort_key=keys))["blocks.0"]
+    assert block == [
+        f"blocks.0.{name}" for name in ("one.weight", "two.weight", "one.bias", "two.bias")
+    ]
 
 
-def test_every_floating_point_parameter_is_in_exactly_one_unit():
+def test_every_floating_point_parameter_is_in_exactly_one_group():
     model = Model()
     model.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     model.empty = nn.Parameter(torch.empty(0))
-    planned = [param for plan in plan_units(model, 8) for param in plan.params]
+    planned = [param for plan in plan_groups(model, 8) for param in plan.params]
     expected = [p for p in model.parameters() if p.is_floating_point() and p.numel()]
     assert len(planned) == len(set(planned)) == len(expected) and set(planned) == set(expected)
 
@@ -159,17 +172,25 @@ def test_every_floating_point_parameter_is_in_exactly_one_unit():
 class PackedExperts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.num_experts, self.up = 4, nn.Parameter(torch.zeros(4, 6, 5))
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.zeros(4, 6, 5))
 
 
 @pytest.mark.parametrize("leaf", [None, "experts", "mixture"])
-def test_packed_experts_are_a_unit_below_their_block_unless_a_leaf_holds_them(leaf):
+def test_packed_experts_are_a_group_below_their_block_unless_a_leaf_holds_them(leaf):
     mixture = nn.ModuleDict({"router": nn.Linear(5, 4), "experts": PackedExperts()})
     if leaf is not None:
         setattr(mixture if leaf == "mixture" else mixture["experts"], LEAF_FLAG, True)
-    model = nn.Sequential(nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(5, 5), "mixture": mixture})]))
-    plans = plan_units(model, persistence_threshold=0)
-    in_block = ["0.0.attention.weight", "0.0.attention.bias", "0.0.mixture.router.weight", "0.0.mixture.router.bias"]
+    model = nn.Sequential(
+        nn.ModuleList([nn.ModuleDict({"attention": nn.Linear(5, 5), "mixture": mixture})])
+    )
+    plans = plan_groups(model, persistence_threshold=0)
+    in_block = [
+        "0.0.attention.weight",
+        "0.0.attention.bias",
+        "0.0.mixture.router.weight",
+        "0.0.mixture.router.bias",
+    ]
     experts = "0.0.mixture.experts.up"
     if leaf is not None:
         assert [plan.param_names for plan in plans] == [[*in_block, experts]]

@@ -7,7 +7,10 @@ from zero.optim.loss_scaler import LossScaler
 
 
 def scales(scaler, events):
-    """Return the scale after each optimizer step. In `events`, "x" is an overflow and "." a good step."""
+    """Return the scale after each optimizer step.
+
+    In `events`, "x" is an overflow and "." a good step.
+    """
     seen = []
     for event in events:
         scaler.update(event == "x")
@@ -29,7 +32,8 @@ def test_consecutive_hysteresis_is_refilled_by_a_good_step():
 
 
 def test_the_scale_doubles_after_each_window_of_good_steps():
-    # The window starts after the first good step of a run, and after the first good step after an overflow.
+    # The window starts after the first good step of a run, and after the first good step after an
+    # overflow.
     assert scales(LossScaler(0, 4, 3, hysteresis=1), ".......") == [16, 16, 16, 32, 32, 32, 64]
     assert scales(LossScaler(0, 4, 3, hysteresis=1), "x.....") == [8, 8, 8, 8, 16, 16]
 
@@ -74,7 +78,13 @@ def test_a_restored_scaler_goes_on_where_it_was(hysteresis):
 
 
 def test_the_configuration_decides():
-    dynamic = {"loss_scale": 0, "initial_scale_power": 3, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 4}
+    dynamic = {
+        "loss_scale": 0,
+        "initial_scale_power": 3,
+        "loss_scale_window": 2,
+        "hysteresis": 1,
+        "min_loss_scale": 4,
+    }
 
     def scaler(fp16, stage=1):
         config = {"fp16": {"enabled": True, **fp16}, "zero_optimization": {"stage": stage}}
@@ -82,7 +92,13 @@ def test_the_configuration_decides():
 
     assert scales(scaler(dynamic), "...x") == [8, 8, 16, 8]
     assert scales(scaler(dynamic), "x") == [4]
-    assert scales(scaler({**dynamic, "hysteresis": 2, "consecutive_hysteresis": True}), "x.x") == [8, 8, 8]
+    assert scales(scaler({**dynamic, "hysteresis": 2, "consecutive_hysteresis": True}), "x.x") == [
+        8,
+        8,
+        8,
+    ]
     assert scales(scaler({**dynamic, "loss_scale": 64}), "xx") == [64, 64]
     assert scales(scaler({}), "xx") == [2**16, 2**15]
-    assert scales(scaler({}, stage=0), "xx") == [2**15, 2**14], "at stage 0 DeepSpeed halves at each overflow"
+    assert scales(scaler({}, stage=0), "xx") == [2**15, 2**14], (
+        "at stage 0 DeepSpeed halves at each overflow"
+    )

@@ -1,4 +1,6 @@
-"""zero.deepspeed.lr_schedules against DeepSpeed's closed formulas, which are written again here."""
+"""zero.integrations.deepspeed.lr_schedules against DeepSpeed's closed formulas, which are written
+again here.
+"""
 
 import inspect
 import math
@@ -9,8 +11,8 @@ import torch
 
 from zero.config import load_config
 from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
-from zero.deepspeed import lr_schedules
-from zero.deepspeed.lr_schedules import (
+from zero.integrations.deepspeed import lr_schedules
+from zero.integrations.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,
@@ -22,7 +24,9 @@ from zero.deepspeed.lr_schedules import (
 
 
 def optimizer(*rates, kind=torch.optim.SGD):
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.5,)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (0.5,)
+    ]
     return kind(groups)
 
 
@@ -112,7 +116,13 @@ def test_range_test_rises_in_a_line_or_in_stairs():
 
 def test_one_cycle_goes_up_and_down_and_decays():
     scheduler = OneCycle(
-        optimizer(), 0.1, 0.5, 0.5, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2
+        optimizer(),
+        0.1,
+        0.5,
+        0.5,
+        cycle_first_step_size=4,
+        cycle_second_step_size=2,
+        decay_step_size=2,
     )
     assert scheduler.step_ratio == 4 / 6
     cycle = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
@@ -144,8 +154,15 @@ def momenta_over(scheduler, steps):
 
 
 def test_one_cycle_moves_the_momentum_against_the_rate():
-    settings = {"cycle_first_step_size": 2, "decay_step_size": 1, "cycle_min_mom": [0.5, 0.6], "cycle_max_mom": 0.9}
-    scheduler = OneCycle(optimizer(1.0, 2.0, kind=torch.optim.Adam), 0.1, 0.5, decay_mom_rate=0.01, **settings)
+    settings = {
+        "cycle_first_step_size": 2,
+        "decay_step_size": 1,
+        "cycle_min_mom": [0.5, 0.6],
+        "cycle_max_mom": 0.9,
+    }
+    scheduler = OneCycle(
+        optimizer(1.0, 2.0, kind=torch.optim.Adam), 0.1, 0.5, decay_mom_rate=0.01, **settings
+    )
     seen = momenta_over(scheduler, 6)
     first = [0.5, 0.7, 0.5, 0.7, 0.9, 0.9 * 1.01]
     second = [0.6, 0.75, 0.6, 0.75, 0.9, 0.9 * 1.01]
@@ -176,11 +193,31 @@ NEEDED = {
     ("name", "params", "message"),
     [
         ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0 steps, got -5"),
-        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps: .* at least 0 steps, got None"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size: .* at least 1 steps, got 0"),
-        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size: .* at least 1 steps, got 0"),
-        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size: .* at least 0 steps, got -1"),
-        ("OneCycle", {"cycle_max_mom": [0.9, 0.8]}, "cycle_max_mom: 2 values for 1 parameter groups"),
+        (
+            "WarmupCosineLR",
+            {"warmup_num_steps": None},
+            "warmup_num_steps: .* at least 0 steps, got None",
+        ),
+        (
+            "LRRangeTest",
+            {"lr_range_test_step_size": 0},
+            "lr_range_test_step_size: .* at least 1 steps, got 0",
+        ),
+        (
+            "OneCycle",
+            {"cycle_first_step_size": 0},
+            "cycle_first_step_size: .* at least 1 steps, got 0",
+        ),
+        (
+            "OneCycle",
+            {"cycle_second_step_size": -1},
+            "cycle_second_step_size: .* at least 0 steps, got -1",
+        ),
+        (
+            "OneCycle",
+            {"cycle_max_mom": [0.9, 0.8]},
+            "cycle_max_mom: 2 values for 1 parameter groups",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):
@@ -189,7 +226,9 @@ def test_impossible_settings_are_refused(name, params, message):
 
 
 def test_an_unknown_kind_of_warmup_acts_as_log(caplog):
-    assert rates_over(WarmupLR(optimizer(), 0, 1, 10, "cosine"), 12) == rates_over(WarmupLR(optimizer(), 0, 1, 10), 12)
+    assert rates_over(WarmupLR(optimizer(), 0, 1, 10, "cosine"), 12) == rates_over(
+        WarmupLR(optimizer(), 0, 1, 10), 12
+    )
     assert "warmup_type 'cosine' is neither 'log' nor 'linear'" in caplog.text
 
 
@@ -216,9 +255,16 @@ def test_the_configuration_has_the_settings_of_the_schedule_and_its_defaults(nam
 
 def test_names_as_in_deepspeeds_module():
     names = {lr_schedules.ONE_CYCLE, lr_schedules.LR_RANGE_TEST, lr_schedules.WARMUP_LR}
-    assert names | {lr_schedules.WARMUP_DECAY_LR, lr_schedules.WARMUP_COSINE_LR} == VALID_LR_SCHEDULES.keys()
+    assert (
+        names | {lr_schedules.WARMUP_DECAY_LR, lr_schedules.WARMUP_COSINE_LR}
+        == VALID_LR_SCHEDULES.keys()
+    )
     for kind in VALID_LR_SCHEDULES.values():
-        for key in inspect.signature(kind).parameters.keys() - {"optimizer", "last_batch_iteration", "cycle_momentum"}:
+        for key in inspect.signature(kind).parameters.keys() - {
+            "optimizer",
+            "last_batch_iteration",
+            "cycle_momentum",
+        }:
             assert getattr(lr_schedules, key.upper()) == key
 
 
@@ -238,7 +284,15 @@ def test_a_restored_schedule_goes_on_where_it_was(name):
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
-        ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}),
+        (
+            "WarmupLR",
+            {
+                "warmup_min_lr": 0.01,
+                "warmup_max_lr": 0.1,
+                "warmup_num_steps": 10,
+                "warmup_type": "linear",
+            },
+        ),
         ("WarmupDecayLR", {"warmup_num_steps": 10, "last_batch_iteration": 3}),
         ("WarmupCosineLR", {"warmup_num_steps": 10, "warmup_min_ratio": 0.5}),
         ("LRRangeTest", {"lr_range_test_staircase": True, "lr_range_test_step_size": 3}),
@@ -247,14 +301,19 @@ def test_a_restored_schedule_goes_on_where_it_was(name):
 )
 def test_the_configuration_builds_the_schedule_it_names(name, extra):
     params = {**NEEDED[name], **extra}
-    built = build_scheduler(load_config({"scheduler": {"type": name, "params": params}}).scheduler, optimizer())
+    built = build_scheduler(
+        load_config({"scheduler": {"type": name, "params": params}}).scheduler, optimizer()
+    )
     direct = VALID_LR_SCHEDULES[name](optimizer(), **params)
     assert type(built).__name__ == name
     assert rates_over(built, 30) == rates_over(direct, 30)
 
 
 def test_defaults_differ_as_in_deepspeed():
-    for name, extra, top in (("WarmupLR", {}, 0.5), ("WarmupDecayLR", {"total_num_steps": 5000}, 0.001)):
+    for name, extra, top in (
+        ("WarmupLR", {}, 0.5),
+        ("WarmupDecayLR", {"total_num_steps": 5000}, 0.001),
+    ):
         section = load_config({"scheduler": {"type": name, "params": extra}}).scheduler
         assert build_scheduler(section, optimizer(0.5)).max_lrs == [top]
 
@@ -264,7 +323,9 @@ def test_no_scheduler_section_means_no_schedule():
 
 
 def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
-    with pytest.raises(ValueError, match="scheduler.type: expected one of 'WarmupLR', 'WarmupDecayLR', .* or "):
+    with pytest.raises(
+        ValueError, match="scheduler.type: expected one of 'WarmupLR', 'WarmupDecayLR', .* or "
+    ):
         load_config({"scheduler": {"type": "WarmupDecay"}})
     with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
@@ -274,7 +335,14 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
 def test_a_schedule_can_be_given_on_the_command_line(name):
     parser = lr_schedules.add_tuning_arguments(ArgumentParser())
     assert set(lr_schedules.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
-    arguments = ["--lr_schedule", name, "--cycle_momentum", "--lr_range_test_staircase", "--warmup_num_steps", "7"]
+    arguments = [
+        "--lr_schedule",
+        name,
+        "--cycle_momentum",
+        "--lr_range_test_staircase",
+        "--warmup_num_steps",
+        "7",
+    ]
     section, problem = lr_schedules.get_config_from_args(parser.parse_args(arguments))
     assert problem is None and section["type"] == name
     given = {"cycle_momentum": True, "lr_range_test_staircase": True, "warmup_num_steps": 7}

@@ -16,7 +16,8 @@ NAMES = {
     "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989.4,
     "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5,
     "NVIDIA B200": 2250, "NVIDIA L4": 121, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 3090": 71, "NVIDIA A10": 125, "AMD Instinct MI300X": 1307.4, "AMD Instinct MI250X": 191.5,
+    "NVIDIA GeForce RTX 3090": 71, "NVIDIA A10": 125, "AMD Instinct MI300X": 1307.4, "AMD Instinct "
+"MI250X": 191.5,
 }  # fmt: skip
 
 
@@ -41,11 +42,16 @@ def test_other_devices_are_not_taken_for_known_ones(name: str):
 
 def test_types_have_peaks_of_their_own():
     assert peak_of("Tesla V100-SXM2-32GB", torch.float16) == 125e12
-    assert peak_of("Tesla V100-SXM2-32GB", torch.bfloat16) is None  # it has no units for it
+    assert peak_of("Tesla V100-SXM2-32GB", torch.bfloat16) is None  # it has no groups for it
     assert peak_of("Tesla T4", torch.float32, tf32=True) == 8.1e12  # nor for TF32
     a100 = "NVIDIA A100-SXM4-80GB"
-    assert peak_of(a100, torch.float32) == 19.5e12 and peak_of(a100, torch.float32, tf32=True) == 156e12
-    assert all(each.fp16 >= (each.tf32 or 0) >= 0 and each.fp16 > each.fp32 for each in PEAKS.values())
+    assert (
+        peak_of(a100, torch.float32) == 19.5e12
+        and peak_of(a100, torch.float32, tf32=True) == 156e12
+    )
+    assert all(
+        each.fp16 >= (each.tf32 or 0) >= 0 and each.fp16 > each.fp32 for each in PEAKS.values()
+    )
     assert peak(torch.device("cpu"), torch.float32) is None
 
 
@@ -71,14 +77,19 @@ def test_frozen_weights_have_no_gradients():
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.num_experts, self.weights = 8, nn.Parameter(torch.zeros(8, 4, 4))
+        self.num_experts = 8
+        self.weights = nn.Parameter(torch.zeros(8, 4, 4))
 
 
 def test_of_experts_those_that_a_token_chooses_count():
     model = nn.Sequential(nn.Linear(4, 8, bias=False), Experts())
     model.config = SimpleNamespace(num_experts_per_tok=2)
     assert operations(model) == (6 * (32 + 2 * 16), 0)
-    model[1]._is_expert_parallel, model[1].num_experts, model[1].weights = True, 4, nn.Parameter(torch.zeros(4, 4, 4))
-    engine = SimpleNamespace(module=model, comm=SimpleNamespace(model=SimpleNamespace(world_size=2)))
+    model[1]._is_expert_parallel = True
+    model[1].num_experts = 4
+    model[1].weights = nn.Parameter(torch.zeros(4, 4, 4))
+    engine = SimpleNamespace(
+        module=model, comm=SimpleNamespace(model=SimpleNamespace(world_size=2))
+    )
     # Each of two ranks has half of the experts, and both see each token.
     assert operations_per_token(engine) == (6 * (32 + 16), 0)

@@ -1,4 +1,6 @@
-"""8-bit codes of Adam's moments: how far they are off, and the kernel's one pass beside three separate ones."""
+"""8-bit codes of Adam's moments: how far they are off, and the kernel's one pass beside three
+separate ones.
+"""
 
 import shutil
 
@@ -6,10 +8,17 @@ import pytest
 import torch
 
 from tests.unit.test_cpu_adam import COMPILER
-from zero.optim import cpu_adam, moments
-from zero.optim.moments import BLOCK, CodedSlice
+from zero.optim import adam8bit, cpu_adam
+from zero.optim.adam8bit import BLOCK, CodedSlice
 
-SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+SETTINGS = {
+    "lr": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled": True,
+}
 
 
 @pytest.fixture(params=["compiled", "fallback"])
@@ -26,11 +35,16 @@ def random_moments(numel, decades=0.5, seed=0):
     """Return moments of gradients whose size varies by so many decades (standard deviation)."""
     generator = torch.Generator().manual_seed(seed)
     size = 10 ** (torch.randn(numel, generator=generator) * decades)
-    return torch.randn(numel, generator=generator) * size, (torch.randn(numel, generator=generator) * size) ** 2
+    return torch.randn(numel, generator=generator) * size, (
+        torch.randn(numel, generator=generator) * size
+    ) ** 2
 
 
 def values(*coded, numel):
-    return [moments.decode(key, *moments.parts(each, numel)) for key, each in zip(moments.KEYS, coded, strict=True)]
+    return [
+        adam8bit.decode(key, *adam8bit.parts(each, numel))
+        for key, each in zip(adam8bit.KEYS, coded, strict=True)
+    ]
 
 
 def of_largest(value):
@@ -41,10 +55,13 @@ def of_largest(value):
 
 @pytest.mark.parametrize("decades", [0.1, 0.5, 1.5])
 def test_the_error_is_at_most_half_a_code(decades):
-    """It is so for the root of value / largest value. Only first moments become 0; second ones have a code >= 1."""
+    """It is so for the root of value / largest value.
+
+    Only first moments become 0; second ones have a code >= 1.
+    """
     numel = 100_003
     exp_avg, exp_avg_sq = random_moments(numel, decades)
-    mean, square = values(*moments.encode(exp_avg, exp_avg_sq), numel=numel)
+    mean, square = values(*adam8bit.encode(exp_avg, exp_avg_sq), numel=numel)
     roots = [of_largest(each) ** (1 / 4) for each in (exp_avg, mean)]
     assert (roots[1] - roots[0]).abs().max() * 127 < 0.501
     assert torch.equal(mean.sign(), exp_avg.sign().where(roots[0] * 127 > 0.5, 0.0))
@@ -55,37 +72,37 @@ def test_the_error_is_at_most_half_a_code(decades):
 
 def test_relative_errors_of_a_normal_distribution():
     pair = random_moments(1_000_000, decades=0)
-    for value, found in zip(pair, values(*moments.encode(*pair), numel=1_000_000), strict=True):
+    for value, found in zip(pair, values(*adam8bit.encode(*pair), numel=1_000_000), strict=True):
         assert (found - value).norm() / value.norm() < 0.02
         assert ((found - value).abs() / value.abs()).median() < 0.015
 
 
 def test_the_bytes_are_those_that_are_documented():
-    assert moments.nbytes(1 << 20) / (1 << 20) * 2 == 2.03125
-    assert [moments.nbytes(numel) for numel in (1, 255, 256, 257)] == [8, 260, 260, 268]
+    assert adam8bit.nbytes(1 << 20) / (1 << 20) * 2 == 2.03125
+    assert [adam8bit.nbytes(numel) for numel in (1, 255, 256, 257)] == [8, 260, 260, 268]
 
 
 def test_codes_of_decoded_values_are_the_same_codes():
     """So a checkpoint in fp32 holds all that the codes hold."""
     for numel in (1, 255, 256, 257, 10_000):
-        coded = moments.encode(*random_moments(numel, 2.0))
-        for before, after in zip(coded, moments.encode(*values(*coded, numel=numel)), strict=True):
+        coded = adam8bit.encode(*random_moments(numel, 2.0))
+        for before, after in zip(coded, adam8bit.encode(*values(*coded, numel=numel)), strict=True):
             assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 3e38])
 def test_every_code_survives_being_decoded_and_encoded(scale):
-    coded = moments.new(torch.empty(BLOCK)), moments.new(torch.empty(BLOCK))
+    coded = adam8bit.new(torch.empty(BLOCK)), adam8bit.new(torch.empty(BLOCK))
     for each in coded:
-        codes, scales = moments.parts(each, BLOCK)
+        codes, scales = adam8bit.parts(each, BLOCK)
         codes.copy_(torch.arange(BLOCK))
         scales.fill_(scale)
-    moments.parts(coded[0], BLOCK)[0][128] = 127  # -128 is no code
+    adam8bit.parts(coded[0], BLOCK)[0][128] = 127  # -128 is no code
     found = values(*coded, numel=BLOCK)
-    for before, after, value in zip(coded, moments.encode(*found), found, strict=True):
+    for before, after, value in zip(coded, adam8bit.encode(*found), found, strict=True):
         normal = value.abs() > 1e-37  # smaller values have lost bits
         assert normal.any()
-        (codes, _), (again, _) = (moments.parts(each, BLOCK) for each in (before, after))
+        (codes, _), (again, _) = (adam8bit.parts(each, BLOCK) for each in (before, after))
         assert torch.equal(codes[normal], again[normal])
 
 
@@ -96,23 +113,29 @@ def test_zeros_small_and_large_values():
         where = slice(block * BLOCK, (block + 1) * BLOCK)
         exp_avg[where], exp_avg_sq[where] = -size, size
     exp_avg_sq[BLOCK * 3 + 5] = 1e-30  # 48 decades below its neighbours
-    found = values(*moments.encode(exp_avg, exp_avg_sq), numel=numel)
+    found = values(*adam8bit.encode(exp_avg, exp_avg_sq), numel=numel)
     for value, expected in zip(found, (exp_avg, exp_avg_sq), strict=True):
         others = torch.arange(numel) != BLOCK * 3 + 5
         assert torch.allclose(value[others], expected[others], rtol=0.05, atol=0)
-    assert 0 < found[1][BLOCK * 3 + 5] < 1e-18 * 1e18, "too large, so that its updates are too small"
+    assert 0 < found[1][BLOCK * 3 + 5] < 1e-18 * 1e18, (
+        "too large, so that its updates are too small"
+    )
 
 
-@pytest.mark.parametrize("bad", [(float("nan"), 1.0), (1.0, float("inf")), (float("-inf"), float("inf"))])
+@pytest.mark.parametrize(
+    "bad", [(float("nan"), 1.0), (1.0, float("inf")), (float("-inf"), float("inf"))]
+)
 def test_what_is_not_finite_becomes_0_and_changes_no_neighbour(bad):
     pair = random_moments(300)
-    expected = values(*moments.encode(*pair), numel=300)
+    expected = values(*adam8bit.encode(*pair), numel=300)
     for value, each in zip(pair, bad, strict=True):
         value[[3, 299]] = each
-    found = values(*moments.encode(*pair), numel=300)
+    found = values(*adam8bit.encode(*pair), numel=300)
     for value, before in zip(found, expected, strict=True):
         assert value[3] == value[299] == 0
-        largest = before[:BLOCK].abs().argmax() in (3, 299) or before[BLOCK:].abs().argmax() in (43,)
+        largest = before[:BLOCK].abs().argmax() in (3, 299) or before[BLOCK:].abs().argmax() in (
+            43,
+        )
         assert not largest and torch.equal(value[[0, 100, 298]], before[[0, 100, 298]])
 
 
@@ -125,9 +148,12 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel, generator=generator)
     state = cpu_adam.new_state(master, coded=True)
-    coded, out = [state[key] for key in moments.KEYS], torch.empty(numel, dtype=torch.bfloat16)
+    coded, out = [state[key] for key in adam8bit.KEYS], torch.empty(numel, dtype=torch.bfloat16)
     for number in range(1, 6):
-        grad = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).mul(3).exp()
+        grad = (
+            torch.randn(numel, generator=generator)
+            * torch.randn(numel, generator=generator).mul(3).exp()
+        )
         grad[number::7] = 0.0
         grad[number % numel] = (1.0, float("inf"), 1e-40, 1e18, float("nan"))[number - 1]
         grad = grad.to(dtype)
@@ -136,22 +162,29 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
         cpu_adam.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)
         assert torch.equal(master.nan_to_num(), expected.nan_to_num())
         assert torch.equal(out.nan_to_num(), expected.bfloat16().nan_to_num())
-        for found, made, kind in zip(coded, moments.encode(*wide, step=number), (torch.int8, torch.uint8), strict=True):
-            (codes, scales), (others, other_scales) = (moments.parts(each, numel) for each in (found, made))
+        for found, made, kind in zip(
+            coded, adam8bit.encode(*wide, step=number), (torch.int8, torch.uint8), strict=True
+        ):
+            (codes, scales), (others, other_scales) = (
+                adam8bit.parts(each, numel) for each in (found, made)
+            )
             assert torch.equal(scales, other_scales)
             apart = (codes.view(kind).int() - others.view(kind).int()).abs()
-            # torch's square root differs in the last bit, which counts in the middle between two codes.
+            # torch's square root differs in the last bit, which counts in the middle between two
+            # codes.
             assert apart.max() <= 1 and apart.sum() <= 1 + numel / 1000
         master.nan_to_num_()
 
 
 @pytest.mark.parametrize(("early", "late"), [(100.0, 1.0), (1.0, 3.0)], ids=["falls", "rises"])
 def test_second_moments_follow_slow_changes(path, early, late):
-    """Rounded to the nearest code they would not: a step changes them by less than half of the way to the next code."""
+    """Rounded to the nearest code they would not: a step changes them by less than half of the way
+    to the next code.
+    """
     generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 0.0}
     master, exact = torch.zeros(BLOCK), torch.zeros(BLOCK)
     state = cpu_adam.new_state(master, coded=True)
-    coded = [state[key] for key in moments.KEYS]
+    coded = [state[key] for key in adam8bit.KEYS]
     for step in range(1, 1201):
         grad = torch.randn(BLOCK, generator=generator) * (early if step <= 100 else late)
         grad[0] = 1e3
@@ -163,13 +196,19 @@ def test_second_moments_follow_slow_changes(path, early, late):
 
 def test_weights_without_gradients_come_to_rest(path):
     """A first moment that stood still while the second one decays would move them ever faster."""
-    generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 1e-3, "weight_decay": 0.0}
-    pairs = [(torch.zeros(BLOCK), cpu_adam.new_state(torch.zeros(BLOCK), coded=coded)) for coded in (True, False)]
+    generator, settings = (
+        torch.Generator().manual_seed(0),
+        SETTINGS | {"beta2": 0.99, "lr": 1e-3, "weight_decay": 0.0},
+    )
+    pairs = [
+        (torch.zeros(BLOCK), cpu_adam.new_state(torch.zeros(BLOCK), coded=coded))
+        for coded in (True, False)
+    ]
     for step in range(1, 2001):
         grad = torch.randn(BLOCK, generator=generator)
         grad[64:] *= step <= 100
         for master, state in pairs:
-            moments_of = (state[key] for key in moments.KEYS)
+            moments_of = (state[key] for key in adam8bit.KEYS)
             cpu_adam.adam(master, grad, *moments_of, None, step=step, factor=1.0, **settings)
     idle, expected = (master[64:].abs().max().item() for master, _ in pairs)
     assert idle == pytest.approx(expected, rel=0.2)
@@ -179,19 +218,35 @@ def test_threads_change_no_bit(monkeypatch):
     found = []
     for threads in (1, 3):
         monkeypatch.setattr(cpu_adam, "thread_count", lambda threads=threads: threads)
-        master, grad = torch.ones(3 * cpu_adam.PIECE + 77), random_moments(3 * cpu_adam.PIECE + 77)[0]
+        master, grad = (
+            torch.ones(3 * cpu_adam.PIECE + 77),
+            random_moments(3 * cpu_adam.PIECE + 77)[0],
+        )
         state = cpu_adam.new_state(master, coded=True)
-        cpu_adam.adam(master, grad, *(state[key] for key in moments.KEYS), None, step=1, factor=1.0, **SETTINGS)
-        found.append((master, *(state[key] for key in moments.KEYS)))
+        cpu_adam.adam(
+            master,
+            grad,
+            *(state[key] for key in adam8bit.KEYS),
+            None,
+            step=1,
+            factor=1.0,
+            **SETTINGS,
+        )
+        found.append((master, *(state[key] for key in adam8bit.KEYS)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_slices_make_their_values_where_they_are_wanted():
     numel = 1000
-    coded = moments.encode(*random_moments(numel))
-    for key, each, expected in zip(moments.KEYS, coded, values(*coded, numel=numel), strict=True):
+    coded = adam8bit.encode(*random_moments(numel))
+    for key, each, expected in zip(adam8bit.KEYS, coded, values(*coded, numel=numel), strict=True):
         whole = CodedSlice.of(key, each, numel)
-        assert (whole.shape, whole.nbytes, whole.dtype, whole.itemsize) == ((numel,), 4 * numel, torch.float32, 4)
+        assert (whole.shape, whole.nbytes, whole.dtype, whole.itemsize) == (
+            (numel,),
+            4 * numel,
+            torch.float32,
+            4,
+        )
         for first, end in ((0, numel), (256, 512), (300, 301), (255, 999), (7, 7)):
             assert torch.equal(whole[5:][first:end].values(), expected[5:][first:end])
     assert CodedSlice.of("step", coded[0], numel) is coded[0]

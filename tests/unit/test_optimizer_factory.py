@@ -1,4 +1,6 @@
-"""Optimizers: the class for each configuration, its settings, and that pieces are updated like whole tensors."""
+"""Optimizers: the class for each configuration, its settings, and that pieces are updated like
+whole tensors.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +14,8 @@ from transformers import Adafactor
 
 from zero.config import load_config
 from zero.config.optim import ELEMENTWISE, TYPES, OptimizerParams, optimizer_defaults
-from zero.deepspeed import optimizers
-from zero.deepspeed.optimizers import (
+from zero.integrations.deepspeed import optimizers
+from zero.integrations.deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
@@ -22,7 +24,7 @@ from zero.deepspeed.optimizers import (
     Lion,
     build_optimizer,
 )
-from zero.optim import arithmetic, muon
+from zero.optim import muon, update
 from zero.optim.elementwise import is_elementwise, require_possible
 from zero.optim.muon import MuonWithAdamW
 
@@ -44,7 +46,9 @@ OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "
 
 
 def configured(kind, offloaded=False, **params):
-    config = load_config({"optimizer": {"type": kind, "params": params}, **(OFFLOADED if offloaded else {})})
+    config = load_config(
+        {"optimizer": {"type": kind, "params": params}, **(OFFLOADED if offloaded else {})}
+    )
     return build_optimizer(config, None, None, nn.Linear(3, 2))
 
 
@@ -73,7 +77,12 @@ def test_the_class_is_deepspeeds_choice(kind, params, offloaded, expected, decou
 
 @pytest.mark.parametrize(
     ("params", "fused"),
-    [({}, True), ({"fused": False}, False), ({"foreach": True}, None), ({"torch_adam": True}, None)],
+    [
+        ({}, True),
+        ({"fused": False}, False),
+        ({"foreach": True}, None),
+        ({"torch_adam": True}, None),
+    ],
 )
 def test_adam_is_fused_on_a_gpu_unless_told_otherwise(monkeypatch, params, fused):
     monkeypatch.setattr(optimizers, "compute_device", lambda: torch.device("cuda", 0))
@@ -90,7 +99,7 @@ class Located(torch.optim.SGD):
 
 def test_a_count_of_steps_is_where_a_fused_step_reads_it():
     group = {**Located([torch.zeros(1)]).param_groups[0], "fused": True}
-    step = arithmetic.TorchStep(Located([torch.zeros(1)]), [group])
+    step = update.TorchStep(Located([torch.zeros(1)]), [group])
     tensor = torch.zeros(3, device="meta")
     values = SimpleNamespace(
         master=tensor, grad=tensor, state={"step": torch.tensor(2.0)}, put_state=lambda state: None
@@ -102,11 +111,19 @@ def test_a_count_of_steps_is_where_a_fused_step_reads_it():
 @pytest.mark.parametrize(
     ("kind", "params", "expected"),
     [
-        ("AdamW", {}, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "fused": None}),
+        (
+            "AdamW",
+            {},
+            {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "fused": None},
+        ),
         ("AdamW", {"torch_adam": True}, {"lr": 1e-3, "weight_decay": 0.01}),
         ("Adagrad", {}, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}),
         ("Lion", {}, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
-        ("SGD", {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5, "momentum": 0.9, "dampening": 0, "nesterov": False}),
+        (
+            "SGD",
+            {"lr": 0.5, "momentum": 0.9},
+            {"lr": 0.5, "momentum": 0.9, "dampening": 0, "nesterov": False},
+        ),
     ],
 )
 def test_defaults_are_deepspeeds(kind, params, expected):
@@ -117,13 +134,21 @@ def test_defaults_are_deepspeeds(kind, params, expected):
 def test_groups_keep_their_own_rates_and_decay():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first], "lr": 0.5}, {"params": [second], "weight_decay": 0.25}]
-    config = load_config({"optimizer": {"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.0}}})
+    config = load_config(
+        {"optimizer": {"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.0}}}
+    )
     optimizer = build_optimizer(config, None, groups, nn.Linear(1, 1))
-    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.0), (0.1, 0.25)]
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.5, 0.0),
+        (0.1, 0.25),
+    ]
 
 
 def cut(optimizer, master):
-    """Give `optimizer` three pieces of `master`, as the engine does. The cuts are at arbitrary places."""
+    """Give `optimizer` three pieces of `master`, as the engine does.
+
+    The cuts are at arbitrary places.
+    """
     pieces = [master[:5], master[5:20], master[20:]]
     optimizer.param_groups[0]["params"] = pieces
     return pieces
@@ -133,7 +158,9 @@ def cut(optimizer, master):
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_pieces_with_gaps_update_as_the_whole_parameter(kind, by_user):
     config = load_config({"optimizer": {"type": kind, "params": SETTINGS.get(kind, {})}})
-    plain = {key: value for key, value in dict(config.optimizer.params).items() if key != "adam_w_mode"}
+    plain = {
+        key: value for key, value in dict(config.optimizer.params).items() if key != "adam_w_mode"
+    }
     make = partial(Lion if kind == "Lion" else getattr(torch.optim, kind), lr=0.1, **plain)
     model = nn.Linear(6, 4, bias=False)
     whole = nn.Parameter(model.weight.detach().clone())
@@ -202,7 +229,9 @@ def test_an_optimizer_that_cannot_work_is_refused_by_name(make, reason, as_funct
 def test_sums_over_all_parameters_need_one_process():
     optimizer = MyProdigy([nn.Parameter(torch.ones(2))])
     require_possible(optimizer, 1)
-    with pytest.raises(ValueError, match="Prodigy cannot be used: it takes sums over all parameters"):
+    with pytest.raises(
+        ValueError, match="Prodigy cannot be used: it takes sums over all parameters"
+    ):
         require_possible(optimizer, 2)
 
 
@@ -210,7 +239,17 @@ def test_sums_over_all_parameters_need_one_process():
     ("make", "expected"),
     [
         *((getattr(torch.optim, kind), True) for kind in ELEMENTWISE if kind != "Lion"),
-        *((make, True) for make in (Lion, FusedLion, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, SlowAdamW)),
+        *(
+            (make, True)
+            for make in (
+                Lion,
+                FusedLion,
+                FusedAdam,
+                DeepSpeedCPUAdam,
+                DeepSpeedCPUAdagrad,
+                SlowAdamW,
+            )
+        ),
         *((make, False) for make in (torch.optim.Muon, torch.optim.Adafactor, Adafactor, MyAdamW)),
     ],
 )
@@ -224,8 +263,11 @@ def test_only_classes_that_are_known_are_element_wise(make, expected):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed_tokens, self.inner, self.lm_head = nn.Embedding(5, 4), nn.Linear(4, 6), nn.Linear(6, 5)
-        self.filter, self.frozen = nn.Conv1d(2, 2, 1), nn.Linear(3, 3, bias=False).requires_grad_(False)
+        self.embed_tokens = nn.Embedding(5, 4)
+        self.inner = nn.Linear(4, 6)
+        self.lm_head = nn.Linear(6, 5)
+        self.filter = nn.Conv1d(2, 2, 1)
+        self.frozen = nn.Linear(3, 3, bias=False).requires_grad_(False)
 
 
 def test_muon_takes_the_hidden_matrices_of_each_group():
@@ -233,12 +275,25 @@ def test_muon_takes_the_hidden_matrices_of_each_group():
     decayed = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}]
-    params = {"lr": 0.25, "muon_lr": 0.125, "betas": [0.5, 0.75], "momentum": 0.5, "ns_method": "gram"}
+    params = {
+        "lr": 0.25,
+        "muon_lr": 0.125,
+        "betas": [0.5, 0.75],
+        "momentum": 0.5,
+        "ns_method": "gram",
+    }
     config = load_config({"optimizer": {"type": "muon", "params": params}})
     optimizer = build_optimizer(config, None, groups, model)
     names = {param: name for name, param in model.named_parameters()}
     found = [
-        ([names[p] for p in g["params"]], g["use_muon"], g["lr"], g["weight_decay"], g.get("momentum"), g.get("betas"))
+        (
+            [names[p] for p in g["params"]],
+            g["use_muon"],
+            g["lr"],
+            g["weight_decay"],
+            g.get("momentum"),
+            g.get("betas"),
+        )
         for g in optimizer.param_groups
     ]
     rest = ["embed_tokens.weight", "lm_head.weight", "filter.weight"]
@@ -252,7 +307,12 @@ def test_muon_takes_the_hidden_matrices_of_each_group():
 def test_muons_defaults_are_deepspeeds():
     first, second = configured("Muon").param_groups
     assert [first[key] for key in ("lr", "momentum", "weight_decay")] == [0.02, 0.95, 0.0]
-    assert [second[key] for key in ("lr", "betas", "eps", "weight_decay")] == [3e-4, (0.9, 0.95), 1e-10, 0.0]
+    assert [second[key] for key in ("lr", "betas", "eps", "weight_decay")] == [
+        3e-4,
+        (0.9, 0.95),
+        1e-10,
+        0.0,
+    ]
     assert (
         second["decoupled_weight_decay"]
         and not configured("Muon", adam_w_mode=False).param_groups[1]["decoupled_weight_decay"]
@@ -260,13 +320,21 @@ def test_muons_defaults_are_deepspeeds():
 
 
 def test_muon_with_adamw_steps_as_the_two_do():
-    matrix, vector = (nn.Parameter(torch.linspace(-1, 1, 6).view(shape)) for shape in ((2, 3), (6,)))
+    matrix, vector = (
+        nn.Parameter(torch.linspace(-1, 1, 6).view(shape)) for shape in ((2, 3), (6,))
+    )
     own = [nn.Parameter(param.detach().clone()) for param in (matrix, vector)]
     muon = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.2, momentum=0.5)
     adamw = torch.optim.AdamW([vector], lr=0.3, weight_decay=0.4, betas=(0.5, 0.6), eps=1e-10)
     both = MuonWithAdamW(
         [
-            {"params": own[1:], "use_muon": False, "lr": 0.3, "weight_decay": 0.4, "betas": (0.5, 0.6)},
+            {
+                "params": own[1:],
+                "use_muon": False,
+                "lr": 0.3,
+                "weight_decay": 0.4,
+                "betas": (0.5, 0.6),
+            },
             {"params": own[:1], "use_muon": True, "lr": 0.1, "weight_decay": 0.2, "momentum": 0.5},
         ]
     )
@@ -282,14 +350,19 @@ def test_muon_with_adamw_steps_as_the_two_do():
         MuonWithAdamW([{"params": own}])
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}]
+)
 def test_matrices_of_equal_shape_are_multiplied_together(settings, monkeypatch):
     monkeypatch.setattr(muon, "BATCH", 5 * 16 * 24)  # a sixth matrix goes into another batch
     shapes = [(16, 24)] * 6 + [(24, 16)] * 3 + [(16, 16)]
     torch.manual_seed(0)
     plain = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     own, before = ([nn.Parameter(param.detach().clone()) for param in plain] for _ in range(2))
-    optimizers = [torch.optim.Muon(plain, lr=0.1, **settings), muon.BatchedMuon(own, lr=0.1, **settings)]
+    optimizers = [
+        torch.optim.Muon(plain, lr=0.1, **settings),
+        muon.BatchedMuon(own, lr=0.1, **settings),
+    ]
     for _ in range(3):
         for one, other in zip(plain, own, strict=True):
             one.grad = torch.randn_like(one)
@@ -304,7 +377,9 @@ def test_matrices_of_equal_shape_are_multiplied_together(settings, monkeypatch):
     for one, other, former in zip(plain, own, before, strict=True):
         # Products of a batch may add in another order, and their results are rounded to bf16.
         assert (other - one).abs().max() <= 2.0**-6 * (one - former).abs().max()
-        momentum = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (one, other), strict=True)]
+        momentum = [
+            o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (one, other), strict=True)
+        ]
         assert torch.equal(*momentum)
 
 
@@ -314,6 +389,11 @@ class CountOfProducts(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+        products = (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.bmm,
+            torch.ops.aten.baddbmm,
+        )
         self.count += func.overloadpacket in products
         return func(*args, **(kwargs or {}))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero import order
-from zero.order import CollectiveOrder, explain
+from zero.comm import fingerprint
+from zero.comm.fingerprint import CollectiveOrder, explain
 
 
 def recorded(*operations: tuple[str, int]) -> CollectiveOrder:
@@ -23,14 +23,25 @@ SAME = [("all_gather", 1), ("reduce_scatter", 1), ("all_gather", 2)]
     [
         (
             [*SAME, ("all_gather", 4)],
-            "number 3 was all_gather of unit 'blocks.3', 10 elements on the first, and all_g",
+            "number 3 was all_gather of group 'blocks.3', 10 elements on the first, and all_g",
         ),
-        (SAME, "number 3 was all_gather of unit 'blocks.3', 10 elements on the first, and not there on the other"),
-        ([*SAME, ("all_gather", 3), ("reduce_scatter", 2)], "number 2 was not there on the first, and reduce_scatter"),
+        (
+            SAME,
+            "number 3 was all_gather of group 'blocks.3', 10 elements on the first, and not there "
+            "on the other",
+        ),
+        (
+            [*SAME, ("all_gather", 3), ("reduce_scatter", 2)],
+            "number 2 was not there on the first, and reduce_scatter",
+        ),
     ],
 )
 def test_the_first_difference_is_named(others, text):
-    ranks = [recorded(*SAME, ("all_gather", 3)), recorded(*SAME, ("all_gather", 3)), recorded(*others)]
+    ranks = [
+        recorded(*SAME, ("all_gather", 3)),
+        recorded(*SAME, ("all_gather", 3)),
+        recorded(*others),
+    ]
     assert ranks[0].digests == ranks[1].digests != ranks[2].digests
     message = explain([each.recent for each in ranks])
     assert text in message and message.startswith("ranks 0 and 2 ")
@@ -44,7 +55,7 @@ def test_what_communicators_do_between_each_other_does_not_matter(reduction):
 
 
 def test_a_difference_that_is_too_long_ago_is_found_but_not_named(monkeypatch):
-    monkeypatch.setattr(order, "KEPT", 5)
+    monkeypatch.setattr(fingerprint, "KEPT", 5)
     ranks = [recorded(("all_gather", first), *[("all_gather", 7)] * 9) for first in (1, 2)]
     assert ranks[0].digests != ranks[1].digests
     assert "differ before the last 5" in explain([each.recent for each in ranks])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from zero.layout import UnitLayout
-from zero.optim.ownership import LEAST_ELEMENTS, PARTS, SLACK, owners, parts
+from zero.core.layout import GroupLayout
+from zero.optim.assignment import LEAST_ELEMENTS, PARTS, SLACK, owners, parts
 
 
 def test_a_tensor_in_one_shard_stays_there():
@@ -18,7 +18,10 @@ def test_a_cut_tensor_goes_where_most_of_it_is():
 def test_tensors_cut_evenly_are_balanced():
     held = [[size // 4] * 4 for size in (400, 400, 200, 200, 100, 100, 100, 100)]
     found = owners(held, [0] * len(held))
-    loads = [sum(sum(each) for each, owner in zip(held, found, strict=True) if owner == rank) for rank in range(4)]
+    loads = [
+        sum(sum(each) for each, owner in zip(held, found, strict=True) if owner == rank)
+        for rank in range(4)
+    ]
     assert sorted(loads) == [400] * 4
 
 
@@ -36,7 +39,10 @@ def test_no_rank_owns_much_more_than_its_share():
     sizes = [1 + (37 * i) % 90 for i in range(60)]
     held = [[size if rank == i % 3 else 0 for rank in range(3)] for i, size in enumerate(sizes)]
     found = owners(held, [0] * 60)
-    loads = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(3)]
+    loads = [
+        sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank)
+        for rank in range(3)
+    ]
     assert max(loads) <= SLACK * sum(sizes) / 3 + max(sizes)
 
 
@@ -44,10 +50,10 @@ def test_without_tensors_there_are_no_owners():
     assert owners([], []) == []
 
 
-def layouts(units, elements, matrices, ranks):
-    """Return so many units: a vector, and small matrices in it, of so many elements together."""
+def layouts(groups, elements, matrices, ranks):
+    """Return so many groups: a vector, and small matrices in it, of so many elements together."""
     shapes = [torch.Size((2, 2))] * matrices + [torch.Size((elements - 4 * matrices,))]
-    return [UnitLayout(shapes, ranks)] * units
+    return [GroupLayout(shapes, ranks)] * groups
 
 
 def test_parts_are_consecutive_and_about_equal():
@@ -68,5 +74,5 @@ def test_a_part_is_worth_its_call_and_can_be_balanced(elements, matrices, ranks,
     assert set(parts(layouts(10, elements, matrices, ranks))) == set(range(count))
 
 
-def test_without_units_there_are_no_parts():
+def test_without_groups_there_are_no_parts():
     assert parts([]) == []

@@ -1,9 +1,9 @@
-"""A save is durable before it is visible. So after a power cut at any moment, a checkpoint on the disk loads.
+"""A save is durable before it is visible. So after a power cut at any moment, a checkpoint on the
+disk loads.
 
-The system calls of a save are recorded. They are replayed on a model of a disk, up to each of them. The model loses
-changes that were not synchronised: all of them, none, or a random part. That part is some bytes of a file, or the last
-changes of a folder.
-"""
+The system calls of a save are recorded. They are replayed on a model of a disk, up to each of them.
+The model loses changes that were not synchronised: all of them, none, or a random part. That part
+is some bytes of a file, or the last changes of a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class File:
     writes: list[tuple[int, bytes]] = field(default_factory=list)
 
     def sync(self) -> None:
-        self.durable, self.writes = self.after(len(self.writes)), []
+        self.durable = self.after(len(self.writes))
+        self.writes = []
 
     def after(self, count: int) -> bytes:
         content = bytearray(self.durable)
@@ -43,7 +44,9 @@ class File:
 
 @dataclass
 class Folder:
-    """The entries, and their `changes` since the last synchronisation: rename, remove (to None), add (from None)."""
+    """The entries, and their `changes` since the last synchronisation: rename, remove (to None),
+    add (from None).
+    """
 
     durable: dict[str, File | Folder] = field(default_factory=dict)
     changes: list[dict[str, File | Folder | None]] = field(default_factory=list)
@@ -55,10 +58,14 @@ class Folder:
         return {name: entry for name, entry in entries.items() if entry is not None}
 
     def sync(self) -> None:
-        self.durable, self.changes = self.after(len(self.changes)), []
+        self.durable = self.after(len(self.changes))
+        self.changes = []
 
     def restore(self, place: Path, keep: Keep) -> None:
-        """Write what is there when the power is back. `keep(from, to)` says how many changes survived."""
+        """Write what is there when the power is back.
+
+        `keep(from, to)` says how many changes survived.
+        """
         place.mkdir()
         for name, entry in self.after(keep(0, len(self.changes))).items():
             if isinstance(entry, Folder):
@@ -71,15 +78,19 @@ class Disk:
     """A model of the disk under `root`. Recorded system calls are applied to it."""
 
     def __init__(self, root: Path):
-        self.root, self.top = root, self._durable(root)
+        self.root = root
+        self.top = self._durable(root)
 
     def copy(self) -> Disk:
         found = Disk.__new__(Disk)
-        found.root, found.top = self.root, deepcopy(self.top)
+        found.root = self.root
+        found.top = deepcopy(self.top)
         return found
 
     def _durable(self, path: Path) -> Folder:
-        entries = {e.name: self._durable(e) if e.is_dir() else File(e.read_bytes()) for e in path.iterdir()}
+        entries = {
+            e.name: self._durable(e) if e.is_dir() else File(e.read_bytes()) for e in path.iterdir()
+        }
         return Folder(entries)
 
     def find(self, path: str | Path) -> File | Folder:
@@ -114,8 +125,20 @@ class Recorder:
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path):
         self.calls: list[tuple] = []
-        self._root, self._open, self._paths = root, os.open, {}
-        for name in ("open", "pwrite", "fsync", "fdatasync", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        self._root = root
+        self._open = os.open
+        self._paths = {}
+        for name in (
+            "open",
+            "pwrite",
+            "fsync",
+            "fdatasync",
+            "mkdir",
+            "rename",
+            "replace",
+            "unlink",
+            "rmdir",
+        ):
             patch.setattr(os, name, self._recording(name, getattr(os, name)))
         patch.setattr(shutil, "rmtree", self._rmtree)
 
@@ -138,7 +161,10 @@ class Recorder:
                 self._note("sync", self._paths[args[0]])
             else:
                 calls = {"mkdir": "mkdir", "rename": "rename", "replace": "rename"}
-                self._note(calls.get(name, "remove"), *(str(path) for path in args[: 1 + (name[:2] == "re")]))
+                self._note(
+                    calls.get(name, "remove"),
+                    *(str(path) for path in args[: 1 + (name[:2] == "re")]),
+                )
             return result
 
         return call
@@ -156,8 +182,13 @@ KEEPS: dict[str, Keep] = {"nothing": lambda a, b: a, "everything": lambda a, b: 
 KEEPS |= {f"chance {seed}": chances(seed) for seed in range(4)}
 
 
-def replay(tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[str], bool]) -> None:
-    """Save `tag` after global_step1. Load what a power cut leaves after each call. `forgotten`: paths never synced."""
+def replay(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forgotten: Callable[[str], bool]
+) -> None:
+    """Save `tag` after global_step1.
+
+    Load what a power cut leaves after each call. `forgotten`: paths never synced.
+    """
     root = tmp_path / "disk"
     (root / "checkpoints").mkdir(parents=True)
     save(root / "checkpoints", "global_step1", 1)

@@ -16,11 +16,14 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.unit.test_hook import assert_refused
-from zero.__main__ import main
-from zero.report.page import page
-from zero.report.runs import REST, Run, read, size
+from zero.tools.cli import main
+from zero.tools.report.page import page
+from zero.tools.report.runs import REST, Run, read, size
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    None,
+)
 SECTIONS = [
     "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind", "Communication",
     "Bytes by link", "Effective configuration", "Environment", "Warnings",
@@ -41,11 +44,23 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
 
 
 def first(stage: int = 3) -> dict[str, Any]:
-    row = {"given": str(stage), "effective": str(stage), "source": "configuration", "effect": "used"}
+    row = {
+        "given": str(stage),
+        "effective": str(stage),
+        "source": "configuration",
+        "effect": "used",
+    }
     keys = [row | {"key": "zero_optimization.stage", "at_default": False}]
-    keys += [row | {"key": "zero_optimization.overlap_comm", "effective": "true", "at_default": True}]
+    keys += [
+        row | {"key": "zero_optimization.overlap_comm", "effective": "true", "at_default": True}
+    ]
     memory = {"host": {"parameters": 1 << 20, "optimizer": 2 << 20}}
-    facts = {"configuration": keys, "environment": {"ranks": "2"}, "memory": memory, "parameters": 1234}
+    facts = {
+        "configuration": keys,
+        "environment": {"ranks": "2"},
+        "memory": memory,
+        "parameters": 1234,
+    }
     return record(1, run=facts, warnings=["<script>alert(1)</script> was met"])
 
 
@@ -57,11 +72,17 @@ def write(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 def test_what_the_page_computes():
     run = Run("a", [first(), record(2), record(3), record(2, loss=7.0), record(3, loss=None)])
-    assert run.curve("loss") == ([1, 2], [3.0, 7.0])  # a step trained again after a resume replaces the first
+    assert run.curve("loss") == (
+        [1, 2],
+        [3.0, 7.0],
+    )  # a step trained again after a resume replaces the first
     parts = run.time_by_part()
     assert parts["forward"] == pytest.approx(0.2) and parts["backward"] == pytest.approx(0.3)
-    assert parts["wait: gather"] == pytest.approx(0.15) and parts["wait: reduce"] == pytest.approx(0.2)
-    # A step of rank 0 takes 0.65 s of work and 0.35 s of waits; the phases take 0.9 s of that, one wait is outside.
+    assert parts["wait: gather"] == pytest.approx(0.15) and parts["wait: reduce"] == pytest.approx(
+        0.2
+    )
+    # A step of rank 0 takes 0.65 s of work and 0.35 s of waits; the phases take 0.9 s of that, one
+    # wait is outside.
     assert run.step_seconds() == ([1, 2, 3], [pytest.approx(1.0)] * 3)
     assert parts[REST] == pytest.approx(0.05) and sum(parts.values()) == pytest.approx(1.0)
     assert run.bytes_by_collective() == {"all_gather": 4096, "reduce_scatter": 2 << 20}
@@ -71,18 +92,29 @@ def test_what_the_page_computes():
     assert "disk, written a second" not in summary
     assert run.seconds_by_rank() == [pytest.approx(0.65), pytest.approx(0.9)]
     assert run.summary()["exposed waits"] == "35.0%" and run.summary()["last loss"] == "7"
-    assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == ["0 B", "1023 B", "1 KiB", "3 GiB", "5120 TiB"]
+    assert [size(each) for each in (0, 1023, 1024, 3 << 30, 5 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "3 GiB",
+        "5120 TiB",
+    ]
 
 
 def test_the_page_of_two_runs_needs_no_network(tmp_path: Path, capsys):
-    folders = [write(tmp_path / "a", [first(), record(2)]), write(tmp_path / "b<i>", [first(stage=1), record(2)])]
+    folders = [
+        write(tmp_path / "a", [first(), record(2)]),
+        write(tmp_path / "b<i>", [first(stage=1), record(2)]),
+    ]
     out = tmp_path / "page.html"
     with pytest.raises(SystemExit) as ended:
         main(["report", *map(str, folders), "--out", str(out), "--json"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["runs"]["a"]["parameters"] == "1,234"
     text = out.read_text()
-    assert [name for name in SECTIONS if f"<h2>{name}</h2>" not in text.replace("step's", "step&#x27;s")] == []
+    assert [
+        name for name in SECTIONS if f"<h2>{name}</h2>" not in text.replace("step's", "step&#x27;s")
+    ] == []
     for drawing in re.findall("<svg.*?</svg>", text, flags=re.DOTALL):
         ElementTree.fromstring(drawing)
     assert text.count("<svg") == 9
@@ -107,9 +139,16 @@ def test_a_file_of_an_older_version_has_a_page():
 
 @pytest.mark.parametrize(
     "content, said",
-    [(None, "there is no such file"), ("", "no step in it"), ("{}\n", "line 1: this is no record"), ("[1", "line 1")],
+    [
+        (None, "there is no such file"),
+        ("", "no step in it"),
+        ("{}\n", "line 1: this is no record"),
+        ("[1", "line 1"),
+    ],
 )
-def test_files_that_are_not_of_a_run_are_refused(content: str | None, said: str, tmp_path: Path, capsys):
+def test_files_that_are_not_of_a_run_are_refused(
+    content: str | None, said: str, tmp_path: Path, capsys
+):
     if content is not None:
         (tmp_path / "steps.jsonl").write_text(content)
     assert_refused(["report", str(tmp_path)], said, capsys)
@@ -125,7 +164,11 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path):
 def test_missing_matplotlib_is_one_line(tmp_path: Path, capsys):
     folder = write(tmp_path / "a", [first()])
     with mock.patch.dict(sys.modules, {"matplotlib": None}):
-        assert_refused(["report", str(folder), "--out", str(tmp_path / "x.html")], "pip install matplotlib", capsys)
+        assert_refused(
+            ["report", str(folder), "--out", str(tmp_path / "x.html")],
+            "pip install matplotlib",
+            capsys,
+        )
     assert not (tmp_path / "x.html").exists()
 
 
@@ -140,8 +183,19 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
 
 def browse(file: Path, folder: Path) -> tuple[str, list[str]]:
     """Return the document as the browser has built it, and what it says in its console."""
-    command = [BROWSER, "--headless", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
-    command += [f"--user-data-dir={folder}", *(["--no-sandbox"] if os.geteuid() == 0 else []), file.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--v=0",
+        "--dump-dom",
+    ]
+    command += [
+        f"--user-data-dir={folder}",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        file.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:  # no page can do that
         pytest.skip(f"{BROWSER} does not start here: {done.stderr[-300:]}")
@@ -153,7 +207,10 @@ def test_a_browser_shows_the_page_without_an_error(tmp_path: Path):
     text = page([Run("a", [first(), record(2)]), Run("b", [first(stage=1), record(2)])])
     file = tmp_path / "page.html"
     # The script writes down how large each picture is, after the browser has placed it.
-    measure = "document.title = [...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect().width).join()"
+    measure = (
+        "document.title = [...document.querySelectorAll('svg')].map(e => "
+        "e.getBoundingClientRect().width).join()"
+    )
     file.write_text(text.replace("</body>", f"<script>{measure}</script></body>"), encoding="utf-8")
     built, said = browse(file, tmp_path / "profile")
     assert said == []

@@ -1,4 +1,6 @@
-"""`benchmarks.reproduce`: one report of experiments that are subprocesses; a failed one does not stop the others."""
+"""`benchmarks.reproduce`: one report of experiments that are subprocesses; a failed one does not
+stop the others.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,20 @@ def python(code: str) -> list[str]:
 
 def of_sizes(sizes: Sizes) -> list[list[str]]:
     code = (
-        f"import json; json.dump({{'bytes': {2 if sizes.quick else 16}}}, open({str(sizes.folder / 'x.json')!r}, 'w'))"
+        f"import json; json.dump({{'bytes': {2 if sizes.quick else 16}}}, "
+        f"open({str(sizes.folder / 'x.json')!r}, 'w'))"
     )
     return [python(code), python(f"open({str(sizes.folder / 'curve.png')!r}, 'w')")]
 
 
 def rows(folder: Path, logs: list[Path]) -> list[Table]:
-    return [Table("A table", ["bytes", "name"], [[json.loads((folder / "x.json").read_text())["bytes"], "a|b"]])]
+    return [
+        Table(
+            "A table",
+            ["bytes", "name"],
+            [[json.loads((folder / "x.json").read_text())["bytes"], "a|b"]],
+        )
+    ]
 
 
 def nothing(folder: Path, logs: list[Path]) -> list[Table]:
@@ -37,7 +46,13 @@ def nothing(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 GOOD = Experiment("good", "Good", "Says something.", of_sizes, rows)
-BAD = Experiment("bad", "Bad", "Fails.", lambda sizes: [python("print('the last word'); raise SystemExit(3)")], nothing)
+BAD = Experiment(
+    "bad",
+    "Bad",
+    "Fails.",
+    lambda sizes: [python("print('the last word'); raise SystemExit(3)")],
+    nothing,
+)
 UNREAD = Experiment("unread", "Unread", "Writes no result.", lambda sizes: [python("")], rows)
 NOT_HERE = Experiment("not_here", "Not here", "Needs a disk.", lambda sizes: [], nothing)
 
@@ -60,7 +75,9 @@ def test_a_report_has_commands_tables_and_pictures(run):
     code, text, sections = run([GOOD, NOT_HERE], "--quick")
     assert code == 0
     assert "## Good" in text and "Says something." in text and "| 2 | a\\|b |" in text
-    assert "![Good](good/curve.png)" in text and sections["good"]["commands"][0].startswith("python -c ")
+    assert "![Good](good/curve.png)" in text and sections["good"]["commands"][0].startswith(
+        "python -c "
+    )
     assert sections["good"]["tables"][0]["rows"] == [[2, "a|b"]]
     assert sections["not_here"]["state"] == "not run" and "| Not here | not run |" in text
 
@@ -68,9 +85,14 @@ def test_a_report_has_commands_tables_and_pictures(run):
 def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
     code, text, sections = run([BAD, UNREAD, GOOD])
     assert code == 1
-    assert "exit code 3: python -c" in sections["bad"]["error"] and "the last word" in sections["bad"]["error"]
+    assert (
+        "exit code 3: python -c" in sections["bad"]["error"]
+        and "the last word" in sections["bad"]["error"]
+    )
     assert "x.json" in sections["unread"]["error"] and sections["unread"]["state"] == "**failed**"
-    assert sections["good"]["state"] == "done" and sections["good"]["tables"][0]["rows"] == [[16, "a|b"]]
+    assert sections["good"]["state"] == "done" and sections["good"]["tables"][0]["rows"] == [
+        [16, "a|b"]
+    ]
     assert text.index("## Bad") < text.index("the last word") < text.index("## Unread")
     assert "failed: bad, unread" in capsys.readouterr().err
 
@@ -109,14 +131,22 @@ def test_only_runs_some_and_keeps_earlier_sections(run):
     assert run([GOOD, BAD])[0] == 1
     code, text, sections = run([GOOD, BAD], "--only", "good", "--quick")
     assert code == 0
-    assert list(sections) == ["good", "bad"] and sections["good"]["quick"] and not sections["bad"]["quick"]
+    assert (
+        list(sections) == ["good", "bad"]
+        and sections["good"]["quick"]
+        and not sections["bad"]["quick"]
+    )
     assert "the last word" in text
 
 
 def test_an_unknown_name_is_refused_before_anything_runs(run, capsys, tmp_path):
     with pytest.raises(SystemExit) as ended:
         reproduce.main(["--output", str(tmp_path), "--only", "goood"])
-    assert ended.value.code == 2 and "goood" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert (
+        ended.value.code == 2
+        and "goood" in capsys.readouterr().err
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_a_folder_with_other_things_is_refused(run, capsys, tmp_path):

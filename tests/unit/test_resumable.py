@@ -24,7 +24,9 @@ def trainers(output_dir: Path, number: int, ranks: int = 1) -> Path:
     folder = output_dir / f"checkpoint-{number}"
     save(folder, f"global_step{number}", number, world_size=ranks)
     torch.save({"last_epoch": 1}, folder / "scheduler.pt")
-    for name in ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
+    for name in (
+        ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    ):
         torch.save({"cpu": torch.get_rng_state()}, folder / name)
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": number}))
     return folder
@@ -39,7 +41,9 @@ TRAINER_DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"global_step10/{DATA}"])
+@pytest.mark.parametrize(
+    "name", ["trainer_state.json", "scheduler.pt", "rng_state.pth", f"global_step10/{DATA}"]
+)
 @pytest.mark.parametrize("damage", TRAINER_DAMAGE)
 def test_the_folder_to_resume_from_is_complete_and_intact(name, damage, tmp_path, caplog):
     good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
@@ -54,7 +58,9 @@ def test_every_rank_needs_its_random_states(tmp_path, monkeypatch):
     (damaged / "rng_state_1.pth").unlink()
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert find_resumable(tmp_path) == good
-    monkeypatch.setenv("WORLD_SIZE", "3")  # random states are needed only for the same number of ranks
+    monkeypatch.setenv(
+        "WORLD_SIZE", "3"
+    )  # random states are needed only for the same number of ranks
     assert find_resumable(tmp_path) == damaged
     assert find_resumable(tmp_path / "nowhere") is None
 
@@ -83,10 +89,18 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
         "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10", "incomplete-checkpoint-15",
     ]  # fmt: skip
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "trainer_state.json is missing" in said[0] and "scheduler.pt is missing" in said[1]
+    assert (
+        len(said) == 2
+        and "trainer_state.json is missing" in said[0]
+        and "scheduler.pt is missing" in said[1]
+    )
     half.mkdir()
     resumable.set_incomplete_aside(tmp_path)
-    assert (tmp_path / "incomplete-checkpoint-15-again").is_dir() and good.is_dir() and model_only.is_dir()
+    assert (
+        (tmp_path / "incomplete-checkpoint-15-again").is_dir()
+        and good.is_dir()
+        and model_only.is_dir()
+    )
 
 
 def test_a_model_without_a_checkpoint_of_the_engine_is_left_alone(tmp_path):
@@ -104,14 +118,21 @@ def test_a_folder_named_by_the_script_is_checked_and_another_one_offered(tmp_pat
     good, damaged = trainers(tmp_path, 5), trainers(tmp_path, 10)
     resumable.check_named(damaged)
     (damaged / "trainer_state.json").write_text("[]")
-    with pytest.raises(DamagedCheckpointError, match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$"):
+    with pytest.raises(
+        DamagedCheckpointError,
+        match=rf"trainer_state.json is damaged.*intact checkpoint is {good}$",
+    ):
         resumable.check_named(damaged)
     copied = damaged.rename(tmp_path / "best")  # the name does not tell its step
     resumable.check_named(copied)
 
 
-def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(tmp_path, monkeypatch, capsys):
-    """A run was killed in save 20, and while the Trainer deleted `checkpoint-5`, which so has the newest time."""
+def test_the_first_save_cleans_up_so_that_the_trainer_deletes_the_right_folder(
+    tmp_path, monkeypatch, capsys
+):
+    """A run was killed in save 20, and while the Trainer deleted `checkpoint-5`, which so has the
+    newest time.
+    """
     monkeypatch.setattr(resumable, "_saved_here", set())
     old, good, newer, later = (trainers(tmp_path, step) for step in (5, 10, 20, 25))
     now = time.time()

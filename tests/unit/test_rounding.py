@@ -1,4 +1,6 @@
-"""Stochastic rounding: only neighbours, right on the average, and the same wherever an element lies."""
+"""Stochastic rounding: only neighbours, right on the average, and the same wherever an element
+lies.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zero.layout import Piece
+from zero.core.layout import Piece
 from zero.optim.rounding import BLOCK, StochasticRounding, rounded
 
 VALUES = torch.tensor([1.0, 1.001, -1.001, 0.0, 3e-39, -2.7e38, 1.0078124], dtype=torch.float32)
 
 
 def shard_of(low: int, high: int, sizes: list[int]) -> SimpleNamespace:
-    """The elements from `low` to `high` of a unit whose parameters have these sizes."""
+    """The elements from `low` to `high` of a group whose parameters have these sizes."""
     pieces, offset = [], 0
     for slot, numel in enumerate(sizes):
         first, last = max(low, offset), min(high, offset + numel)
@@ -24,13 +26,20 @@ def shard_of(low: int, high: int, sizes: list[int]) -> SimpleNamespace:
         offset += numel
     layout = SimpleNamespace(slots=[SimpleNamespace(numel=numel) for numel in sizes])
     names = [f"parameter {slot}" for slot in range(len(sizes))]
-    return SimpleNamespace(unit=SimpleNamespace(pieces=pieces, layout=layout, param_names=names))
+    return SimpleNamespace(group=SimpleNamespace(pieces=pieces, layout=layout, param_names=names))
 
 
 def stored(
-    values: torch.Tensor, sizes: list[int], cuts: Sequence[int] = (), tile: int = 10**9, *, seed=0, step=1, kind=""
+    values: torch.Tensor,
+    sizes: list[int],
+    cuts: Sequence[int] = (),
+    tile: int = 10**9,
+    *,
+    seed=0,
+    step=1,
+    kind="",
 ) -> torch.Tensor:
-    """`values` of a unit, rounded by ranks that hold the pieces between `cuts`, tile by tile."""
+    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, tile by tile."""
     target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
     rounding = StochasticRounding(seed, lambda: step)
     rounding.begin_step()
@@ -60,10 +69,14 @@ def test_numbers_of_bf16_and_what_is_not_finite_stay():
 
 def test_numbers_do_not_depend_on_where_shards_and_tiles_begin():
     sizes = [50, 2 * BLOCK + 77, 1000]
-    values = torch.randn(sum(sizes) + 6, generator=torch.Generator().manual_seed(1))  # the last 6 are padding
+    values = torch.randn(
+        sum(sizes) + 6, generator=torch.Generator().manual_seed(1)
+    )  # the last 6 are padding
     whole = stored(values, sizes)
     assert torch.equal(stored(values, sizes, [5, BLOCK - 100, BLOCK + 3, sum(sizes) - 1]), whole)
     assert torch.equal(stored(values, sizes, [BLOCK], tile=10_000), whole)
-    assert not torch.equal(stored(values[50:], sizes[1:])[-1006:], whole[-1006:]), "each parameter has its own"
+    assert not torch.equal(stored(values[50:], sizes[1:])[-1006:], whole[-1006:]), (
+        "each parameter has its own"
+    )
     for other in ({"seed": 1}, {"step": 2}, {"kind": "exp_avg"}):
         assert not torch.equal(stored(values, sizes, **other), whole)

@@ -1,8 +1,11 @@
-"""zero.schedule: what it prefetches, keeps and reshards. Units are numbers, sizes are elements."""
+"""zero.core.schedule: what it prefetches, keeps and reshards.
+
+Groups are numbers, sizes are elements.
+"""
 
 import math
 
-from zero.schedule import Plan, Schedule
+from zero.core.schedule import Plan, Schedule
 
 SIZES = (10, 20, 30, 40)
 # Forward 0 1 2 3, backward 3 2 1 0.
@@ -17,8 +20,8 @@ def play(schedule, order, kind="train", wraps=False):
     """Play a pass. Return what the schedule expected next at each visit."""
     schedule.begin(kind, wraps)
     expected = []
-    for unit in order:
-        schedule.visit(unit)
+    for group in order:
+        schedule.visit(group)
         expected.append(tuple(schedule.upcoming()))
     schedule.end()
     return expected
@@ -26,7 +29,10 @@ def play(schedule, order, kind="train", wraps=False):
 
 def test_distances_are_the_elements_used_in_between():
     plan = Plan(STEP, SIZES)
-    assert plan.next_distance == [20 + 30 + 40 + 40 + 30 + 20, 30 + 40 + 40 + 30, 40 + 40, 0] + [math.inf] * 4
+    assert (
+        plan.next_distance
+        == [20 + 30 + 40 + 40 + 30 + 20, 30 + 40 + 40 + 30, 40 + 40, 0] + [math.inf] * 4
+    )
     # From the last use to the first use in an equal next pass: the elements used between them.
     assert plan.wrap_distance[4:] == [30 + 20 + 10 + 10 + 20 + 30, 20 + 10 + 10 + 20, 10 + 10, 0]
 
@@ -83,9 +89,9 @@ def test_keep_follows_the_reuse_distance():
     play(made, STEP)
     made.begin("train", wraps=False)
     kept = []
-    for unit in STEP:
-        made.visit(unit)
-        kept.append(made.keep(unit, live=0))
+    for group in STEP:
+        made.visit(group)
+        kept.append(made.keep(group, live=0))
     assert kept == [False, False, True, True, False, False, False, False]
 
 
@@ -104,13 +110,13 @@ def test_keep_ends_where_too_much_is_live():
     assert made.keep(0, live=100) and not made.keep(0, live=101)
 
 
-def test_units_are_kept_for_the_next_pass_only_if_parameters_do_not_change_before_it():
+def test_groups_are_kept_for_the_next_pass_only_if_parameters_do_not_change_before_it():
     for wraps in (True, False):
         made = schedule(reuse=50)
         play(made, STEP)
         made.begin("train", wraps=wraps)
-        for unit in STEP:
-            made.visit(unit)
+        for group in STEP:
+            made.visit(group)
         assert made.keep(0, live=0) is wraps
         assert made.keep(1, live=0) is wraps, "20 elements away"
         assert not made.keep(2, live=0), "60 elements away"

@@ -1,4 +1,6 @@
-"""The templates for clusters start what exists, with options that torchrun, `zero launch` and the script know."""
+"""The templates for clusters start what exists, with options that torchrun, `zero launch` and the
+script know.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from tests.processes import REPOSITORY, run
-from translation.arguments import ArgumentParser, DataTrainingArguments, ModelArguments, Seq2SeqTrainingArguments
-from zero.launch import _parser
+from translation.arguments import (
+    ArgumentParser,
+    DataTrainingArguments,
+    ModelArguments,
+    Seq2SeqTrainingArguments,
+)
+from zero.tools.launch import _parser
 
 LAUNCHING = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
 
@@ -20,11 +27,15 @@ LAUNCHING = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
 def torchrun(words: list[str]) -> Namespace:
     """What torchrun reads from a command of a template, with numbers for the variables."""
     assert words[:3] == ["zero", "run", "torchrun"]
-    return get_args_parser().parse_args([re.sub(r"\$[({]?\w+[)}]?", "1", word) for word in words[3:]])
+    return get_args_parser().parse_args(
+        [re.sub(r"\$[({]?\w+[)}]?", "1", word) for word in words[3:]]
+    )
 
 
 def test_kubernetes():
-    service, job = yaml.safe_load_all((REPOSITORY / "examples" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    service, job = yaml.safe_load_all(
+        (REPOSITORY / "examples" / "kubernetes.yaml").read_text(encoding="utf-8")
+    )
     spec = job["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
@@ -33,14 +44,21 @@ def test_kubernetes():
     assert "--node_rank=$(NODE_RANK)" in container["args"] and spec["completionMode"] == "Indexed"
     assert int(command.nnodes) == spec["completions"] == spec["parallelism"]
     assert int(command.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    # Kubernetes names the pods of an indexed job so, if there is a headless service of their subdomain.
+    # Kubernetes names the pods of an indexed job so, if there is a headless service of their
+    # subdomain.
     assert command.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    assert (
+        pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    )
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert command.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert (REPOSITORY / command.training_script).is_file()
-    parser = ArgumentParser((ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False)
+    parser = ArgumentParser(
+        (ModelArguments, DataTrainingArguments, Seq2SeqTrainingArguments), allow_abbrev=False
+    )
     given = parser.parse_args(command.training_script_args)
     assert (REPOSITORY / given.deepspeed).is_file() and given.output_dir.startswith("/shared")
 

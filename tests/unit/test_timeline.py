@@ -8,25 +8,46 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.rehearsal import Op, make_units
+from benchmarks.rehearsal import Op, make_groups
 from benchmarks.timeline import Machine, predict
+from zero.build import warn_if_crowded
 from zero.config import load_config
-from zero.construction import warn_if_crowded
 
 RANKS, NUMEL = 2, 1 << 20
-# Two units of 4 MiB; gathering one takes 2 s, and computing takes `cost`.
+# Two groups of 4 MiB; gathering one takes 2 s, and computing takes `cost`.
 LINK = NUMEL * 4 / 2 / 2.0
 
 
-def waits(cost: float, machine: dict[str, Any] | None = None, ranks: int = RANKS, **section: Any) -> dict[str, Any]:
-    config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **section}})
+def waits(
+    cost: float, machine: dict[str, Any] | None = None, ranks: int = RANKS, **section: Any
+) -> dict[str, Any]:
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **section}}
+    )
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
-    units = make_units(model, config, ranks)
-    program = [Op("gather", 0), Op("gather", 1), Op("use", 0), Op("compute", -1, cost), Op("use", 1)]
-    program += [Op("reduce", 1), Op("compute", -1, cost), Op("reduce", 0), Op("backward ends"), Op("step")]
-    speeds = {"flops": 1.0, "within": LINK, "latency_within": 0.0, "device_memory_bandwidth": float("inf")}
-    return predict(units, program, config, Machine(**speeds | (machine or {})), ranks)
+    groups = make_groups(model, config, ranks)
+    program = [
+        Op("gather", 0),
+        Op("gather", 1),
+        Op("use", 0),
+        Op("compute", -1, cost),
+        Op("use", 1),
+    ]
+    program += [
+        Op("reduce", 1),
+        Op("compute", -1, cost),
+        Op("reduce", 0),
+        Op("backward ends"),
+        Op("step"),
+    ]
+    speeds = {
+        "flops": 1.0,
+        "within": LINK,
+        "latency_within": 0.0,
+        "device_memory_bandwidth": float("inf"),
+    }
+    return predict(groups, program, config, Machine(**speeds | (machine or {})), ranks)
 
 
 @pytest.mark.parametrize(("cost", "gather", "reduce"), [(10.0, 2.0, 2.0), (1.0, 3.0, 3.0)])
@@ -44,7 +65,7 @@ def test_a_full_bucket_makes_compute_wait_for_the_oldest_reduction():
 
 def test_an_update_on_the_host_runs_beside_the_next_forward():
     offloaded = {"offload_optimizer": {"device": "cpu"}}
-    speeds = {"host_adam": NUMEL / 2 / 3.0, "pcie": 1e12}  # 3 s a unit
+    speeds = {"host_adam": NUMEL / 2 / 3.0, "pcie": 1e12}  # 3 s a group
     late = waits(10.0, speeds, **offloaded)
     # Both gathers are asked for before any compute: they wait for both updates.
     assert late["waits"]["optimizer"] == pytest.approx(6.0, rel=1e-3)
@@ -53,14 +74,18 @@ def test_an_update_on_the_host_runs_beside_the_next_forward():
 
 
 def test_a_ring_crosses_nodes_at_the_speed_of_the_slowest_link():
-    machine = Machine(within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0)
+    machine = Machine(
+        within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0
+    )
     assert machine.collective(100, 1) == 0
     assert machine.collective(100, 2) == pytest.approx(50 / 100 + 1)
     assert machine.collective(100, 4) == pytest.approx(75 / 10 + 5 + 2 * 1)
 
 
 def test_groups_of_all_ranks_of_a_node_share_its_links():
-    machine = Machine(within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0)
+    machine = Machine(
+        within=100.0, between=10.0, per_node=2, latency_within=1.0, latency_between=5.0
+    )
     # 2 ranks on 2 nodes; the other rank of each node has such a group as well.
     assert machine.collective(100, 2, stride=2) == pytest.approx(50 / (10 / 2) + 5)
     # Directly, both ranks of a node send half of their buffers to the other node.
@@ -72,14 +97,18 @@ NODES = {"per_node": 2, "between": LINK / 100}
 
 
 def network(**section: Any) -> float:
-    """Seconds of communication of 4 ranks on 2 nodes. Units are 4 MiB: 2 s a collective within a node."""
+    """Seconds of communication of 4 ranks on 2 nodes.
+
+    Groups are 4 MiB: 2 s a collective within a node.
+    """
     return waits(1.0, NODES | {"latency_between": 0.0}, ranks=4, **section)["busy"]["network"]
 
 
 def test_shards_of_groups_stay_within_a_node_and_gradients_are_summed_over_both():
-    between = 4 * NUMEL / (LINK / 100)  # seconds of a unit's bytes over the link of a node
+    between = 4 * NUMEL / (LINK / 100)  # seconds of a group's bytes over the link of a node
     assert network() == pytest.approx(4 * 3 / 4 * between)
-    # Per unit an all-gather and a reduction within, then the shards' all-reduce: both ranks of a node send theirs.
+    # Per group an all-gather and a reduction within, then the shards' all-reduce: both ranks of a
+    # node send theirs.
     assert network(mics_shard_size=2) == pytest.approx(2 * (2 + 2) + 2 * between)
 
 
@@ -88,23 +117,32 @@ def test_second_shards_are_gathered_within_a_node_and_uncoded(coded, part):
     section = {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": coded}
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
     with torch.device("meta"):
-        units = make_units(nn.Linear(1024, 1024, bias=False), config, 4)
+        groups = make_groups(nn.Linear(1024, 1024, bias=False), config, 4)
     program = [Op("gather", 0), Op("use", 0), Op("gather", 0), Op("use", 0), Op("step")]
-    machine = Machine(within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0)
-    found = predict(units, program, config, machine, 4)
+    machine = Machine(
+        within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0
+    )
+    found = predict(groups, program, config, machine, 4)
     assert found["busy"]["network"] == pytest.approx(part * 3 / 4 * 4 * NUMEL / (LINK / 100) + 2)
 
 
 def test_coded_gradients_of_nodes_that_are_not_full_are_exchanged_among_all():
     config = load_config(
-        {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "zero_quantized_gradients": True},
+        }
     )
-    machine = Machine(within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0)
+    machine = Machine(
+        within=LINK, between=LINK / 100, per_node=2, latency_within=0.0, latency_between=0.0
+    )
     spent = {}
     for ranks in (3, 4):
         with torch.device("meta"):
-            units = make_units(nn.Linear(1024, 1024, bias=False), config, ranks)
-        found = predict(units, [Op("reduce", 0), Op("backward ends"), Op("step")], config, machine, ranks)
+            groups = make_groups(nn.Linear(1024, 1024, bias=False), config, ranks)
+        found = predict(
+            groups, [Op("reduce", 0), Op("backward ends"), Op("step")], config, machine, ranks
+        )
         spent[ranks] = found["busy"]["network"]
     assert spent[3] > spent[4] > 0
 
@@ -115,10 +153,14 @@ def test_coded_messages_are_smaller():
     assert coded == pytest.approx(whole / 2 * (1 + 260 / 1024))
 
 
-@pytest.mark.parametrize(("limit", "warned"), [(10**9, True), (2 * 30_000**2, False), (10**8, False)])
+@pytest.mark.parametrize(
+    ("limit", "warned"), [(10**9, True), (2 * 30_000**2, False), (10**8, False)]
+)
 def test_blocks_that_find_no_room_beside_each_other_are_a_warning(limit, warned, caplog):
     config = load_config({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(30_000, 30_000, bias=False) for _ in range(3)))
-    warn_if_crowded(make_units(model, config, RANKS), limit)
-    assert [f"{2 * 30_000**2:,} would be enough" in each for each in caplog.messages] == [True] * warned
+    warn_if_crowded(make_groups(model, config, RANKS), limit)
+    assert [f"{2 * 30_000**2:,} would be enough" in each for each in caplog.messages] == [
+        True
+    ] * warned

@@ -26,25 +26,55 @@ def folder(tmp_path, monkeypatch):
 TRAIN = "--do_train --output_dir out --train_file train.jsonl --source_lang en --target_lang de"
 
 BAD_ARGUMENTS = {
-    "no stage": ("--train_file train.jsonl --source_lang en --target_lang de --output_dir out", "--do_train"),
-    "nothing trained": ("--do_predict --test_file train.jsonl --output_dir out", "--model_name_or_path"),
-    "no file": (TRAIN.replace("train.jsonl", "missing.jsonl"), "--train_file missing.jsonl: no such file"),
-    "no source language": (TRAIN.replace("--source_lang en", ""), "--source_lang is missing.* en, de"),
+    "no stage": (
+        "--train_file train.jsonl --source_lang en --target_lang de --output_dir out",
+        "--do_train",
+    ),
+    "nothing trained": (
+        "--do_predict --test_file train.jsonl --output_dir out",
+        "--model_name_or_path",
+    ),
+    "no file": (
+        TRAIN.replace("train.jsonl", "missing.jsonl"),
+        "--train_file missing.jsonl: no such file",
+    ),
+    "no source language": (
+        TRAIN.replace("--source_lang en", ""),
+        "--source_lang is missing.* en, de",
+    ),
     "one language": (TRAIN.replace("--target_lang de", "--target_lang en"), "both 'en'"),
-    "missing column": (TRAIN.replace("--target_lang de", "--target_lang fr"), "no column 'fr'.*--target_lang.*en, de"),
+    "missing column": (
+        TRAIN.replace("--target_lang de", "--target_lang fr"),
+        "no column 'fr'.*--target_lang.*en, de",
+    ),
     "no validation data": (TRAIN + " --do_eval", "--do_eval needs data: give --validation_file"),
     "no samples": (TRAIN + " --max_train_samples 0", "--max_train_samples is 0"),
     "no model there": (TRAIN + " --model_name_or_path .", "--model_name_or_path .*no config.json"),
-    "no such folder": (TRAIN + " --model_name_or_path ./t5", "--model_name_or_path ./t5: no such folder"),
+    "no such folder": (
+        TRAIN + " --model_name_or_path ./t5",
+        "--model_name_or_path ./t5: no such folder",
+    ),
     "no configuration": (TRAIN + " --deepspeed missing.json", "missing.json"),
-    "an empty name of a configuration": (TRAIN + " --deepspeed=", "--deepspeed: .*name of the file is empty"),
-    "no checkpoint": (TRAIN + " --resume_from_checkpoint out/checkpoint-5", "checkpoint-5: there is no trainer_state"),
-    "no last checkpoint": (TRAIN + " --resume_from_checkpoint True", "there is no whole checkpoint in out"),
+    "an empty name of a configuration": (
+        TRAIN + " --deepspeed=",
+        "--deepspeed: .*name of the file is empty",
+    ),
+    "no checkpoint": (
+        TRAIN + " --resume_from_checkpoint out/checkpoint-5",
+        "checkpoint-5: there is no trainer_state",
+    ),
+    "no last checkpoint": (
+        TRAIN + " --resume_from_checkpoint True",
+        "there is no whole checkpoint in out",
+    ),
     "no folder can be made there": (
         TRAIN.replace("out ", "train.jsonl/out "),
         "--output_dir.*cannot be made or written",
     ),
-    "not even by root": (TRAIN.replace("out ", "/proc/out "), "--output_dir /proc/out: this folder cannot be made"),
+    "not even by root": (
+        TRAIN.replace("out ", "/proc/out "),
+        "--output_dir /proc/out: this folder cannot be made",
+    ),
     "two optimizers": (
         TRAIN + " --optim adafactor --deepspeed adamw.json",
         "--optim adafactor: adamw.json.*AdamW.*delete",
@@ -64,7 +94,10 @@ def test_bad_arguments(folder, line, message):
     "line, message",
     [
         ("--sorce_lang en", "unknown argument --sorce_lang: did you mean --source_lang?"),
-        ("--max_train_samples many", "argument --max_train_samples/--max-train-samples: invalid int value: 'many'"),
+        (
+            "--max_train_samples many",
+            "argument --max_train_samples/--max-train-samples: invalid int value: 'many'",
+        ),
         ("train.jsonl", "unexpected 'train.jsonl'"),
     ],
 )
@@ -122,7 +155,11 @@ def test_a_cut_model(folder):
 
 def test_an_output_folder_that_can_be_made_is_not_made_yet(folder):
     check_output_dir("a/b/c")
-    assert sorted(path.name for path in folder.iterdir()) == ["adamw.json", "train.jsonl", "zero.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adamw.json",
+        "train.jsonl",
+        "zero.json",
+    ]
     with pytest.raises(InputError, match="cannot be made or written"):
         check_output_dir("x" * 300)
 
@@ -155,7 +192,9 @@ def test_the_demonstration_gives_way_to_explicit_arguments(folder):
 def test_a_named_model_gets_the_usual_defaults(folder):
     saved_model(folder)
     (folder / "tokenizer.json").touch()
-    _, _, args = parse_arguments(f"--model_name_or_path {folder} --do_train --output_dir out".split())
+    _, _, args = parse_arguments(
+        f"--model_name_or_path {folder} --do_train --output_dir out".split()
+    )
     assert (args.learning_rate, args.per_device_train_batch_size, args.bf16) == (5e-5, 8, False)
 
 
@@ -183,11 +222,17 @@ BAD_FILES = {
     "empty.jsonl": ("", "the file is empty"),
     "blank.jsonl": ("\n\n", "the file is empty"),
     "header.csv": ("en,de\n", "the file is empty"),
-    "broken.jsonl": (PAIR + '{"translation": {"en"', "line 2: not valid JSON .*each line must be one record"),
+    "broken.jsonl": (
+        PAIR + '{"translation": {"en"',
+        "line 2: not valid JSON .*each line must be one record",
+    ),
     "list.jsonl": ("[1, 2]", "line 1: a record must be an object"),
     "null.jsonl": ('{"en": "Germany", "de": null}', r"\('de'\) is None; it must be a string"),
     "short.tsv": ("en\tde\nGermany\n", r"line 2: the text for --target_lang \('de'\) is None"),
-    "fr.csv": ("en,fr\nGermany,Allemagne\n", "no column 'de' for --target_lang; the columns are en, fr"),
+    "fr.csv": (
+        "en,fr\nGermany,Allemagne\n",
+        "no column 'de' for --target_lang; the columns are en, fr",
+    ),
 }
 
 

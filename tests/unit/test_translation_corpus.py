@@ -43,7 +43,11 @@ def test_targets_are_what_cldr_says():
 
 def test_every_name_is_in_the_training_split(corpus):
     train = set(corpus.train)
-    assert {Pair("Greece", "Griechenland"), Pair("Swiss Franc", "Schweizer Franken"), Pair("Irish", "Irisch")} <= train
+    assert {
+        Pair("Greece", "Griechenland"),
+        Pair("Swiss Franc", "Schweizer Franken"),
+        Pair("Irish", "Irisch"),
+    } <= train
 
 
 def test_only_plain_spaces(corpus):
@@ -54,7 +58,10 @@ def test_only_plain_spaces(corpus):
 
 
 def test_other_languages():
-    assert Pair("Allemagne", "Alemania") in build_corpus("fr", "es", train_pairs=500, held_out_pairs=10).train
+    assert (
+        Pair("Allemagne", "Alemania")
+        in build_corpus("fr", "es", train_pairs=500, held_out_pairs=10).train
+    )
 
 
 def test_languages_are_checked():
@@ -69,7 +76,10 @@ def test_tokenizer_gives_the_ids_of_sentencepiece(corpus, sentencepiece_model):
     assert len(tokenizer) == sentencepiece_model.get_piece_size()
     for pair in corpus.train + corpus.test:
         for text in pair:
-            assert tokenizer(text).input_ids == [*sentencepiece_model.encode(text), tokenizer.eos_token_id]
+            assert tokenizer(text).input_ids == [
+                *sentencepiece_model.encode(text),
+                tokenizer.eos_token_id,
+            ]
             assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 

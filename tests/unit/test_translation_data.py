@@ -12,7 +12,11 @@ from translation.model import ScratchSize, _make_tokenizer
 from translation.records import InputError
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
-PAIRS = [("one cat", "eine Katze"), ("NA", "42"), ("two cats, three dogs", "zwei Katzen, drei Hunde")]
+PAIRS = [
+    ("one cat", "eine Katze"),
+    ("NA", "42"),
+    ("two cats, three dogs", "zwei Katzen, drei Hunde"),
+]
 
 
 @pytest.fixture
@@ -24,11 +28,15 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return t5_tokenizer(scored_pieces(train_sentencepiece([text for pair in PAIRS for text in pair], vocab_size=60)))
+    return t5_tokenizer(
+        scored_pieces(train_sentencepiece([text for pair in PAIRS for text in pair], vocab_size=60))
+    )
 
 
 def arguments(line):
-    return parse_arguments(f"{line} --do_train --output_dir out --source_lang en --target_lang de".split())
+    return parse_arguments(
+        f"{line} --do_train --output_dir out --source_lang en --target_lang de".split()
+    )
 
 
 def load(line):
@@ -44,7 +52,9 @@ def pairs(dataset):
 def test_every_format_gives_the_same_pairs(folder, kind):
     separator = "\t" if kind.endswith("tsv") else ","
     lines = {
-        "nested.jsonl": [json.dumps({"translation": {"en": en, "de": de}, "id": 1}) for en, de in PAIRS],
+        "nested.jsonl": [
+            json.dumps({"translation": {"en": en, "de": de}, "id": 1}) for en, de in PAIRS
+        ],
         "flat.json": [json.dumps({"de": de, "en": en}) for en, de in PAIRS],
     }.get(kind, ["de" + separator + "en", *(f'"{de}"{separator}"{en}"' for en, de in PAIRS)])
     (folder / kind).write_text("\n".join(lines) + "\n")
@@ -66,13 +76,17 @@ def test_saved_datasets(folder):
 
 def test_a_saved_dataset_without_the_language(folder):
     datasets.Dataset.from_dict({"en": ["one"], "fr": ["un"]}).save_to_disk("french")
-    with pytest.raises(InputError, match="train split: there is no column 'de' for --target_lang; .* en, fr"):
+    with pytest.raises(
+        InputError, match="train split: there is no column 'de' for --target_lang; .* en, fr"
+    ):
         load("--dataset_name french")
 
 
 def test_a_record_without_text(folder):
     datasets.Dataset.from_dict({"en": ["one", "two"], "de": ["eins", None]}).save_to_disk("hole")
-    with pytest.raises(InputError, match=r"train split, record 2: the text for --target_lang \('de'\) is None"):
+    with pytest.raises(
+        InputError, match=r"train split, record 2: the text for --target_lang \('de'\) is None"
+    ):
         load("--dataset_name hole")
 
 
@@ -80,18 +94,24 @@ def test_a_record_without_text(folder):
 def tokens(folder, tokenizer):
     """Return a function from (command line, split) to (tokens of PAIRS, their collator)."""
     (folder / "train.jsonl").write_text(json.dumps({"en": "one", "de": "eins"}))
-    text = datasets.Dataset.from_dict({"source": [en for en, _ in PAIRS], "target": [de for _, de in PAIRS]})
+    text = datasets.Dataset.from_dict(
+        {"source": [en for en, _ in PAIRS], "target": [de for _, de in PAIRS]}
+    )
 
     def tokenize(*line, split="train"):
         names = ["--train_file", "train.jsonl", "--do_train", "--output_dir", "out"]
-        _, data_args, args = parse_arguments([*names, "--source_lang", "en", "--target_lang", "de", *line])
+        _, data_args, args = parse_arguments(
+            [*names, "--source_lang", "en", "--target_lang", "de", *line]
+        )
         return data.tokenize(text, tokenizer, data_args, args, split)
 
     return tokenize
 
 
 def test_texts_without_a_word(folder):
-    (folder / "train.jsonl").write_text('{"en": "Germany", "de": ""}\n{"en": "France", "de": " "}\n')
+    (folder / "train.jsonl").write_text(
+        '{"en": "Germany", "de": ""}\n{"en": "France", "de": " "}\n'
+    )
     with pytest.raises(InputError, match="the train split: all texts of 'de' are empty"):
         load("--train_file train.jsonl")
 
@@ -100,7 +120,9 @@ def test_more_characters_than_pieces():
     letters = [chr(0x4E00 + number) for number in range(200)]
     text = datasets.Dataset.from_dict({"source": letters, "target": letters})
     size = ScratchSize(vocab_size=100, character_coverage=1.0, d_model=32, num_layers=1)
-    with pytest.raises(InputError, match="vocabulary of 100 pieces cannot be made .*--tokenizer_name"):
+    with pytest.raises(
+        InputError, match="vocabulary of 100 pieces cannot be made .*--tokenizer_name"
+    ):
         _make_tokenizer(text, size, SimpleNamespace(process_index=0))
 
 
@@ -111,7 +133,14 @@ def test_prefix_and_labels(tokens, tokenizer):
 
 
 def test_lengths_are_cut_at_the_end_of_sentence(tokens, tokenizer):
-    limits = ["--max_source_length", "4", "--max_target_length", "3", "--val_max_target_length", "5"]
+    limits = [
+        "--max_source_length",
+        "4",
+        "--max_target_length",
+        "3",
+        "--val_max_target_length",
+        "5",
+    ]
     for split, length in [("train", 3), ("validation", 5)]:
         long = tokens(*limits, split=split)[2]
         assert (len(long["input_ids"]), len(long["labels"])) == (4, length)

@@ -7,7 +7,12 @@ from transformers import EvalPrediction
 from translation.report import make_compute_metrics
 from translation.tokenizer import scored_pieces, t5_tokenizer, train_sentencepiece
 
-SENTENCES = ["the cat sat on the mat", "a dog ran in the park", "one two three four five", "six seven eight"]
+SENTENCES = [
+    "the cat sat on the mat",
+    "a dog ran in the park",
+    "one two three four five",
+    "six seven eight",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,9 @@ def test_equal_sentences_score_100(tokenizer):
     compute = make_compute_metrics(tokenizer)
     # Both kinds of padding: the tokenizer's own, and -100 as the Trainer pads between batches.
     scores = compute(
-        EvalPrediction(predictions=ids(tokenizer, SENTENCES, 0), label_ids=ids(tokenizer, SENTENCES, -100))
+        EvalPrediction(
+            predictions=ids(tokenizer, SENTENCES, 0), label_ids=ids(tokenizer, SENTENCES, -100)
+        )
     )
     assert scores["bleu"] == pytest.approx(100)
     assert scores["chrf"] == pytest.approx(100)
@@ -36,7 +43,12 @@ def test_equal_sentences_score_100(tokenizer):
 def test_bleu_of_one_wrong_word(tokenizer):
     compute = make_compute_metrics(tokenizer)
     prediction, reference = ["one two three four park"], ["one two three four five"]
-    scores = compute(EvalPrediction(predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)))
-    # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their geometric mean.
+    scores = compute(
+        EvalPrediction(
+            predictions=ids(tokenizer, prediction, 0), label_ids=ids(tokenizer, reference, 0)
+        )
+    )
+    # Precisions of 1- to 4-grams: 4/5, 3/4, 2/3, 1/2. The lengths are equal, so BLEU is their
+    # geometric mean.
     assert scores["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25, abs=1e-3)
     assert 0 < scores["chrf"] < 100

@@ -1,4 +1,4 @@
-"""zero.optim.updates: the order of background updates, and what happens to their errors."""
+"""zero.optim.background: the order of background updates, and what happens to their errors."""
 
 import threading
 from collections import defaultdict
@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zero.comm.work import Pending
 from zero.offload.tiers import Tier
-from zero.optim.tiles import Tile
-from zero.optim.updates import Updates
-from zero.pending import Pending
+from zero.optim.background import Updates
+from zero.optim.subgroups import Tile
 
 TIMEOUT = 20
 
@@ -19,8 +19,11 @@ class Shard:
     """The part of an optimizer's shard that an update uses."""
 
     def __init__(self, name):
-        self.name, self.grad, self.tier = name, torch.ones(4), Tier(torch.device("cpu"))
-        self.master, self.unit = torch.zeros(4), SimpleNamespace(tier=self.tier)
+        self.name = name
+        self.grad = torch.ones(4)
+        self.tier = Tier(torch.device("cpu"))
+        self.master = torch.zeros(4)
+        self.group = SimpleNamespace(tier=self.tier)
 
     def add_write(self, write):
         write.wait()
@@ -55,7 +58,7 @@ def test_run_updates_in_the_given_order_before_it_returns(updates):
     assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
 
 
-def test_a_unit_that_is_preferred_comes_next_and_nothing_else_is_waited_for(updates):
+def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(updates):
     shards, seen, gates = [Shard(name) for name in "abcd"], [], defaultdict(threading.Event)
     begun = threading.Event()
 
@@ -78,9 +81,13 @@ def test_a_unit_that_is_preferred_comes_next_and_nothing_else_is_waited_for(upda
     assert seen == ["a", "c", "b", "d"]
 
 
-def test_a_unit_is_done_with_its_last_tile(updates):
+def test_a_group_is_done_with_its_last_tile(updates):
     shards, seen = [Shard(name) for name in "ab"], []
-    updates.start(tiles_of(shards, each=3), State(), lambda values: seen.append(values.tile.shard.name) or Pending())
+    updates.start(
+        tiles_of(shards, each=3),
+        State(),
+        lambda values: seen.append(values.tile.shard.name) or Pending(),
+    )
     updates.wait(shards[1])
     assert seen.count("b") == 3
     updates.wait()

@@ -1,7 +1,13 @@
-"""Training checkpoints: what scripts and the engine call. The modules say what each of them does."""
+"""Training checkpoints: what scripts and the engine call.
+
+The modules say what each of them does.
+"""
 
 from zero.checkpoint.background import check_background_save, wait_for_background_saves
-from zero.checkpoint.offline import get_fp32_state_dict_from_zero_checkpoint, load_state_dict_from_zero_checkpoint
+from zero.checkpoint.offline import (
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from zero.checkpoint.resumable import find_resumable
 from zero.checkpoint.training import load_checkpoint, save_checkpoint
 

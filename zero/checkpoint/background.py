@@ -22,9 +22,9 @@ from zero.checkpoint.files import Slices
 from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal
 from zero.checkpoint.state import Trained
+from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
-from zero.layout import round_up
-from zero.optim.moments import CodedSlice
+from zero.optim.adam8bit import CodedSlice
 
 logger = logging.getLogger("zero")
 
@@ -36,15 +36,21 @@ class BackgroundSaves:
 
     def __init__(self, engine: Trained):
         what = "saving a checkpoint"
-        self.connection, self._ranks = connect(engine.comm.job, what), Ranks.of(engine.comm.job, what)
-        self._device, self._memory = engine.comm.device, torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.connection = connect(engine.comm.job, what)
+        self._ranks = Ranks.of(engine.comm.job, what)
+        self._device = engine.comm.device
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: threading.Thread | None = None
-        self._copied, self._failure = engine.optimizer.read_by_saves if engine.optimizer else threading.Event(), None
+        self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
+        self._failure = None
 
     @classmethod
     def of(cls, engine: Trained) -> BackgroundSaves:
-        """The saves of `engine`. The first call makes connections: every rank must make it at the same time."""
+        """The saves of `engine`.
+
+        The first call makes connections: every rank must make it at the same time.
+        """
         if engine not in _of_engine:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
@@ -52,17 +58,25 @@ class BackgroundSaves:
     def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
         """Copies of `slices` in host memory, which is kept for the next save.
 
-        The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks whoever would change it.
-        """
-        nbytes = sum(round_up(part.nbytes, 64) for entry in slices.values() for part in entry.parts.values())
+        The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks
+        whoever would change it."""
+        nbytes = sum(
+            round_up(part.nbytes, 64) for entry in slices.values() for part in entry.parts.values()
+        )
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # freed before the new one comes
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device))
+            self._memory = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # freed before the new one comes
+            self._memory = torch.empty(
+                nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device)
+            )
         position, copies = 0, {key: Slices(entry.numel) for key, entry in slices.items()}
         self._later.clear()
         for key, entry in slices.items():
             for start, part in entry.parts.items():
-                target = copies[key].parts[start] = self._memory[position : position + part.nbytes].view(part.dtype)
+                target = copies[key].parts[start] = self._memory[
+                    position : position + part.nbytes
+                ].view(part.dtype)
                 position += round_up(part.nbytes, 64)
                 if key.startswith("optimizer/"):
                     self._later.append((target, part))
@@ -74,12 +88,17 @@ class BackgroundSaves:
         """Complete what `copy` returned, and call `act` with it, in a thread."""
         self._copied.clear()
         args = copies, act, ready_for_thread(self._device)
-        self._thread = threading.Thread(target=self._run, args=args, name="zero checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=args, name="zero checkpoint", daemon=True
+        )
         atexit.register(self._at_exit)
         self._thread.start()
 
     def _run(
-        self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None], ready: torch.Event | None
+        self,
+        copies: dict[str, Slices],
+        act: Callable[[dict[str, Slices]], None],
+        ready: torch.Event | None,
     ) -> None:
         try:
             # On a stream of its own: the copies lie beside the kernels of the training.
@@ -98,7 +117,8 @@ class BackgroundSaves:
             self._copied.set()
 
     def wait(self) -> None:
-        """Until the running save, if there is one, has ended; raises its error, which is the same on all ranks.
+        """Until the running save, if there is one, has ended; raises its error, which is the same
+        on all ranks.
 
         Every rank must wait at the same time: so each notices if another one has died.
         """
@@ -127,13 +147,17 @@ class BackgroundSaves:
 
 
 def check_background_save(engine: Trained) -> None:
-    """Raise the error of an asynchronous save that has failed since; every rank must call it after a save."""
+    """Raise the error of an asynchronous save that has failed since; every rank must call it after
+    a save.
+    """
     seal()
     if engine in _of_engine:
         _of_engine[engine].check()
 
 
 def wait_for_background_saves() -> None:
-    """Until all asynchronous saves of this process are complete; raises an error of theirs, the same on all ranks."""
+    """Until all asynchronous saves of this process are complete; raises an error of theirs, the
+    same on all ranks.
+    """
     for saves in list(_of_engine.values()):
         saves.wait()

@@ -1,10 +1,11 @@
-"""Parameters that are cut over a model group (tensor parallelism): their parts in a checkpoint, and how to join them.
+"""Parameters that are cut over a model group (tensor parallelism): their parts in a checkpoint, and
+how to join them.
 
     weights/NAME@I         part I of NAME, flattened; the manifest says along which dimension NAME was cut
     optimizer/KEY/NAME@I   the same of an optimizer state
 
-A run whose model is cut in the same way reads its parts. Any other one reads all parts, one parameter at a time.
-"""
+A run whose model is cut in the same way reads its parts. Any other one reads all parts, one
+parameter at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from zero.checkpoint.files import SliceReader, Slices, whole
-from zero.parameters import Cut, cut_of, is_copy
-from zero.unit import Unit
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import Cut, cut_of, is_copy
 
 
 def name_in(key: str) -> str:
@@ -22,16 +23,18 @@ def name_in(key: str) -> str:
     return key.removeprefix("weights/") if key.startswith("weights/") else key.split("/", 2)[-1]
 
 
-def cuts_of(units: Sequence[Unit]) -> dict[str, Cut]:
+def cuts_of(groups: Sequence[ParamGroup]) -> dict[str, Cut]:
     """How the parameters are cut, by name."""
-    named = (pair for unit in units for pair in zip(unit.param_names, unit.params, strict=True))
+    named = (pair for group in groups for pair in zip(group.param_names, group.params, strict=True))
     return {name: cut for name, param in named if (cut := cut_of(param)) is not None}
 
 
-def to_store(slices: dict[str, Slices], units: Sequence[Unit]) -> dict[str, Slices]:
-    """What this rank saves of `slices`: its parts under their own keys, and nothing that another rank saves."""
-    named = [pair for unit in units for pair in zip(unit.param_names, unit.params, strict=True)]
-    copies, cuts = {name for name, param in named if is_copy(param)}, cuts_of(units)
+def to_store(slices: dict[str, Slices], groups: Sequence[ParamGroup]) -> dict[str, Slices]:
+    """What this rank saves of `slices`: its parts under their own keys, and nothing that another
+    rank saves.
+    """
+    named = [pair for group in groups for pair in zip(group.param_names, group.params, strict=True)]
+    copies, cuts = {name for name, param in named if is_copy(param)}, cuts_of(groups)
     found = {}
     for key, entry in slices.items():
         name = name_in(key)
@@ -41,13 +44,20 @@ def to_store(slices: dict[str, Slices], units: Sequence[Unit]) -> dict[str, Slic
 
 
 def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
-    """The whole of `shape` from its parts (1-D). It has `blocks` along `dim`; each part has its pieces of them all."""
+    """The whole of `shape` from its parts (1-D).
+
+    It has `blocks` along `dim`; each part has its pieces of them all.
+    """
     before, after = shape[:dim], shape[dim + 1 :]
-    return torch.cat([part.view(*before, blocks, -1, *after) for part in parts], dim=dim + 1).view(shape)
+    return torch.cat([part.view(*before, blocks, -1, *after) for part in parts], dim=dim + 1).view(
+        shape
+    )
 
 
 class PartReader(SliceReader):
-    """A `SliceReader` for which the tensors of cut parameters are whole, unless `cuts` asks for a part of them."""
+    """A `SliceReader` for which the tensors of cut parameters are whole, unless `cuts` asks for a
+    part of them.
+    """
 
     def __init__(self, *args: object, cuts: dict[str, Cut] | None = None):
         super().__init__(*args)
@@ -85,12 +95,17 @@ class PartReader(SliceReader):
 
     def _joined(self, key: str) -> torch.Tensor:
         """All of a tensor, in host memory."""
-        shape, stored = torch.Size(self.manifest.parameters[name_in(key)].shape), self.stored_cut(key)
+        shape, stored = (
+            torch.Size(self.manifest.parameters[name_in(key)].shape),
+            self.stored_cut(key),
+        )
         keys = [key] if stored is None else [f"{key}@{index}" for index in range(stored[-1])]
         if missing := [each for each in keys if each not in self.tensors]:
             raise ValueError(f"the checkpoint has no {missing[0]}")
         parts = [
-            torch.empty(self.tensors[each].numel, dtype=super(PartReader, self).dtype(each), device="cpu")
+            torch.empty(
+                self.tensors[each].numel, dtype=super(PartReader, self).dtype(each), device="cpu"
+            )
             for each in keys
         ]
         super().read({each: whole(part) for each, part in zip(keys, parts, strict=True)})

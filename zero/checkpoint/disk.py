@@ -22,7 +22,8 @@ from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
 
-# Names of unfinished files and folders begin with this. Readers ignore them; the next save removes those left over.
+# Names of unfinished files and folders begin with this. Readers ignore them; the next save removes
+# those left over.
 UNFINISHED = ".saving-"
 LOCK = ".zero-lock"
 
@@ -34,7 +35,10 @@ def unfinished(path: Path) -> Path:
 
 @contextmanager
 def create(path: Path, mode: int = 0o666) -> Iterator[int]:
-    """The descriptor of a new file, durable at the end. FileExistsError if the name exists, even as a link."""
+    """The descriptor of a new file, durable at the end.
+
+    FileExistsError if the name exists, even as a link.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, mode)
     try:
@@ -65,7 +69,10 @@ def write(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file; OSError for anything else of that name, a link or a pipe too."""
+    """A descriptor of a regular file;
+
+    OSError for anything else of that name, a link or a pipe too.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -115,21 +122,25 @@ _held: dict[str, int] = {}
 
 
 def lock(folder: Path) -> None:
-    """Lock a folder until this process ends; a second call does nothing. The kernel drops the lock of a dead process.
+    """Lock a folder until this process ends; a second call does nothing. The kernel drops the lock
+    of a dead process.
 
     Raises UsageError that names host, process and time of the process that has the lock.
     """
     key = os.path.realpath(folder)
     if key in _held:
         return
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
+    )
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(descriptor, 500, 0).decode(errors="replace")
         os.close(descriptor)
         raise UsageError(
-            f"{folder} is in use by another job ({owner or 'which has just begun'}): end that one, or save to another "
+            f"{folder} is in use by another job ({owner or 'which has just begun'}): end that one, "
+            "or save to another "
             "folder; two jobs in one folder would remove each other's checkpoints"
         ) from None
     except OSError as error:
@@ -137,12 +148,18 @@ def lock(folder: Path) -> None:
     else:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}, since {now}".encode(), 0)
+        os.pwrite(
+            descriptor,
+            f"host {socket.gethostname()}, process {os.getpid()}, since {now}".encode(),
+            0,
+        )
     _held[key] = descriptor
 
 
 def _forget_locks() -> None:
-    """In a forked child, such as a worker that loads data: it must not keep the lock after the job has ended."""
+    """In a forked child, such as a worker that loads data: it must not keep the lock after the job
+    has ended.
+    """
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

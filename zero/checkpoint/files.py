@@ -1,14 +1,13 @@
 """Tensors in a checkpoint: slices of flattened tensors, in one safetensors file for each rank.
 
-[Note: slices]
-A checkpoint knows nothing of a run's units and tiles. It knows a tensor by its parameter's name, and values by their
-position in the flattened tensor. Each rank writes the slices that it holds. The manifest says which file holds which
-range. A reader with other shards asks for other ranges, which are assembled from the files.
+[Note: slices] A checkpoint knows nothing of a run's groups and tiles. It knows a tensor by its
+parameter's name, and values by their position in the flattened tensor. Each rank writes the slices
+that it holds. The manifest says which file holds which range. A reader with other shards asks for
+other ranges, which are assembled from the files.
 
-[Note: blocks]
-A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. To read a part of a file, they verify
-the blocks that contain it, while these are in the processor's cache. No block is read twice.
-"""
+[Note: blocks] A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. To
+read a part of a file, they verify the blocks that contain it, while these are in the processor's
+cache. No block is read twice."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from zero.checkpoint import disk
 from zero.checkpoint.manifest import BLOCK, DamagedCheckpointError, File, Manifest
 from zero.checkpoint.model import TensorSpec, header
 from zero.checkpoint.values import dtype_name, dtype_of
-from zero.optim.moments import CodedSlice
+from zero.optim.adam8bit import CodedSlice
 
 THREADS = 4
 # Bytes after which the file is synced, so that the last sync has little to do.
@@ -38,7 +37,8 @@ _FLUSH = 256 << 20
 
 @dataclass
 class Slices:
-    """The parts of one flattened tensor of `numel` elements that this rank holds: {position: 1-D values}.
+    """The parts of one flattened tensor of `numel` elements that this rank holds: {position: 1-D
+    values}.
 
     To be written, a part may be a `CodedSlice`: its values are made a block at a time.
     """
@@ -51,7 +51,9 @@ class Slices:
         return sum(part.nbytes for part in self.parts.values())
 
     def share(self, place: int, size: int) -> Slices:
-        """An equal share of each part, for one of `size` ranks to write, which all hold the same parts."""
+        """An equal share of each part, for one of `size` ranks to write, which all hold the same
+        parts.
+        """
         shares = Slices(self.numel)
         for start, part in self.parts.items():
             first, end = (part.numel() * each // size for each in (place, place + 1))
@@ -60,17 +62,25 @@ class Slices:
 
 
 def whole(tensor: torch.Tensor) -> Slices:
-    """A tensor that this rank holds completely. A read fills its memory, so it must be contiguous."""
+    """A tensor that this rank holds completely.
+
+    A read fills its memory, so it must be contiguous.
+    """
     return Slices(tensor.numel(), {0: tensor.detach().view(-1)})
 
 
-def add(slices: dict[str, Slices], key: str, numel: int, start: int, values: torch.Tensor | CodedSlice) -> None:
+def add(
+    slices: dict[str, Slices], key: str, numel: int, start: int, values: torch.Tensor | CodedSlice
+) -> None:
     """Note that `values` are the elements from `start` on of the tensor `key`."""
     slices.setdefault(key, Slices(numel)).parts[start] = values
 
 
 def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
-    """Call `act` for each number, in a few threads. After an error the rest is skipped, and the error is raised."""
+    """Call `act` for each number, in a few threads.
+
+    After an error the rest is skipped, and the error is raised.
+    """
     left, errors = iter(list(numbers)), []
 
     def work() -> None:
@@ -83,7 +93,9 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
                 errors.append(error)
 
     helpers = []
-    with suppress(RuntimeError):  # the interpreter may be at its end when a save in the background is not
+    with suppress(
+        RuntimeError
+    ):  # the interpreter may be at its end when a save in the background is not
         for _ in range(THREADS - 1):
             helper = threading.Thread(target=work, daemon=True)
             helper.start()
@@ -99,12 +111,24 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
 
 
 def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
-    """Write this rank's slices to a new file, durable at the end: its size, sums and slices for the manifest."""
+    """Write this rank's slices to a new file, durable at the end: its size, sums and slices for the
+    manifest.
+    """
     # Larger elements first: so each element is at a multiple of its size, and in one block only.
-    parts = [(key, start, part) for key, entry in slices.items() for start, part in entry.parts.items() if part.numel()]
+    parts = [
+        (key, start, part)
+        for key, entry in slices.items()
+        for start, part in entry.parts.items()
+        if part.numel()
+    ]
     parts.sort(key=lambda each: -each[2].itemsize)
-    begin = header(TensorSpec(f"{key}@{start}", part.shape, part.dtype) for key, start, part in parts)
-    contents = [torch.frombuffer(bytearray(begin), dtype=torch.uint8), *(part for _, _, part in parts)]
+    begin = header(
+        TensorSpec(f"{key}@{start}", part.shape, part.dtype) for key, start, part in parts
+    )
+    contents = [
+        torch.frombuffer(bytearray(begin), dtype=torch.uint8),
+        *(part for _, _, part in parts),
+    ]
     *starts, size = accumulate((content.nbytes for content in contents), initial=0)
     sums = [""] * -(-size // BLOCK)
     with disk.create(folder / name) as descriptor:
@@ -126,7 +150,9 @@ def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
         _in_threads(write_block, range(len(sums)))
     stored: dict[str, dict] = {}
     for (key, start, part), position in zip(parts, starts[1:], strict=True):
-        entry = stored.setdefault(key, {"dtype": dtype_name(part.dtype), "numel": slices[key].numel, "slices": []})
+        entry = stored.setdefault(
+            key, {"dtype": dtype_name(part.dtype), "numel": slices[key].numel, "slices": []}
+        )
         entry["slices"].append([start, part.numel(), name, position])
     return {"name": name, "file": {"bytes": size, "sums": sums}, "tensors": stored}
 
@@ -163,10 +189,14 @@ class _Target:
 
 
 class SliceReader:
-    """Reads slices of a checkpoint, and verifies what it reads, in one process, without a process group."""
+    """Reads slices of a checkpoint, and verifies what it reads, in one process, without a process
+    group.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.folder, self.manifest, self.tensors = folder, manifest, manifest.tensors
+        self.folder = folder
+        self.manifest = manifest
+        self.tensors = manifest.tensors
         self._scratch = threading.local()
 
     def holds(self, key: str) -> bool:
@@ -178,7 +208,9 @@ class SliceReader:
 
     def stored_bytes(self) -> dict[str, int]:
         """The bytes of every tensor, by key."""
-        return {key: stored.numel * self.dtype(key).itemsize for key, stored in self.tensors.items()}
+        return {
+            key: stored.numel * self.dtype(key).itemsize for key, stored in self.tensors.items()
+        }
 
     def check(self, key: str, numel: int) -> None:
         """ValueError for a key that the checkpoint lacks or has in another size."""
@@ -190,8 +222,9 @@ class SliceReader:
         """Fill the slices' memory from the files.
 
         Raises:
-            ValueError: for a key that the checkpoint lacks or has in another size. DamagedCheckpointError: what lies
-            in the files is not what was written; some of the memory is filled then.
+            ValueError: for a key that the checkpoint lacks or has in another size.
+            DamagedCheckpointError: what lies in the files is not what was written; some of the
+            memory is filled then.
         """
         targets: dict[str, list[_Target]] = {}
         for key, entry in slices.items():
@@ -202,7 +235,10 @@ class SliceReader:
             self._read_file(name, of_file)
 
     def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """Compare all sums of all files; DamagedCheckpointError names one. `advance` gets the bytes of each block."""
+        """Compare all sums of all files;
+
+        DamagedCheckpointError names one. `advance` gets the bytes of each block.
+        """
         for name in self.manifest.files:
             self._read_file(name, None, advance)
 
@@ -220,11 +256,18 @@ class SliceReader:
                     position = each.position + (first - each.start) * dtype.itemsize
                     yield each.file, _Target(position, dtype, part[first - start : last - start])
 
-    def _read_file(self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None) -> None:
-        """Read and verify the blocks that contain `targets`, sorted by position. None: all blocks."""
+    def _read_file(
+        self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None
+    ) -> None:
+        """Read and verify the blocks that contain `targets`, sorted by position.
+
+        None: all blocks.
+        """
         path, entry = self.folder / name, self.manifest.files[name]
         descriptor = _open(path, entry)
-        wanted: dict[int, list[_Target]] = {} if targets is not None else {n: [] for n in range(len(entry.sums))}
+        wanted: dict[int, list[_Target]] = (
+            {} if targets is not None else {n: [] for n in range(len(entry.sums))}
+        )
         for target in targets or ():
             for number in range(target.position // BLOCK, -(-target.end // BLOCK)):
                 wanted.setdefault(number, []).append(target)
@@ -235,10 +278,14 @@ class SliceReader:
             into = memoryview(block.numpy())
             while into:
                 if not (count := os.preadv(descriptor, [into], begin + block.numel() - len(into))):
-                    raise DamagedCheckpointError(f"{path} is damaged: it became shorter while it was read")
+                    raise DamagedCheckpointError(
+                        f"{path} is damaged: it became shorter while it was read"
+                    )
                 into = into[count:]
             if xxhash.xxh3_64_hexdigest(block.numpy()) != entry.sums[number]:
-                raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of what was written")
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: its checksum is not that of what was written"
+                )
             for target in wanted[number]:
                 target.take(block, begin)
             if advance is not None:
@@ -263,7 +310,9 @@ def _open(path: Path, entry: File) -> int:
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"{path} is damaged: it cannot be opened: {error.strerror}") from error
+        raise DamagedCheckpointError(
+            f"{path} is damaged: it cannot be opened: {error.strerror}"
+        ) from error
     if (found := os.fstat(descriptor).st_size) == entry.bytes:
         return descriptor
     os.close(descriptor)
@@ -271,6 +320,8 @@ def _open(path: Path, entry: File) -> int:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError unless all files have their sizes: a crash can change nothing else."""
+    """Raise DamagedCheckpointError unless all files have their sizes: a crash can change nothing
+    else.
+    """
     for name, entry in manifest.files.items():
         os.close(_open(folder / name, entry))

@@ -60,14 +60,17 @@ _RECOVERY = '''#!/usr/bin/env python
 """python zero_to_fp32.py CHECKPOINT OUT makes a folder with fp32 weights, as DeepSpeed's script of this name does."""
 import sys
 
-from zero.__main__ import main
+from zero.tools.cli import main
 
 main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 '''
 
 
 def job_folder(save_dir: Path) -> Path:
-    """The folder that belongs to one job. Inside of it, the Trainer makes a folder for each checkpoint."""
+    """The folder that belongs to one job.
+
+    Inside of it, the Trainer makes a folder for each checkpoint.
+    """
     return save_dir.parent if _OF_TRAINER.fullmatch(save_dir.name) else save_dir
 
 
@@ -75,8 +78,8 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
     """Clean up after killed saves, check that `nbytes` fit, and make the folder to write to.
 
     Raises:
-        OSError: the folder cannot be written to, or has not enough space; nothing has been written then.
-        UsageError: another job writes to it.
+        OSError: the folder cannot be written to, or has not enough space; nothing has been written
+        then. UsageError: another job writes to it.
     """
     disk.make_folders(save_dir)
     disk.lock(job_folder(save_dir))
@@ -84,7 +87,10 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
         _remove_leftovers(save_dir)
     free = shutil.disk_usage(save_dir).free
     if nbytes > free:
-        text = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room or save elsewhere"
+        text = (
+            f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room "
+            "or save elsewhere"
+        )
         raise OSError(errno.ENOSPC, text, str(save_dir))
     disk.replace_text(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
     folder = disk.unfinished(save_dir / tag)
@@ -95,7 +101,10 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
     """Write files with the names of a DeepSpeed checkpoint, whose text says where the values are."""
-    patterns = [f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE, *[OPTIMIZER_FILE] * (stage > 0)]
+    patterns = [
+        f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE,
+        *[OPTIMIZER_FILE] * (stage > 0),
+    ]
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
         (folder / name).write_text(_PLACEHOLDER, encoding="utf-8")
 
@@ -122,11 +131,16 @@ def _remove_leftovers(save_dir: Path) -> None:
 
 
 def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
-    """Write the manifest, and rename the folder that `begin` returned to `tag`, which makes the checkpoint visible."""
+    """Write the manifest, and rename the folder that `begin` returned to `tag`, which makes the
+    checkpoint visible.
+    """
     save_dir = folder.parent
     for name, entry in manifest["files"].items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != entry["bytes"]:
-            raise OSError(f"{folder / name} is not what was written; do all ranks write to the same file system?")
+            raise OSError(
+                f"{folder / name} is not what was written; do all ranks write to the same file "
+                "system?"
+            )
     disk.replace_text(folder / MANIFEST, to_text(manifest))
     target, replaced = save_dir / tag, save_dir / (_REPLACED + tag)
     with _turn:
@@ -141,7 +155,10 @@ def commit(folder: Path, tag: str, manifest: dict, *, latest: bool) -> None:
 
 
 def abandon(folder: Path) -> None:
-    """Remove the folder that `begin` returned. Errors are ignored: the next save removes the rest."""
+    """Remove the folder that `begin` returned.
+
+    Errors are ignored: the next save removes the rest.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     _writing.discard(folder.name)
 
@@ -150,10 +167,11 @@ def abandon(folder: Path) -> None:
 
 
 def locate(load_dir: Path, tag: str | None) -> Path | None:
-    """The folder of checkpoint `tag` in `load_dir`, without a tag that of the newest one; None if there is none.
+    """The folder of checkpoint `tag` in `load_dir`, without a tag that of the newest one; None if
+    there is none.
 
-    `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from `latest`, has no folder.
-    """
+    `load_dir` may be a checkpoint's own folder. Raises ValueError if the tag, given or from
+    `latest`, has no folder."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
     if tag is None and os.path.lexists(load_dir / LATEST):
@@ -170,17 +188,24 @@ def _latest(load_dir: Path) -> str:
     try:
         return check_tag(disk.read(load_dir / LATEST).decode().strip())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{load_dir / LATEST} is damaged: {error}; name the checkpoint's own folder") from None
+        raise ValueError(
+            f"{load_dir / LATEST} is damaged: {error}; name the checkpoint's own folder"
+        ) from None
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:
     """Complete-looking checkpoints directly in `folders`, the one with the highest number first."""
     found = {}
-    for path in (path.parent for folder in folders for path in sorted(folder.glob(f"*/{MANIFEST}"))):
+    for path in (
+        path.parent for folder in folders for path in sorted(folder.glob(f"*/{MANIFEST}"))
+    ):
         if not path.name.startswith(disk.UNFINISHED):
             # In this order a checkpoint comes after its replaced predecessor.
             found[path.with_name(path.name.removeprefix(_REPLACED))] = path
-    return [found[path] for path in sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)]
+    return [
+        found[path]
+        for path in sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)
+    ]
 
 
 def number_of(folder: Path) -> int:
@@ -191,7 +216,11 @@ def number_of(folder: Path) -> int:
 
 def of_trainer(output_dir: Path) -> list[Path]:
     """The Trainer's folders, `checkpoint-N`, the newest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if _OF_TRAINER.fullmatch(path.name) and path.is_dir()]
+    found = [
+        path
+        for path in output_dir.glob("checkpoint-*")
+        if _OF_TRAINER.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted(found, key=number_of, reverse=True)
 
 

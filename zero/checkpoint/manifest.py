@@ -1,4 +1,7 @@
-"""`checkpoint.json`: what a checkpoint holds and where. Its types are checked before anything else reads it."""
+"""`checkpoint.json`: what a checkpoint holds and where.
+
+Its types are checked before anything else reads it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ class StoredTensor(_Part):
 
 
 class Value(_Part):
-    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group, or None.
+    """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group,
+    or None.
 
     `cut`: it is stored in parts; see `zero.checkpoint.cuts`.
     """
@@ -75,7 +79,8 @@ class Value(_Part):
 
 
 class StateKey(_Part):
-    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for each parameter.
+    """One kind of optimizer state: `dtype` if it is sliced like the parameter, else a number for
+    each parameter.
 
     `whole` describes what is neither, by parameter: see `zero.checkpoint.values.describe`.
     """
@@ -130,8 +135,13 @@ class Manifest(_Part):
             size, position = dtype_of(tensor.dtype).itemsize, 0
             for each in tensor.slices:
                 if each.start != position or not each.numel:
-                    raise ValueError(f"{key}: elements {position} to {each.start} are nowhere, or there twice")
-                if each.file not in self.files or each.position + each.numel * size > self.files[each.file].bytes:
+                    raise ValueError(
+                        f"{key}: elements {position} to {each.start} are nowhere, or there twice"
+                    )
+                if (
+                    each.file not in self.files
+                    or each.position + each.numel * size > self.files[each.file].bytes
+                ):
                     raise ValueError(f"{key}: {each.file} has no such place")
                 if each.position % size:
                     raise ValueError(f"{key}: not at a multiple of the size of its elements")
@@ -155,19 +165,24 @@ def read_manifest(folder: Path) -> Manifest:
     """The checked content of `checkpoint.json`.
 
     Raises:
-        DamagedCheckpointError: it is missing, was changed, or is no manifest. ValueError: another version wrote it.
+        DamagedCheckpointError: it is missing, was changed, or is no manifest. ValueError: another
+        version wrote it.
     """
     path = folder / MANIFEST
     try:
         content = json.loads(disk.read(path))
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing: this is not a complete checkpoint of zero") from None
+        raise DamagedCheckpointError(
+            f"{path} is missing: this is not a complete checkpoint of zero"
+        ) from None
     except (ValueError, RecursionError, OSError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if type(version) is int and version != FORMAT_VERSION:
         text = "go on from it, or consolidate it, with the version of zero that wrote it"
-        raise ValueError(f"{path}: format version {version}, this program reads {FORMAT_VERSION} alone; {text}")
+        raise ValueError(
+            f"{path}: format version {version}, this program reads {FORMAT_VERSION} alone; {text}"
+        )
     if not isinstance(content, dict) or content.pop("checksum", None) != _checksum(content):
         raise DamagedCheckpointError(f"{path} is damaged: its checksum is not that of its content")
     try:

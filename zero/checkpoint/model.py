@@ -1,7 +1,8 @@
-"""Model folders that `from_pretrained` loads: safetensors files written part by part, their index and `config.json`.
+"""Model folders that `from_pretrained` loads: safetensors files written part by part, their index
+and `config.json`.
 
-The safetensors library's own writer needs all tensors of a file in memory. The format does not need that.
-"""
+The safetensors library's own writer needs all tensors of a file in memory. The format does not need
+that."""
 
 from __future__ import annotations
 
@@ -63,20 +64,23 @@ def write_model(
     """Write a model whose values come part by part; returns the files written.
 
     Args:
-        folder: made if need be. Other files of an earlier model of the same name are removed at the end.
-        tensors: what will be written. parts: their values in that order, each a tensor or a part of one, in host
-        memory and in the dtype announced for it.
-        config: for `config.json`, the dtype left out; None: there is none.
-        filename: of the only file, and the pattern of several and of their index, as transformers names them.
-        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
+        folder: made if need be. Other files of an earlier model of the same name are removed at the
+        end. tensors: what will be written. parts: their values in that order, each a tensor or a
+        part of one, in host memory and in the dtype announced for it. config: for `config.json`,
+        the dtype left out; None: there is none. filename: of the only file, and the pattern of
+        several and of their index, as transformers names them. max_file_bytes: a new file begins
+        where one would become larger, unless a single tensor is.
 
     Raises:
-        OSError: the disk cannot take it. Until the end files have hidden names; after an error none is left.
+        OSError: the disk cannot take it. Until the end files have hidden names; after an error none
+        is left.
     """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     folder.mkdir(parents=True, exist_ok=True)
     if nbytes > (free := shutil.disk_usage(folder).free):
-        raise OSError(f"{folder}: the model takes {megabytes(nbytes)} and {megabytes(free)} are free")
+        raise OSError(
+            f"{folder}: the model takes {megabytes(nbytes)} and {megabytes(free)} are free"
+        )
     files = _cut(tensors, filename, max_file_bytes)
     try:
         for name, of_file in files.items():
@@ -97,18 +101,25 @@ def write_model(
         written.append(folder / f"{filename}.index.json")
         places = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
         _write_json(written[-1], {"metadata": {"total_size": nbytes}, "weight_map": places})
-    ours = re.escape(filename.removesuffix(".safetensors")) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    ours = (
+        re.escape(filename.removesuffix(".safetensors"))
+        + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
+    )
     for path in folder.iterdir():
         if path not in written and re.fullmatch(ours, path.name):
             path.unlink()
     if config is not None:
         written.append(folder / "config.json")
-        dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
+        dtype = next(
+            (tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32
+        )
         _write_json(written[-1], config | {"dtype": dtype_name(dtype)})
     return written
 
 
-def _cut(tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int) -> dict[str, list[TensorSpec]]:
+def _cut(
+    tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int
+) -> dict[str, list[TensorSpec]]:
     """The tensors of each file, by its name."""
     files: list[list[TensorSpec]] = [[]]
     for tensor in tensors:
@@ -118,7 +129,10 @@ def _cut(tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int) -> d
     if len(files) == 1:
         return {filename: files[0]}
     stem = filename.removesuffix(".safetensors")
-    return {f"{stem}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)}
+    return {
+        f"{stem}-{number:05}-of-{len(files):05}.safetensors": file
+        for number, file in enumerate(files, 1)
+    }
 
 
 def header(tensors: Iterable[TensorSpec]) -> bytes:
@@ -128,8 +142,14 @@ def header(tensors: Iterable[TensorSpec]) -> bytes:
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
         if tensor.dtype not in _SAFETENSORS:
-            raise ValueError(f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored")
-        entry = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            raise ValueError(
+                f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored"
+            )
+        entry = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
         entries[tensor.name] = entry
     encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format aligns the data

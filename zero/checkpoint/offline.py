@@ -1,8 +1,8 @@
-"""What can be done with a checkpoint in one process without an engine: look at it, read it, make a model folder of it.
+"""What can be done with a checkpoint in one process without an engine: look at it, read it, make a
+model folder of it.
 
-`consolidate` holds no more of the model in memory than `PART` elements, or one parameter that was cut over ranks. What
-is read is verified as it is read.
-"""
+`consolidate` holds no more of the model in memory than `PART` elements, or one parameter that was
+cut over ranks. What is read is verified as it is read."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ PART = 1 << 22
 
 
 def _open(path: str | os.PathLike, tag: str | None = None) -> PartReader:
-    """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as `checkpoint-500`.
+    """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as
+    `checkpoint-500`.
 
     Raises ValueError if there is no checkpoint, or if a file of it is missing.
     """
     folder = folders.locate(Path(path), tag)
     if folder is None:
-        raise UsageError(f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500")
+        raise UsageError(
+            f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500"
+        )
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     return PartReader(folder, manifest)
@@ -49,22 +52,32 @@ def _model_tensors(
     """
     for name, entry in manifest.parameters.items():
         if entry.trainable or not exclude_frozen:
-            yield f"weights/{name}", TensorSpec(name, torch.Size(entry.shape), dtype or dtype_of(entry.dtype))
+            yield (
+                f"weights/{name}",
+                TensorSpec(name, torch.Size(entry.shape), dtype or dtype_of(entry.dtype)),
+            )
     for name, entry in manifest.plain.items():
         own = dtype_of(entry.dtype)
-        yield f"plain/{name}", TensorSpec(name, torch.Size(entry.shape), (own.is_floating_point and dtype) or own)
+        yield (
+            f"plain/{name}",
+            TensorSpec(name, torch.Size(entry.shape), (own.is_floating_point and dtype) or own),
+        )
 
 
 # -- into memory
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike, tag: str | None = None, exclude_frozen_parameters: bool = False
+    checkpoint_dir: str | os.PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The whole model's state dict in fp32 in host memory; tied weights are one tensor under each of their names.
+    """The whole model's state dict in fp32 in host memory; tied weights are one tensor under each
+    of their names.
 
     Args:
-        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own. tag: which; default: the latest.
+        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own. tag: which;
+        default: the latest.
 
     Raises:
         ValueError: there is no such checkpoint, or a file of it is damaged.
@@ -86,10 +99,12 @@ def _state_dict(reader: SliceReader, exclude_frozen: bool = False) -> dict[str, 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Put a checkpoint's weights, fp32 masters where there are any, into an ordinary model on the host; return it.
+    """Put a checkpoint's weights, fp32 masters where there are any, into an ordinary model on the
+    host; return it.
 
     Raises:
-        ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names or shapes differ.
+        ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names
+        or shapes differ.
     """
     reader = _open(checkpoint_dir, tag)
     model.cpu().load_state_dict(_state_dict(reader), strict=not reader.manifest.frozen_excluded)
@@ -106,19 +121,22 @@ def consolidate(
     max_file_bytes: int = MAX_FILE_BYTES,
     progress: bool = False,
 ) -> list[Path]:
-    """Write the model of a training checkpoint as safetensors, with index and `config.json`, for `from_pretrained`.
+    """Write the model of a training checkpoint as safetensors, with index and `config.json`, for
+    `from_pretrained`.
 
     Args:
         checkpoint: its folder, or one that has it. out: the folder to write to; made if need be.
-        dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are trained in.
-        max_file_bytes: a new file begins where one would become larger, unless a single tensor is.
-        progress: show a bar on stderr.
+        dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are
+        trained in. max_file_bytes: a new file begins where one would become larger, unless a single
+        tensor is. progress: show a bar on stderr.
 
-    Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder that already holds a
-    model, OSError where the disk cannot take it; nothing is left half-written under a final name.
-    """
+    Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder
+    that already holds a model, OSError where the disk cannot take it; nothing is left half-written
+    under a final name."""
     if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
-        raise UsageError(f"{out} already holds a model ({existing[0]}); choose another folder or remove it")
+        raise UsageError(
+            f"{out} already holds a model ({existing[0]}); choose another folder or remove it"
+        )
     reader = _open(checkpoint)
     tensors = dict(_model_tensors(reader.manifest, dtype))
     for key, tensor in tensors.items():
@@ -126,10 +144,14 @@ def consolidate(
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def parts() -> Iterator[torch.Tensor]:
-        with tqdm(total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress) as bar:
+        with tqdm(
+            total=nbytes, group="B", unit_scale=True, desc="consolidate", disable=not progress
+        ) as bar:
             for key, tensor in tensors.items():
                 numel = tensor.shape.numel()
-                step = PART if reader.stored_cut(key) is None else numel  # parts are joined as a whole
+                step = (
+                    PART if reader.stored_cut(key) is None else numel
+                )  # parts are joined as a whole
                 for start in range(0, numel, step):
                     part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
                     reader.read({key: Slices(numel, {start: part})})
@@ -138,7 +160,11 @@ def consolidate(
                     del part  # so that there are never two
 
     return write_model(
-        Path(out), list(tensors.values()), parts(), reader.manifest.hf_config, max_file_bytes=max_file_bytes
+        Path(out),
+        list(tensors.values()),
+        parts(),
+        reader.manifest.hf_config,
+        max_file_bytes=max_file_bytes,
     )
 
 
@@ -146,7 +172,8 @@ def consolidate(
 
 
 def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are bytes.
+    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are
+    bytes.
 
     progress: show a bar on stderr, if that is a terminal.
     """
@@ -154,11 +181,17 @@ def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, An
     manifest, sizes = reader.manifest, {}
     nbytes = sum(entry.bytes for entry in manifest.files.values())
     shown = None if progress else True  # None: on a terminal only
-    with tqdm(total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False) as bar:
+    with tqdm(
+        total=nbytes, group="B", unit_scale=True, desc="checksums", disable=shown, leave=False
+    ) as bar:
         reader.verify(bar.update)
     for key, nbytes in reader.stored_bytes().items():
         kind, _, rest = key.partition("/")
-        kind = f"optimizer {rest.split('/', 1)[0]}" if kind == "optimizer" else {"plain": "buffers"}.get(kind, kind)
+        kind = (
+            f"optimizer {rest.split('/', 1)[0]}"
+            if kind == "optimizer"
+            else {"plain": "buffers"}.get(kind, kind)
+        )
         sizes[kind] = sizes.get(kind, 0) + nbytes
     parameters, optimizer = manifest.parameters.values(), manifest.optimizer
     count, trained = (
@@ -183,7 +216,10 @@ def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, An
         "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
         "client_state": list(map(str, decode(manifest.client_state))),
         "bytes": sizes,
-        "files": {name: {"bytes": entry.bytes, "checksums": len(entry.sums)} for name, entry in manifest.files.items()},
+        "files": {
+            name: {"bytes": entry.bytes, "checksums": len(entry.sums)}
+            for name, entry in manifest.files.items()
+        },
     }
 
 
@@ -194,15 +230,20 @@ def describe(found: dict[str, Any]) -> str:
         f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
         f"by           {found['ranks']} ranks, stage {found['stage']}",
         f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
-        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, computing in "
+        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, "
+        "computing in "
         f"{', '.join(found['dtypes'])}",
-        *(f"{key.replace('_', ' '):<12} {found[key] or 'none'}" for key in ("optimizer", "scheduler", "loss_scale")),
+        *(
+            f"{key.replace('_', ' '):<12} {found[key] or 'none'}"
+            for key in ("optimizer", "scheduler", "loss_scale")
+        ),
         f"client state {', '.join(found['client_state']) or 'none'}",
         "",
         *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
         "",
         *(
-            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums verified"
+            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums "
+            "verified"
             for name, entry in found["files"].items()
         ),
     ]

@@ -1,4 +1,6 @@
-"""Collectives of small values: every rank gets all results, and if one rank fails, all raise the same error."""
+"""Collectives of small values: every rank gets all results, and if one rank fails, all raise the
+same error.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint.manifest import DamagedCheckpointError
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
+from zero.comm.watchdog import Watchdog
+from zero.comm.world import default_timeout
 from zero.errors import UsageError
-from zero.watchdog import Watchdog
-from zero.world import default_timeout
 
 T = TypeVar("T")
 
@@ -22,13 +24,14 @@ _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDi
 
 
 def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
-    """New gloo connections among all ranks, besides those of training; every rank must call it at the same time.
+    """New gloo connections among all ranks, besides those of training; every rank must call it at
+    the same time.
 
-    The watchdog covers the wait, because a rank may die before it connects; `what` names the action in its message. The
-    connections are not registered with torch.distributed: a script may destroy its process groups while a thread uses
-    them.
-    """
-    # A clone: rank 0's own store would keep the server alive, and its port in use, after the groups are destroyed.
+    The watchdog covers the wait, because a rank may die before it connects; `what` names the action
+    in its message. The connections are not registered with torch.distributed: a script may destroy
+    its process groups while a thread uses them."""
+    # A clone: rank 0's own store would keep the server alive, and its port in use, after the groups
+    # are destroyed.
     store = dist.distributed_c10d._get_default_store().clone()
     store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", store)
     return comm.watchdog.wait(
@@ -38,23 +41,34 @@ def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
 
 
 def _patience() -> float:
-    """Seconds that a wait may take here at least: one rank may write a whole model while the others wait."""
+    """Seconds that a wait may take here at least: one rank may write a whole model while the others
+    wait.
+    """
     return 0.8 * default_timeout().total_seconds()
 
 
 class Ranks:
-    """Collectives of JSON values in host memory. If one rank fails, all do; `what` names the action in errors.
+    """Collectives of JSON values in host memory. If one rank fails, all do; `what` names the action
+    in errors.
 
-    `watchdog` covers the waits; None in a thread, because the watchdog knows the main thread's waits only.
-    """
+    `watchdog` covers the waits; None in a thread, because the watchdog knows the main thread's
+    waits only."""
 
-    def __init__(self, connection: dist.ProcessGroupGloo, what: str, watchdog: Watchdog | None = None):
-        self.rank, self.world_size = connection.rank(), connection.size()
-        self._connection, self._what, self._watchdog = connection, what, watchdog
+    def __init__(
+        self, connection: dist.ProcessGroupGloo, what: str, watchdog: Watchdog | None = None
+    ):
+        self.rank = connection.rank()
+        self.world_size = connection.size()
+        self._connection = connection
+        self._what = what
+        self._watchdog = watchdog
 
     @classmethod
     def of(cls, comm: Communicator, what: str) -> Ranks:
-        """For the main thread. The first call makes connections: every rank must make it at the same time."""
+        """For the main thread.
+
+        The first call makes connections: every rank must make it at the same time.
+        """
         if comm not in _connections:
             _connections[comm] = connect(comm, what)
         return cls(_connections[comm], what, comm.watchdog)
@@ -75,7 +89,10 @@ class Ranks:
         padded[: own.numel()] = own
         values = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._wait(self._connection.allgather([values], [padded]))
-        return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(values, sizes.tolist(), strict=True)]
+        return [
+            json.loads(data[:size].numpy().tobytes())
+            for data, size in zip(values, sizes.tolist(), strict=True)
+        ]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
@@ -84,7 +101,10 @@ class Ranks:
         return bool(flags)
 
     def each(self, act: Callable[[], T]) -> list[T]:
-        """Run `act` on every rank; return all results. If it fails on one, all raise an error that names that rank."""
+        """Run `act` on every rank; return all results.
+
+        If it fails on one, all raise an error that names that rank.
+        """
         return self.gather(self.run(act))
 
     def run(self, act: Callable[[], T]) -> T:
@@ -110,9 +130,18 @@ class Ranks:
         if isinstance(error, OSError) and error.errno is not None:
             file = f": {error.filename}" if error.filename else ""
             return "OSError", [error.errno, f"{where}: {error.strerror}{file}"]
-        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
-        known = "" if type(error).__name__ == kind or kind != "RuntimeError" else f"{type(error).__name__}: "
+        kind = next(
+            (name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError"
+        )
+        known = (
+            ""
+            if type(error).__name__ == kind or kind != "RuntimeError"
+            else f"{type(error).__name__}: "
+        )
         return kind, [f"{where}: {known}{error}"]
 
 
-_ERRORS = {kind.__name__: kind for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)}
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)
+}

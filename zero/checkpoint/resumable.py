@@ -1,11 +1,12 @@
-"""Which checkpoints can be loaded: those with correct checksums, and the Trainer's folders that are complete.
+"""Which checkpoints can be loaded: those with correct checksums, and the Trainer's folders that are
+complete.
 
-[Note: the Trainer's folders]
-The Trainer fills `checkpoint-N` in its own order: the model, the engine's checkpoint, `scheduler.pt`, random states of
-each rank, `trainer_state.json`. It does not say when it has finished, and its files have no checksums. So the next
-step, save or exit syncs those files and writes a seal: their checksums. If a run was killed before that, its folder has
-no seal. Such a folder counts as complete if every file is there and is whole, as far as its own format shows.
-"""
+[Note: the Trainer's folders] The Trainer fills `checkpoint-N` in its own order: the model, the
+engine's checkpoint, `scheduler.pt`, random states of each rank, `trainer_state.json`. It does not
+say when it has finished, and its files have no checksums. So the next step, save or exit syncs
+those files and writes a seal: their checksums. If a run was killed before that, its folder has no
+seal. Such a folder counts as complete if every file is there and is whole, as far as its own format
+shows."""
 
 from __future__ import annotations
 
@@ -24,7 +25,15 @@ import xxhash
 
 from zero.checkpoint import disk
 from zero.checkpoint.files import SliceReader, check_sizes
-from zero.checkpoint.folder import LATEST, RECOVERY_SCRIPT, job_folder, locate, newest_first, number_of, of_trainer
+from zero.checkpoint.folder import (
+    LATEST,
+    RECOVERY_SCRIPT,
+    job_folder,
+    locate,
+    newest_first,
+    number_of,
+    of_trainer,
+)
 from zero.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from zero.errors import UsageError
 
@@ -37,19 +46,23 @@ _SEALED = ("rng_state*.pth", "*.pt", TRAINER_STATE, LATEST)
 def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path | None:
     """The newest checkpoint under `folder` with correct checksums only, or None.
 
-    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold one each. With
-    `before`, a checkpoint's folder, only older ones count.
-    """
+    `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold
+    one each. With `before`, a checkpoint's folder, only older ones count."""
     found = newest_first([Path(folder), *of_trainer(Path(folder))])
 
     def check(candidate: Path) -> None:
         SliceReader(candidate, read_manifest(candidate)).verify()
 
-    return _first(check, (each for each in found if before is None or number_of(each) < number_of(before)))
+    return _first(
+        check, (each for each in found if before is None or number_of(each) < number_of(before))
+    )
 
 
 def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
-    """The first candidate for which `check` raises nothing. For each one before it, rank 0 logs the reason."""
+    """The first candidate for which `check` raises nothing.
+
+    For each one before it, rank 0 logs the reason.
+    """
     for candidate in candidates:
         try:
             check(candidate)
@@ -83,7 +96,8 @@ def offer(damaged: Path) -> str:
 
 
 def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
-    """Check that `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices are not read.
+    """Check that `world_size` ranks of a Trainer can resume from `folder`; without `sums` slices
+    are not read.
 
     Raises DamagedCheckpointError that names the file that is missing or incomplete.
     """
@@ -93,8 +107,15 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     if checkpoint is None:
         raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
     manifest = read_manifest(checkpoint)
-    states = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    needed = [*states * (world_size == manifest.world_size), *[SCHEDULER] * (manifest.lr_scheduler is None)]
+    states = (
+        ["rng_state.pth"]
+        if world_size == 1
+        else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    )
+    needed = [
+        *states * (world_size == manifest.world_size),
+        *[SCHEDULER] * (manifest.lr_scheduler is None),
+    ]
     for name in {*states, SCHEDULER}:
         if name in needed or os.path.lexists(folder / name):
             _check_archive(folder / name)
@@ -104,7 +125,8 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
 
 
 def check_named(folder: Path) -> None:
-    """Check the folder that a script resumes from by its name: raises DamagedCheckpointError that offers another one.
+    """Check the folder that a script resumes from by its name: raises DamagedCheckpointError that
+    offers another one.
 
     Folders under other names, and those of other backends, are left to the Trainer.
     """
@@ -133,7 +155,9 @@ def _check_trainer_state(folder: Path) -> None:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from None
     step = state.get("global_step") if isinstance(state, dict) else None
     if step != number_of(folder):
-        raise DamagedCheckpointError(f"{path} is damaged: it is of step {step}, and not of {number_of(folder)}")
+        raise DamagedCheckpointError(
+            f"{path} is damaged: it is of step {step}, and not of {number_of(folder)}"
+        )
 
 
 def _check_seal(folder: Path) -> None:
@@ -141,11 +165,15 @@ def _check_seal(folder: Path) -> None:
         return
     try:
         sealed = json.loads(_read(folder / SEAL))
-        wrong = next((name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_), None)
+        wrong = next(
+            (name for name, sum_ in sealed.items() if _sum(folder / Path(name).name) != sum_), None
+        )
     except (AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{folder / SEAL} is damaged: {error}") from None
     if wrong is not None:
-        raise DamagedCheckpointError(f"{folder / wrong} is damaged: its checksum is not that in {SEAL}")
+        raise DamagedCheckpointError(
+            f"{folder / wrong} is damaged: its checksum is not that in {SEAL}"
+        )
 
 
 def _sum(path: Path) -> str:
@@ -184,17 +212,20 @@ def seal_later(folder: Path, world_size: int) -> None:
 
 
 def _clean_up_after_kill(folder: Path) -> None:
-    """Before the first save of a run: have the Trainer delete the right folders (`save_total_limit`).
+    """Before the first save of a run: have the Trainer delete the right folders
+    (`save_total_limit`).
 
-    It keeps the folders that were changed last. A killed run may have left incomplete folders of later steps, which
-    would count. It may also have begun to delete an old folder, which is then the last changed one.
-    """
+    It keeps the folders that were changed last. A killed run may have left incomplete folders of
+    later steps, which would count. It may also have begun to delete an old folder, which is then
+    the last changed one."""
     others = [other for other in of_trainer(folder.parent) if other != folder]
     for newer in (other for other in others if number_of(other) > number_of(folder)):
         if (problem := _incomplete(newer)) is not None:
             _set_aside(newer, problem)
     bound = time.time()
-    for older in (other for other in others if number_of(other) < number_of(folder)):  # the newest first
+    for older in (
+        other for other in others if number_of(other) < number_of(folder)
+    ):  # the newest first
         changed = older.stat().st_mtime
         if changed >= bound:
             os.utime(older, (changed, bound - 1))
@@ -217,17 +248,20 @@ def seal() -> None:
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    disk.replace_text(folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1))
+    disk.replace_text(
+        folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1)
+    )
     disk.sync(folder.parent)
 
 
 def find_resumable(output_dir: str | os.PathLike) -> Path | None:
     """The newest of the Trainer's folders in `output_dir` to resume from, `checkpoint-N`, or None.
 
-    Every file that this number of ranks reads is there and whole. Incomplete and damaged folders are skipped, with a
-    line for each.
-    """
-    return _first(lambda folder: check_resumable(folder, _world_size()), of_trainer(Path(output_dir)))
+    Every file that this number of ranks reads is there and whole. Incomplete and damaged folders
+    are skipped, with a line for each."""
+    return _first(
+        lambda folder: check_resumable(folder, _world_size()), of_trainer(Path(output_dir))
+    )
 
 
 def _world_size() -> int:
@@ -235,10 +269,11 @@ def _world_size() -> int:
 
 
 def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
-    """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until a complete one is the newest.
+    """Rename the newest of the Trainer's folders to `incomplete-checkpoint-N` until a complete one
+    is the newest.
 
-    Rank 0 does so, unless another job has locked the folder. The others wait for it, for `wait` seconds at most.
-    """
+    Rank 0 does so, unless another job has locked the folder. The others wait for it, for `wait`
+    seconds at most."""
     deadline = time.monotonic() + wait
     while (found := _newest_incomplete(output_dir)) is not None:
         folder, problem = found
@@ -260,7 +295,11 @@ def _set_aside(folder: Path, problem: str) -> None:
     while os.path.lexists(aside):
         aside = aside.with_name(f"{aside.name}-again")
     folder.rename(aside)
-    print(f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}", file=sys.stderr, flush=True)
+    print(
+        f"zero: {folder} is incomplete ({problem}): set aside as {aside.name}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
@@ -273,9 +312,8 @@ def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
 def _incomplete(folder: Path) -> str | None:
     """Why a run cannot resume from one of the Trainer's folders; None if it can.
 
-    A folder without a checkpoint of the engine is complete if the Trainer has finished it: `save_only_model` and other
-    backends make such folders.
-    """
+    A folder without a checkpoint of the engine is complete if the Trainer has finished it:
+    `save_only_model` and other backends make such folders."""
     try:
         _check_trainer_state(folder)
         if (folder / RECOVERY_SCRIPT).exists():  # a save of the engine has begun here

@@ -5,9 +5,8 @@
     optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
 
-The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The others are stored as
-a whole. See `zero.checkpoint.files`.
-"""
+The first two kinds are stored as slices of flattened tensors, each by the rank that holds it. The
+others are stored as a whole. See `zero.checkpoint.files`."""
 
 from __future__ import annotations
 
@@ -25,22 +24,23 @@ from torch import nn
 from zero.checkpoint.files import SliceReader, Slices, add, whole
 from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
 from zero.config import Config
+from zero.core.gradients import GradientReducer
+from zero.core.param_group import ParamGroup, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
-from zero.gradients import GradientReducer
 from zero.offload.tiers import HostTrimmer
+from zero.optim.adam8bit import KEYS, CodedSlice, encoded
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.moments import KEYS, CodedSlice, encoded
-from zero.optim.step import ZeroOptimizer, precise_values
-from zero.optim.tiles import Tile
+from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
+from zero.optim.subgroups import Tile
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
-from zero.unit import Unit, unit_of
 
 logger = logging.getLogger("zero")
 
-# Entries of a param group that are not stored: the tensors, and how to compute, which each run decides.
+# Entries of a param group that are not stored: the tensors, and how to compute, which each run
+# decides.
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -48,7 +48,7 @@ class Trained(Protocol):
     """What a checkpoint needs from an engine; the attributes are those of `zero.engine.ZeroEngine`."""
 
     module: nn.Module
-    units: Sequence[Unit]
+    groups: Sequence[ParamGroup]
     comm: Communicator
     settings: Config
     reducer: GradientReducer
@@ -63,7 +63,9 @@ class Trained(Protocol):
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
 
-    def set_progress(self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int) -> None:
+    def set_progress(
+        self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int
+    ) -> None:
         """Go on counting from here."""
 
 
@@ -73,12 +75,12 @@ class Trained(Protocol):
 def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
     """This rank's slices of all sharded parameters, as views."""
     found: dict[str, Slices] = {}
-    for unit in engine.units:
-        if exclude_frozen and not unit.trainable:
+    for param_group in engine.groups:
+        if exclude_frozen and not param_group.trainable:
             continue
-        for piece in unit.pieces:
-            values = precise_values(unit)[piece.start : piece.start + piece.numel]
-            name, slot = unit.param_names[piece.slot], unit.layout.slots[piece.slot]
+        for piece in param_group.pieces:
+            values = precise_values(param_group)[piece.start : piece.start + piece.numel]
+            name, slot = param_group.param_names[piece.slot], param_group.layout.slots[piece.slot]
             add(found, f"weights/{name}", slot.numel, piece.inside, values)
     return found
 
@@ -88,14 +90,17 @@ def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and unit_of(value) is None
+        if isinstance(value, torch.Tensor) and owning_group(value) is None
     }
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """{another name: the name} of parameters that the model has under several names."""
     first: dict[nn.Parameter, str] = {}
-    names = {name: first.setdefault(param, name) for name, param in model.named_parameters(remove_duplicate=False)}
+    names = {
+        name: first.setdefault(param, name)
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
     return {name: other for name, other in names.items() if name != other}
 
 
@@ -103,24 +108,38 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _parts(tile: Tile) -> Iterator[tuple[str, int, int, slice]]:
-    """What a tile holds of parameters: (name, its elements, position in it, where that is in the tile's tensors)."""
-    for piece in tile.unit.pieces:
+    """What a tile holds of parameters: (name, its elements, position in it, where that is in the
+    tile's tensors).
+    """
+    for piece in tile.group.pieces:
         first, end = max(piece.start, tile.start), min(piece.start + piece.numel, tile.end)
         if first < end:
-            name, numel = tile.unit.param_names[piece.slot], tile.unit.layout.slots[piece.slot].numel
-            yield name, numel, piece.inside + first - piece.start, slice(first - tile.start, end - tile.start)
+            name, numel = (
+                tile.group.param_names[piece.slot],
+                tile.group.layout.slots[piece.slot].numel,
+            )
+            yield (
+                name,
+                numel,
+                piece.inside + first - piece.start,
+                slice(first - tile.start, end - tile.start),
+            )
 
 
 def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
-    Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like the parameter. If it
-    is one number for each parameter, kinds has the numbers of the parameters that begin on this rank, by name. What an
-    optimizer of whole tensors keeps besides is described in kinds, by name.
-    """
+    Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like
+    the parameter. If it is one number for each parameter, kinds has the numbers of the parameters
+    that begin on this rank, by name. What an optimizer of whole tensors keeps besides is described
+    in kinds, by name."""
     if engine.optimizer.whole is not None:
-        if strangers := [key for key in engine.optimizer.state if not isinstance(key, torch.Tensor)]:
-            raise UsageError(f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored")
+        if strangers := [
+            key for key in engine.optimizer.state if not isinstance(key, torch.Tensor)
+        ]:
+            raise UsageError(
+                f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
+            )
         return _whole_slices(engine.optimizer.whole)
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
@@ -141,10 +160,13 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
 def _kind(key: str, value: object, master: torch.Tensor) -> dict:
     if isinstance(value, (torch.Tensor, CodedSlice)) and value.shape == master.shape:
         return {"dtype": dtype_name(value.dtype)}
-    if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, (bool, int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    ):
         return {"numbers": {}}
     raise UsageError(
-        f"optimizer state {key!r}: neither a tensor of the parameter's size nor a number, so it cannot be stored"
+        f"optimizer state {key!r}: neither a tensor of the parameter's size nor a number, so it "
+        "cannot be stored"
     )
 
 
@@ -155,10 +177,16 @@ def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str,
     for tensor in state.own:
         for key, value in state.of(tensor).items():
             kind, place = kinds.setdefault(key, {}), f"optimizer state {key!r} of {tensor.name}"
-            if isinstance(value, torch.Tensor) and value.shape == tensor.slot.shape and value.numel() > 1:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == tensor.slot.shape
+                and value.numel() > 1
+            ):
                 kind.setdefault("dtype", dtype_name(value.dtype))
                 slices[f"optimizer/{key}/{tensor.name}"] = whole(value.contiguous())
-            elif isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            elif isinstance(value, (bool, int, float)) or (
+                isinstance(value, torch.Tensor) and value.numel() == 1
+            ):
                 kind.setdefault("numbers", {})[tensor.name] = encode(value, place)
             else:
                 found: list[torch.Tensor] = []
@@ -183,11 +211,15 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     for tile in optimizer.tiles:
         parts = list(_parts(tile))
         if not parts:
-            continue  # a tile of padding gets its state from the optimizer, as it did when training began
+            # a tile of padding gets its state from the optimizer, as it did when training began
+            continue
         state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
-        names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group]
+        names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group_index]
         for key, kind in reader.manifest.optimizer.state.items():
-            if not any(name in (kind.numbers or ()) or reader.holds(f"optimizer/{key}/{name}") for name in names):
+            if not any(
+                name in (kind.numbers or ()) or reader.holds(f"optimizer/{key}/{name}")
+                for name in names
+            ):
                 continue  # the param group needs none, as one of SGD without momentum
             if kind.numbers is not None:
                 state[key] = _number(key, kind.numbers, names, group, tile.master.device)
@@ -200,10 +232,14 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
                 state[key] = tier.zeros(size, own_dtype if floats else dtype)
             for name, numel, position, where in parts:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
-        if coded and KEYS[0] in state:  # tile by tile: fp32 moments of all of them may not fit into memory
+        if (
+            coded and KEYS[0] in state
+        ):  # tile by tile: fp32 moments of all of them may not fit into memory
             reader.read(slices)
             slices.clear()
-            state |= {key: tile.shard.tier.keep(value) for key, value in encoded(state, into={}).items()}
+            state |= {
+                key: tile.shard.tier.keep(value) for key, value in encoded(state, into={}).items()
+            }
     reader.read(slices)
 
 
@@ -226,19 +262,24 @@ def _whole_state(
         if kind.whole is not None and tensor.name in kind.whole:
             state[key] = rebuild(kind.whole[tensor.name], partial(target, stored))
         elif kind.numbers is not None and tensor.name in kind.numbers:
-            state[key] = _number(key, kind.numbers, [tensor.name], groups[tensor.group], tier.device)
+            state[key] = _number(
+                key, kind.numbers, [tensor.name], groups[tensor.group], tier.device
+            )
         elif stored in reader.tensors:
             state[key] = target(stored, None, tensor.slot.shape)
     return state
 
 
-def _number(key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device) -> object:
+def _number(
+    key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device
+) -> object:
     """A tile's number, such as `step`, which must be equal for all parameters in the tile."""
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:
         raise UsageError(
-            f"optimizer state {key!r} differs between parameters {names[0]!r} and {different[0]!r}; lower "
+            f"optimizer state {key!r} differs between parameters {names[0]!r} and "
+            f"{different[0]!r}; lower "
             "zero_optimization.sub_group_size or put them into different param groups"
         )
     number = decode(numbers[names[0]])
@@ -249,11 +290,13 @@ def _number(key: str, numbers: dict[str, object], names: list[str], group: dict,
 
 def group_of(engine: Trained) -> dict[str, int]:
     """The index of the param group of each parameter that is in one, by name."""
-    groups = {param: index for index, group in enumerate(engine.optimizer.model_params) for param in group}
+    groups = {
+        param: index for index, group in enumerate(engine.optimizer.model_params) for param in group
+    }
     return {
         name: groups[param]
-        for unit in engine.optimizer.units
-        for name, param in zip(unit.param_names, unit.params, strict=True)
+        for param_group in engine.optimizer.groups
+        for name, param in zip(param_group.param_names, param_group.params, strict=True)
         if param in groups
     }
 
@@ -262,19 +305,29 @@ def group_of(engine: Trained) -> dict[str, int]:
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The class and its bases: optimizers with a class in common can exchange their state, as AdamW and Adam."""
-    return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in (torch.optim.Optimizer, object)]
+    """The class and its bases: optimizers with a class in common can exchange their state, as AdamW
+    and Adam.
+    """
+    return [
+        kind.__name__
+        for kind in type(optimizer).__mro__
+        if kind not in (torch.optim.Optimizer, object)
+    ]
 
 
 def group_settings(engine: Trained) -> list[object]:
     return [
-        encode({key: value for key, value in group.items() if key not in _NOT_STORED}, f"param_groups[{index}]")
+        encode(
+            {key: value for key, value in group.items() if key not in _NOT_STORED},
+            f"param_groups[{index}]",
+        )
         for index, group in enumerate(engine.optimizer.param_groups)
     ]
 
 
 def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
-    """Set the hyperparameters of the param groups as torch does if there are as many groups as there were.
+    """Set the hyperparameters of the param groups as torch does if there are as many groups as
+    there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
@@ -284,7 +337,10 @@ def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
             _set(group, new)
         return
     if engine.comm.job.rank == 0:
-        text = "the checkpoint has %d param groups, the optimizer %d: only learning rates are taken over"
+        text = (
+            "the checkpoint has %d param groups, the optimizer %d: only learning rates are "
+            "taken over"
+        )
         logger.warning(text, len(settings), len(groups))
     first = {index: name for name, index in reversed(group_of(engine).items())}
     for index, name in first.items():

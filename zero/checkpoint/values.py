@@ -1,9 +1,9 @@
-"""Python values as JSON and back, exactly, without pickle: the parts of a training state that are no large tensors.
+"""Python values as JSON and back, exactly, without pickle: the parts of a training state that are
+no large tensors.
 
-None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an object with the
-one key `KIND` that names its type and what describes it. Floats survive bit for bit: Python prints the shortest digits
-that read back as the same number.
-"""
+None, bool, int, float, str, lists and dicts with string keys are JSON's own. Everything else is an
+object with the one key `KIND` that names its type and what describes it. Floats survive bit for
+bit: Python prints the shortest digits that read back as the same number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def encode(value: object, place: str) -> object:
             return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
         case dict():
             pairs = [
-                [encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")] for key, item in value.items()
+                [encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")]
+                for key, item in value.items()
             ]
             return {KIND: "dict", "items": pairs}
         case list() | tuple():
@@ -51,20 +52,33 @@ def encode(value: object, place: str) -> object:
         case torch.Tensor():
             flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             data = base64.b64encode(flat.tobytes()).decode()
-            return {KIND: "tensor", "dtype": dtype_name(value.dtype), "shape": list(value.shape), "data": data}
+            return {
+                KIND: "tensor",
+                "dtype": dtype_name(value.dtype),
+                "shape": list(value.shape),
+                "data": data,
+            }
         case numpy.generic():
             return encode(value.item(), place)
         case numpy.ndarray() if value.dtype.kind in "biufc":
             data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
-            return {KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+            return {
+                KIND: "array",
+                "dtype": value.dtype.str,
+                "shape": list(value.shape),
+                "data": data,
+            }
     raise UsageError(
-        f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, strings, lists, dicts, "
+        f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, "
+        "strings, lists, dicts, "
         "tuples, bytes, tensors or arrays"
     )
 
 
 def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
-    """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has their shapes."""
+    """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has
+    their shapes.
+    """
     match value:
         case torch.Tensor() if value.numel() > 1:
             tensors.append(value)
@@ -74,7 +88,12 @@ def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
             return {"list" if isinstance(value, list) else "tuple": items}
         case dict():
             pairs = value.items()
-            return {"dict": [[encode(key, place), describe(each, tensors, f"{place}.{key}")] for key, each in pairs]}
+            return {
+                "dict": [
+                    [encode(key, place), describe(each, tensors, f"{place}.{key}")]
+                    for key, each in pairs
+                ]
+            }
     return {"value": encode(value, place)}
 
 
@@ -96,7 +115,9 @@ def decode(value: object) -> object:
     try:
         return _decode(value)
     except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"a value in a checkpoint is not what was stored: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"a value in a checkpoint is not what was stored: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _decode(value: object) -> object:

@@ -1,16 +1,20 @@
-"""How a key of the configuration is declared, the types of values, and the top-level keys without effect.
+"""How a key of the configuration is declared, the types of values, and the top-level keys without
+effect.
 
-A key is declared once, as a field of its section. The tables of `docs/configuration.md`, the table at the start of a
-run and the error messages all come from these declarations. Nothing here knows the engine.
+A key is declared once, as a field of its section. The tables of `docs/configuration.md`, the table
+at the start of a run and the error messages all come from these declarations. Nothing here knows
+the engine.
 
 - ``key: bool = acts(True, text)`` acts; ``text`` says what it does.
-- ``key: bool = unused(True, reason)`` is a valid key without effect; a user who sets it is told the reason.
-- ``key: idle("enabled job_name") = unused(None, reason)`` is a section without effect, with the names of its keys.
-- ``key: only(bool, True, reason) = True`` accepts one value: ignoring another one would change the result.
+- ``key: bool = unused(True, reason)`` is a valid key without effect; a user who sets it is told the
+reason.
+- ``key: idle("enabled job_name") = unused(None, reason)`` is a section without effect, with the
+names of its keys.
+- ``key: only(bool, True, reason) = True`` accepts one value: ignoring another one would change the
+result.
 
-Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py`` and the section
-files that they import).
-"""
+Names, types and defaults follow DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``
+and the section files that they import)."""
 
 import math
 import sys
@@ -32,8 +36,8 @@ from pydantic import (
 class Origin(NamedTuple):
     """Where a configuration came from: a name for messages, and the user's own dict, unchanged.
 
-    Dotted keys: `auto`, which were still "auto"; `ignored`, which resemble no key; `renamed` as (old, new).
-    """
+    Dotted keys: `auto`, which were still "auto"; `ignored`, which resemble no key; `renamed` as
+    (old, new)."""
 
     place: str = ""
     raw: dict = {}
@@ -43,7 +47,10 @@ class Origin(NamedTuple):
 
 
 class Section(BaseModel):
-    """One JSON object of the configuration. No value is converted silently. No number is infinite or NaN."""
+    """One JSON object of the configuration.
+
+    No value is converted silently. No number is infinite or NaN.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -58,7 +65,9 @@ class Section(BaseModel):
 
     @classmethod
     def about(cls, key: str) -> dict[str, Any]:
-        """What `acts` or `unused` noted about a key: "unused", "needs", "auto", "unit" and "says", where they apply."""
+        """What `acts` or `unused` noted about a key: "unused", "needs", "auto", "group" and "says",
+        where they apply.
+        """
         return cls.model_fields[key].json_schema_extra or {}
 
     def why_idle(self, key: str) -> str | None:
@@ -69,14 +78,21 @@ class Section(BaseModel):
 class IdleSection(Section):
     """A section without effect: its keys are checked, their values are not."""
 
-    model_config = ConfigDict(use_attribute_docstrings=False)  # made by a function: pydantic would search for long
+    model_config = ConfigDict(
+        use_attribute_docstrings=False
+    )  # made by a function: pydantic would search for long
     lenient = True
 
 
 def idle(keys: str, **typed: Any) -> Any:
-    """A section without effect with these keys, or None. Only the values of the `typed` keys are checked."""
+    """A section without effect with these keys, or None.
+
+    Only the values of the `typed` keys are checked.
+    """
     fields = {**dict.fromkeys(keys.split(), Any), **typed}
-    section = create_model("IdleSection", __base__=IdleSection, **{key: (kind, None) for key, kind in fields.items()})
+    section = create_model(
+        "IdleSection", __base__=IdleSection, **{key: (kind, None) for key, kind in fields.items()}
+    )
     return section | None
 
 
@@ -86,18 +102,20 @@ def acts(
     *,
     needs: str = "",
     auto: str = "",
-    unit: str = "",
+    group: str = "",
     says: dict[Any, str] | None = None,
 ) -> Any:
     """A field for a key with an effect.
 
-    ``text`` says what it does; None: the docstring below the field does. ``needs`` names the setting without which the
-    key does not act. ``auto`` names the argument of transformers or accelerate that replaces "auto"; without it "auto"
-    is an error. For ``zero explain``: ``says`` has a sentence for a value, or for all "other" ones, with the value at
-    `{}`; ``unit`` is "elements", "bytes" or "power of 2".
-    """
+    ``text`` says what it does; None: the docstring below the field does. ``needs`` names the
+    setting without which the key does not act. ``auto`` names the argument of transformers or
+    accelerate that replaces "auto"; without it "auto" is an error. For ``zero explain``: ``says``
+    has a sentence for a value, or for all "other" ones, with the value at `{}`; ``group`` is
+    "elements", "bytes" or "power of 2"."""
     return Field(
-        default, description=text, json_schema_extra={"needs": needs, "auto": auto, "unit": unit, "says": says or {}}
+        default,
+        description=text,
+        json_schema_extra={"needs": needs, "auto": auto, "group": group, "says": says or {}},
     )
 
 
@@ -107,7 +125,9 @@ def unused(default: Any, reason: str) -> Any:
 
 
 def only(kind: Any, value: Any, reason: str) -> Any:
-    """An annotation that accepts ``value`` alone: ignoring another one would change what is computed."""
+    """An annotation that accepts ``value`` alone: ignoring another one would change what is
+    computed.
+    """
 
     def check(given: Any) -> Any:
         if given != value:
@@ -115,7 +135,9 @@ def only(kind: Any, value: Any, reason: str) -> Any:
         return given
 
     return Annotated[
-        kind, AfterValidator(check), Field(json_schema_extra={"unused": f"no other value is available: {reason}"})
+        kind,
+        AfterValidator(check),
+        Field(json_schema_extra={"unused": f"no other value is available: {reason}"}),
     ]
 
 
@@ -174,7 +196,11 @@ def _per_group(high: float, what: str) -> Any:
 
 
 def _parse_betas(value: Any) -> Any:
-    if isinstance(value, list | tuple) and len(value) == 2 and all(_lies_between(0, 1, each) for each in value):
+    if (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(_lies_between(0, 1, each) for each in value)
+    ):
         return tuple(value)
     raise ValueError(f"expected a list of two numbers of at least 0 and less than 1, got {value!r}")
 
@@ -186,28 +212,43 @@ def _parse_names(value: Any) -> Any:
     raise ValueError(f"expected a name or a list of names, got {value!r}")
 
 
-Names = Annotated[list[str], PlainValidator(_parse_names), WithJsonSchema({"type": "a name or a list of names"})]
+Names = Annotated[
+    list[str], PlainValidator(_parse_names), WithJsonSchema({"type": "a name or a list of names"})
+]
 Flag = Annotated[bool, BeforeValidator(lambda value: bool(value) if value in (0, 1) else value)]
-DType = Annotated[torch.dtype | None, PlainValidator(_parse_dtype), WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]})]
+DType = Annotated[
+    torch.dtype | None,
+    PlainValidator(_parse_dtype),
+    WithJsonSchema({"enum": ["fp32", "fp16", "bf16"]}),
+]
 Rates = _per_group(math.inf, "a finite number of at least 0")
 Momenta = _per_group(math.nextafter(1, 2), "a number from 0 to 1")
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Betas = Annotated[
-    tuple[float, float], PlainValidator(_parse_betas), WithJsonSchema({"type": "two numbers from 0 to below 1"})
+    tuple[float, float],
+    PlainValidator(_parse_betas),
+    WithJsonSchema({"type": "two numbers from 0 to below 1"}),
 ]
 
 
 NOT_YET = "not available yet"
 _TORCH_PROFILER = "not measured here; use torch.profiler"
 _TRACKERS = "metrics are written by the Trainer's report_to"
-_NO_AUTOCAST = "the whole model has the dtype of fp16 or bf16; enable one, or enter torch.autocast in the script"
+_NO_AUTOCAST = (
+    "the whole model has the dtype of fp16 or bf16; enable one, or enter "
+    "torch.autocast "
+    "in the script"
+)
 
 
 _RANDOM_LTD = idle(
-    "enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name model_type hidden_state_order "
+    "enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name model_type "
+    "hidden_state_order "
     "micro_batch_size global_batch_size sample_idx attention_mask",
-    random_ltd_schedule=idle("min_value max_value schedule_type", schedule_config=idle("require_steps seq_per_step")),
+    random_ltd_schedule=idle(
+        "min_value max_value schedule_type", schedule_config=idle("require_steps seq_per_step")
+    ),
     layer_token_lr_schedule=idle("enabled total_layer_tokens warmup_type warmup_layer_tokens"),
 )
 
@@ -215,13 +256,16 @@ _RANDOM_LTD = idle(
 _DEEPCOMPILE = (
     "deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation "
     "offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log "
-    "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+    "offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+    "sync_after_allgather "
     "keep_int_input_tensors keep_all_input_tensors passes"
 )
 
 
 class _Quiet(Section):
-    model_config = ConfigDict(use_attribute_docstrings=False)  # `create_model` below: pydantic would search for long
+    model_config = ConfigDict(
+        use_attribute_docstrings=False
+    )  # `create_model` below: pydantic would search for long
 
 
 class CompileConfig(
@@ -231,11 +275,18 @@ class CompileConfig(
         **{key: (Any, unused(None, "there is no DeepCompile")) for key in _DEEPCOMPILE.split()},
     )
 ):
-    """`torch.compile` of each block, at every stage. `engine.compile()` and `--torch_compile` do the same."""
+    """`torch.compile` of each block, at every stage.
 
-    enabled: bool = acts(False, "Compile the blocks when the engine is made. DeepSpeed had this key up to 0.14.")
+    `engine.compile()` and `--torch_compile` do the same.
+    """
+
+    enabled: bool = acts(
+        False, "Compile the blocks when the engine is made. DeepSpeed had this key up to 0.14."
+    )
     backend: str = acts("inductor", "Backend of `torch.compile`.", needs="enabled")
-    kwargs: dict[str, Any] = acts({}, "More arguments of `torch.compile`, such as `dynamic`.", needs="enabled")
+    kwargs: dict[str, Any] = acts(
+        {}, "More arguments of `torch.compile`, such as `dynamic`.", needs="enabled"
+    )
 
 
 class SectionsWithoutEffect(Section):
@@ -243,27 +294,39 @@ class SectionsWithoutEffect(Section):
 
     lenient = True
 
-    prescale_gradients: bool = unused(False, "gradients are averaged by one reduction; the mean is the same")
-    gradient_predivide_factor: float = unused(1.0, "gradients are averaged by one reduction; the mean is the same")
-    data_parallel_size: Positive | None = unused(
-        None, "it is the number of processes that have batches of their own; another number is an error"
+    prescale_gradients: bool = unused(
+        False, "gradients are averaged by one reduction; the mean is the same"
     )
-    disable_allgather: bool = unused(False, "parameters are gathered unit by unit, never after the step")
+    gradient_predivide_factor: float = unused(
+        1.0, "gradients are averaged by one reduction; the mean is the same"
+    )
+    data_parallel_size: Positive | None = unused(
+        None,
+        "it is the number of processes that have batches of their own; another number is an error",
+    )
+    disable_allgather: bool = unused(
+        False, "parameters are gathered group by group, never after the step"
+    )
     seq_parallel_communication_data_type: str | None = unused(
         None, "what sequence parallelism exchanges keeps its dtype"
     )
     dump_state: bool = unused(False, "the engine keeps no such dump; log the model instead")
     disable_python_gc: bool = unused(False, "call gc.disable() in the script")
     vocabulary_size: Count | None = unused(None, "DeepSpeed only warns about its alignment")
-    use_dynamic_tiling: bool = unused(False, "in published configurations, and read nowhere in DeepSpeed")
-    dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
-    use_data_before_expert_parallelism: bool = unused(False, "processes that share layers share experts")
-    datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
-    weight_quantization: idle("enabled quantized_initialization post_init_quant q_type q_groups num_bits") = unused(
-        None, "weights are not quantized"
+    use_dynamic_tiling: bool = unused(
+        False, "in published configurations, and read nowhere in DeepSpeed"
     )
+    dataloader_drop_last: bool = unused(False, "batches come from the script's own data loader")
+    use_data_before_expert_parallelism: bool = unused(
+        False, "processes that share layers share experts"
+    )
+    datastates_ckpt: dict | bool | None = unused(None, NOT_YET)
+    weight_quantization: idle(
+        "enabled quantized_initialization post_init_quant q_type q_groups num_bits"
+    ) = unused(None, "weights are not quantized")
     pipeline: idle(
-        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant"
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned "
+        "grad_partitioned use_reentrant"
     ) = unused(None, "pipelines are made in the script: docs/pipeline_parallelism.md")
     data_efficiency: idle(
         "enabled seed",
@@ -274,19 +337,23 @@ class SectionsWithoutEffect(Section):
         data_routing=idle("enabled", random_ltd=_RANDOM_LTD),
     ) = unused(None, "batches come from the script's own data loader")
     hybrid_engine: idle(
-        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+        "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
+        "tp_gather_partition_size "
         "enable_cuda_graph"
     ) = unused(None, "generation runs on the training engine")
-    torch_autocast: idle("dtype lower_precision_safe_modules", enabled=only(bool, False, _NO_AUTOCAST)) = unused(
-        None, _NO_AUTOCAST
-    )
+    torch_autocast: idle(
+        "dtype lower_precision_safe_modules", enabled=only(bool, False, _NO_AUTOCAST)
+    ) = unused(None, _NO_AUTOCAST)
     timers: idle("", throughput=idle("enabled synchronized")) = unused(None, _TORCH_PROFILER)
-    comet: idle("enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode") = (
-        unused(None, _TRACKERS)
-    )
+    comet: idle(
+        "enabled samples_log_interval project workspace api_key experiment_name experiment_key "
+        "online mode"
+    ) = unused(None, _TRACKERS)
     autotuning: idle(
-        "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path "
-        "tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size "
+        "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
+        "metric_path "
+        "tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path "
+        "mp_size "
         "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
         "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
     ) = unused(None, "settings are never searched for; what the file says is used")
@@ -296,16 +363,24 @@ _REMOVED = "was removed from DeepSpeed (it is an error in 0.19 too)"
 REMOVED_KEYS = {
     **dict.fromkeys(
         (
-            *("nebula", "compression_training", "quantize_training", "sparse_gradients", "eigenvalue"),
+            *(
+                "nebula",
+                "compression_training",
+                "quantize_training",
+                "sparse_gradients",
+                "eigenvalue",
+            ),
             *("sparse_attention", "graph_harvesting", "progressive_layer_drop"),
             "zero_optimization.zeropp_loco_param",
         ),
         f"{_REMOVED}; delete it",
     ),
     "amp": f"{_REMOVED}; use fp16 or bf16",
-    "elasticity": f"{_REMOVED}; set train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps",
+    "elasticity": f"{_REMOVED}; set train_batch_size, train_micro_batch_size_per_gpu and "
+    "gradient_accumulation_steps",
     "curriculum_learning": f"{_REMOVED}; order the data in the script's own data loader",
-    "optimizer.params.max_grad_norm": "is not an optimizer setting; use gradient_clipping at the top level",
+    "optimizer.params.max_grad_norm": "is not an optimizer setting; use gradient_clipping at the "
+    "top level",
 }
 
 
@@ -315,7 +390,8 @@ def _on_the_cpu(flag: Any) -> dict | None:
     return {"device": "cpu"} if flag else None
 
 
-# Old name -> (new dotted key, new value from old value). A new value of None means: no longer needed, drop it.
+# Old name -> (new dotted key, new value from old value). A new value of None means: no longer
+# needed, drop it.
 DEPRECATED_KEYS = {
     "bfloat16": ("bf16", lambda value: value),
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", _on_the_cpu),
@@ -324,7 +400,11 @@ DEPRECATED_KEYS = {
         f"zero_optimization.{name}": (f"zero_optimization.stage3_{name}", lambda value: value)
         for name in (
             *("gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance"),
-            *("model_persistence_threshold", "module_granularity_threshold", "param_persistence_threshold"),
+            *(
+                "model_persistence_threshold",
+                "module_granularity_threshold",
+                "param_persistence_threshold",
+            ),
             "prefetch_bucket_size",
         )
     },
@@ -335,5 +415,6 @@ DEPRECATED_KEYS = {
 }
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for them.
+# "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
+# them.
 AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")

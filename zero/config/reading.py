@@ -29,7 +29,10 @@ def read(source: Any) -> tuple[str, dict]:
     if isinstance(source, dict):
         return "DeepSpeed configuration dict", source
     if not isinstance(source, str | os.PathLike):
-        raise UsageError(f"DeepSpeed configuration: expected a path, a dict or JSON text, got {type(source).__name__}")
+        raise UsageError(
+            "DeepSpeed configuration: expected a path, a dict or JSON text, got "
+            f"{type(source).__name__}"
+        )
     if not os.fspath(source):
         raise UsageError("DeepSpeed configuration: the name of the file is empty")
     inline = _inline_json(source)
@@ -38,7 +41,9 @@ def read(source: Any) -> tuple[str, dict]:
     try:
         value = _parse(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from error
+        raise UsageError(
+            f"{place}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}"
+        ) from error
     except RecursionError:
         raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
     except ValueError as error:
@@ -60,7 +65,10 @@ def _read_file(place: str) -> str:
 
 
 def _parse(text: str) -> Any:
-    """Parse JSON. If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too."""
+    """Parse JSON.
+
+    If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
+    """
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
@@ -91,11 +99,14 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
     return dict(pairs)
 
 
-def rename_deprecated(raw: dict, overriding: bool = False) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
-    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a message per clash.
+def rename_deprecated(
+    raw: dict, overriding: bool = False
+) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
+    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a
+    message per clash.
 
-    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code wrote it later.
-    """
+    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code
+    wrote it later."""
     data, renamed, problems = _copied(raw), [], {}
     _nest_dotted(data, overriding, problems)
     for old, (new, convert) in DEPRECATED_KEYS.items():
@@ -139,16 +150,23 @@ def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None
             section = section.setdefault(part, {}) if isinstance(section, dict) else None
         if not isinstance(section, dict):
             problems[dotted] = (
-                f"contradicts {'.'.join(path)}, which is given too and is not an object; delete one of them"
+                f"contradicts {'.'.join(path)}, which is given too and is not an object; delete "
+                "one of them"
             )
         elif key not in section or section[key] == "auto" or (overriding and value != "auto"):
             section[key] = value
         elif value not in ("auto", section[key]):
-            problems[dotted] = f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of them"
+            problems[dotted] = (
+                f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of "
+                "them"
+            )
 
 
 def walk(data: dict, dotted: str) -> tuple[dict, str]:
-    """Return the dict that holds ``dotted`` and the last part of its name. The dict is empty if there is none."""
+    """Return the dict that holds ``dotted`` and the last part of its name.
+
+    The dict is empty if there is none.
+    """
     *path, key = dotted.split(".")
     for part in path:
         data = data.get(part)
@@ -164,7 +182,10 @@ def pop(data: dict, dotted: str) -> tuple[Any] | None:
 
 
 def take_auto(data: dict, model: type[Section], prefix: str = "") -> set[str]:
-    """Remove keys with the value "auto" that transformers or accelerate fill in later. Return their dotted names."""
+    """Remove keys with the value "auto" that transformers or accelerate fill in later.
+
+    Return their dotted names.
+    """
     auto: set[str] = set()
     for key, value in list(data.items()):
         if isinstance(value, dict) and (section := section_of(model, key)) is not None:
@@ -192,7 +213,8 @@ _EXPECTED = {
 
 
 def validate(data: dict, top: type[Section]) -> tuple[Any, dict[str, str]]:
-    """Return the typed configuration, and a message for each wrong key, which is removed from ``data``.
+    """Return the typed configuration, and a message for each wrong key, which is removed from
+    ``data``.
 
     The configuration is None if it cannot be built even without the wrong keys.
     """
@@ -213,7 +235,8 @@ def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
     """Return (dotted key, message) for one pydantic error."""
     path, model = [], top
     for part in error["loc"]:
-        # Pydantic appends the branch of a union and the index of a list element: not keys of the file.
+        # Pydantic appends the branch of a union and the index of a list element: not keys of the
+        # file.
         if model is None or not isinstance(part, str):
             break
         path.append(part)
@@ -226,10 +249,16 @@ def _explain(error: dict, data: dict, top: type[Section]) -> tuple[str, str]:
     section, name = walk(data, key)
     given = section.get(name, error["input"])
     if given == "auto":
-        return key, "'auto' is not filled in by transformers or accelerate for this key; set a value"
+        return (
+            key,
+            "'auto' is not filled in by transformers or accelerate for this key; set a value",
+        )
     if error["type"] not in _EXPECTED:
         return key, f"{error['msg']}, got {_show(given)}"
-    return key, f"expected {_EXPECTED[error['type']].format(**error.get('ctx', {}))}, got {_show(given)}"
+    return (
+        key,
+        f"expected {_EXPECTED[error['type']].format(**error.get('ctx', {}))}, got {_show(given)}",
+    )
 
 
 def _show(value: Any) -> str:
@@ -249,8 +278,13 @@ def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, s
         unknown = [key for key in values if key not in model.model_fields]
         if len(unknown) > _MOST_UNKNOWN:
             name = ".".join((*path, _short(unknown[0])))
-            problems[name] = f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
-            unknown, values = [], {key: value for key, value in values.items() if key in model.model_fields}
+            problems[name] = (
+                f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
+            )
+            unknown, values = (
+                [],
+                {key: value for key, value in values.items() if key in model.model_fields},
+            )
         for key in unknown:
             name, message = ".".join((*path, _short(key))), _unknown_key(path, key, model, top)
             del values[key]
@@ -264,7 +298,9 @@ def take_unknown(data: dict, top: type[Section]) -> tuple[list[str], dict[str, s
     return ignored, problems
 
 
-def _unknown_key(section: tuple[str, ...], key: str, model: type[Section], top: type[Section]) -> str | None:
+def _unknown_key(
+    section: tuple[str, ...], key: str, model: type[Section], top: type[Section]
+) -> str | None:
     """Return the message about an unknown key, or None if it is ignored."""
     everywhere = list(_all_keys(top))
     homes = [".".join(full) for full in everywhere if full[-1] == key]
@@ -288,11 +324,16 @@ def _likeness(key: str, known: str) -> float:
     """Share of matching characters."""
     if len(key) > 2 * len(known):
         return 0.0
-    return difflib.SequenceMatcher(None, key.lower().replace("-", "_"), known.lower(), autojunk=False).ratio()
+    return difflib.SequenceMatcher(
+        None, key.lower().replace("-", "_"), known.lower(), autojunk=False
+    ).ratio()
 
 
 def _is_misspelt(key: str, known: str) -> bool:
-    """Whether `key` is `known` with one letter changed, missing, added or moved. A long name may have several."""
+    """Whether `key` is `known` with one letter changed, missing, added or moved.
+
+    A long name may have several.
+    """
     return _likeness(key, known) >= (0.75 if len(known) >= 8 else 1 - 1 / len(known) - 1e-9)
 
 
@@ -304,7 +345,9 @@ def section_of(model: type[Section], key: str) -> type[Section] | None:
     """Return the section that the key ``key`` of ``model`` holds, or None if it holds a value."""
     field = model.model_fields.get(key)
     kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
 
 
 def _all_keys(model: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

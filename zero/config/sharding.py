@@ -25,22 +25,26 @@ from zero.errors import UsageError
 
 
 class LeafModuleConfig(Section):
-    """Modules whose parameters are all gathered together, for models in which ranks may run different submodules."""
+    """Modules whose parameters are all gathered together, for models in which ranks may run
+    different submodules.
+    """
 
     classes: Names = acts([], "Class names of such modules, with or without the module path.")
     names: Names = acts([], "Names of such modules in the model.")
     name_suffixes: Names = acts([], "Ends of such names.")
 
 
-_STAGE_1_2 = "belongs to DeepSpeed's own stages 1 and 2; here every stage shards unit by unit"
-_UNITS = "parameters are gathered unit by unit, one collective each"
+_STAGE_1_2 = "belongs to DeepSpeed's own stages 1 and 2; here every stage shards group by group"
+_UNITS = "parameters are gathered group by group, one collective each"
 _STAGE_3 = "stage 3"
 
 
 def _even(elements: int) -> int:
     if elements % 2:
         # DeepSpeed's words, for what it refuses.
-        raise ValueError("allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2")
+        raise ValueError(
+            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2"
+        )
     return elements
 
 
@@ -52,42 +56,48 @@ def _floor(value: Any) -> Any:
 class ZeroConfig(Section):
     """What is sharded, and how it is communicated.
 
-    A *unit* is a block of the model whose parameters are gathered together. Sizes are in elements. Keys that begin with
-    `stage3_` keep DeepSpeed's names.
-    """
+    A *group* is a block of the model whose parameters are gathered together. Sizes are in elements.
+    Keys that begin with `stage3_` keep DeepSpeed's names."""
 
     stage: integer(0, 3) = acts(
         0,
         auto="accelerate's zero_stage",
         says={
             0: "Every process holds the whole model, its gradients and its optimizer state.",
-            1: "Each process holds a part of the optimizer state, and updates that part of the parameters.",
-            2: "Each process holds a part of gradients and optimizer state. Parameters are whole everywhere.",
-            3: "Each process holds a part of everything. A block is gathered for its forward and its backward.",
+            1: "Each process holds a part of the optimizer state, and updates that part of the "
+            "parameters.",
+            2: "Each process holds a part of gradients and optimizer state. Parameters are whole "
+            "everywhere.",
+            3: "Each process holds a part of everything. A block is gathered for its forward and "
+            "its backward.",
         },
     )
     """0: nothing is sharded. 1: the optimizer state. 2: gradients too. 3: parameters too."""
     contiguous_gradients: bool = acts(
         True,
         says={
-            True: "Gradients are copied to their unit's flat buffer once 2^26 elements are there.",
-            False: "Gradients are copied to their unit's flat buffer when the unit has all of them.",
+            True: "Gradients are copied to their group's flat buffer once 2^26 elements are there.",
+            False: "Gradients are copied to their group's flat buffer when the group has all of "
+            "them.",
         },
     )
-    """Copy gradients to their unit's flat buffer once 2^26 elements are there. false: when the unit has all of them."""
+    """Copy gradients to their group's flat buffer once 2^26 elements are there. false: when the group has all of them."""
     overlap_comm: bool | None = acts(
         None,
         says={
             True: "Gradients are reduced while backward goes on.",
-            False: "Backward waits for each reduction of gradients: slower on several processes, with the same result.",
+            False: "Backward waits for each reduction of gradients: slower on several processes, "
+            "with the same result.",
         },
     )
     """Reduce gradients while backward goes on. false: wait for each reduction at once. Default: true at stage 3."""
-    reduce_bucket_size: Positive = acts(int(5e8), auto="the square of the model's hidden size", unit="elements")
-    """Most gradient elements in one reduction, and in all reductions in flight. A larger unit goes alone."""
+    reduce_bucket_size: Positive = acts(
+        int(5e8), auto="the square of the model's hidden size", group="elements"
+    )
+    """Most gradient elements in one reduction, and in all reductions in flight. A larger group goes alone."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = acts(
         int(1e9),
-        unit="elements",
+        group="elements",
         says={
             sys.maxsize: "The optimizer updates all elements at once.",
             "other": "The optimizer updates so many elements at a time.",
@@ -104,7 +114,7 @@ class ZeroConfig(Section):
         int(5e7),
         needs=_STAGE_3,
         auto="0.9 x the square of the model's hidden size",
-        unit="elements",
+        group="elements",
         says={
             0: "Nothing is gathered ahead of its use: each block waits for its parameters.",
             "other": "At most so many elements are gathered ahead of their use.",
@@ -112,29 +122,33 @@ class ZeroConfig(Section):
     )
     """Most elements that are gathered ahead of their use. 0: none."""
     stage3_param_persistence_threshold: Count = acts(
-        int(1e5), needs=_STAGE_3, auto="10 x the hidden size", unit="elements"
+        int(1e5), needs=_STAGE_3, auto="10 x the hidden size", group="elements"
     )
     """Parameters of at most this many elements stay whole on every process."""
-    stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3, unit="elements")
+    stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3, group="elements")
     """Most elements that all of these small parameters may have in sum."""
-    stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3, unit="elements")
+    stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3, group="elements")
     """A block is gathered ahead, and stays gathered after its use, only while no more elements than this are gathered
     in all."""
     stage3_max_reuse_distance: Count = acts(
         int(1e9),
         needs=_STAGE_3,
-        unit="elements",
+        group="elements",
         says={
-            0: "Each unit is freed after its use, and gathered again.",
-            "other": "A gathered unit is kept if fewer elements are used before it is needed again.",
+            0: "Each group is freed after its use, and gathered again.",
+            "other": "A gathered group is kept if fewer elements are used before it is needed "
+            "again.",
         },
     )
-    """Keep a gathered unit if fewer elements are used before it is needed again. 0: free each unit after its use."""
+    """Keep a gathered group if fewer elements are used before it is needed again. 0: free each group after its use."""
     stage3_gather_16bit_weights_on_model_save: bool = acts(
         False,
         needs=_STAGE_3,
         auto="accelerate's zero3_save_16bit_model",
-        says={False: "`save_model` writes no whole weights. `zero consolidate` makes them of a checkpoint."},
+        says={
+            False: "`save_model` writes no whole weights. `zero consolidate` makes them of a "
+            "checkpoint."
+        },
     )
     """`save_model` writes a whole checkpoint that `from_pretrained` loads."""
     leaf_module: LeafModuleConfig | None = acts(None, needs=_STAGE_3)
@@ -176,23 +190,32 @@ class ZeroConfig(Section):
     reduce_scatter: bool = unused(True, "gradients are always reduce-scattered")
     use_multi_rank_bucket_allreduce: bool = unused(True, _STAGE_1_2)
     compute_grad_norm: only(bool, True, "the gradient norm is always computed") = True
-    load_from_fp32_weights: bool = unused(True, "masters are always restored from their fp32 copies")
+    load_from_fp32_weights: bool = unused(
+        True, "masters are always restored from their fp32 copies"
+    )
     elastic_checkpoint: bool = unused(False, "removed from DeepSpeed's ZeRO-3 as well")
     legacy_stage1: bool = unused(False, _STAGE_1_2)
     round_robin_gradients: bool = unused(False, _STAGE_1_2)
     parameter_alignment: bool = unused(False, _STAGE_1_2)
-    cpu_offload_use_pin_memory: bool | None = unused(None, "superseded by pin_memory in the offload sections")
+    cpu_offload_use_pin_memory: bool | None = unused(
+        None, "superseded by pin_memory in the offload sections"
+    )
     stage3_module_granularity_threshold: Int = unused(0, _UNITS)
     stage3_use_all_reduce_for_fetch_params: bool = unused(False, _UNITS)
     stage3_allgather_sequential: bool = unused(False, _UNITS)
-    mics_hierarchical_params_gather: bool = unused(False, "all-gathers of MiCS stay within the shard group anyway")
+    mics_hierarchical_params_gather: bool = unused(
+        False, "all-gathers of MiCS stay within the shard group anyway"
+    )
     memory_efficient_linear: bool = unused(True, "torch.nn.functional.linear is left as it is")
     pipeline_loading_checkpoint: bool = unused(False, NOT_YET)
     override_module_apply: bool = unused(True, "Module.apply is left as it is")
     log_trace_cache_warnings: bool = unused(False, "the schedule is traced again without a warning")
-    save_muon_momentum_buffer_in_memory: bool = unused(False, "Muon's momentum lives where offload_optimizer says")
+    save_muon_momentum_buffer_in_memory: bool = unused(
+        False, "Muon's momentum lives where offload_optimizer says"
+    )
     zenflow: idle(
-        "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+        "topk_ratio select_strategy select_interval update_interval overlap_step offload "
+        "auto_ratio "
         "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"
     ) = unused(None, NOT_YET)
 
@@ -211,10 +234,10 @@ class ZeroConfig(Section):
         return super().why_idle(key)
 
     def shards_over(self, world_size: int) -> int:
-        """The number of ranks over which a unit is cut.
+        """The number of ranks over which a group is cut.
 
-        Raises UsageError if the world cannot be divided into the groups of `mics_shard_size` or of hpZ.
-        """
+        Raises UsageError if the world cannot be divided into the groups of `mics_shard_size` or of
+        hpZ."""
         found = {key: getattr(self, key) for key in ("mics_shard_size", "zero_hpz_partition_size")}
         for key, size in found.items():
             if size > 1 and world_size % size:
@@ -223,24 +246,29 @@ class ZeroConfig(Section):
         mics, second = found.values()
         if mics > 0 and second > 1 and self.stage == 3:
             raise UsageError(
-                f"zero_optimization: mics_shard_size (or a mesh) {mics} and zero_hpz_partition_size {second} are two "
+                f"zero_optimization: mics_shard_size (or a mesh) {mics} and "
+                f"zero_hpz_partition_size {second} are two "
                 "ways to keep all-gathers within a group: give one of them"
             )
         return mics if mics > 0 else world_size
 
     def second_shards_over(self, world_size: int) -> int:
-        """The number of ranks over which hpZ cuts a unit's second shard; 0 if there is none.
+        """The number of ranks over which hpZ cuts a group's second shard; 0 if there is none.
 
-        Below stage 3 every rank holds all parameters on its device, and in a single group the first shard serves.
-        """
+        Below stage 3 every rank holds all parameters on its device, and in a single group the first
+        shard serves."""
         size = self.zero_hpz_partition_size
         return size if self.stage == 3 and 1 < size < world_size else 0
 
     def use_shard_size(self, size: int) -> None:
-        """Take `mics_shard_size` from a mesh. Raises UsageError if the configuration says otherwise."""
+        """Take `mics_shard_size` from a mesh.
+
+        Raises UsageError if the configuration says otherwise.
+        """
         if self.mics_shard_size not in (-1, 0, size):
             raise UsageError(
-                f"zero_optimization.mics_shard_size is {self.mics_shard_size}, and the mesh's dimension shard has "
+                f"zero_optimization.mics_shard_size is {self.mics_shard_size}, and the mesh's "
+                "dimension shard has "
                 f"{size} ranks; delete the key"
             )
         self.mics_shard_size = size  # counts as given: the table at the start shows it
@@ -248,7 +276,11 @@ class ZeroConfig(Section):
     @property
     def offloads_params(self) -> bool:
         """Only at stage 3: below it, every rank holds all parameters on its device."""
-        return self.stage == 3 and self.offload_param is not None and self.offload_param.device != "none"
+        return (
+            self.stage == 3
+            and self.offload_param is not None
+            and self.offload_param.device != "none"
+        )
 
     @property
     def offloads_optimizer(self) -> bool:

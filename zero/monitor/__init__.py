@@ -1,4 +1,7 @@
-"""Each step's numbers: loss, norm, time by phase and wait, memory, communication. Measured, gathered and written."""
+"""Each step's numbers: loss, norm, time by phase and wait, memory, communication.
+
+Measured, gathered and written.
+"""
 
 from zero.monitor.collectives import log_summary
 from zero.monitor.monitor import Monitor, make

@@ -1,4 +1,7 @@
-"""What a run is: its effective configuration and its environment. Nothing secret: no arguments, no tokens."""
+"""What a run is: its effective configuration and its environment.
+
+Nothing secret: no arguments, no tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 
 import torch
 
-from zero import world
+from zero.comm import world
 from zero.config.report import table
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
-from zero.monitor.held import held
+from zero.monitor.memory_usage import held
 
 _PACKAGES = ("torch", "transformers", "accelerate")
 # Variables that begin so are written down.
@@ -22,16 +25,16 @@ _VARIABLES = ("NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORC
 
 
 def facts(engine: ZeroEngine) -> dict[str, Any]:
-    """For the first record: "configuration" (rows of the table at the start), "environment", "memory" (bytes held by
-    rank 0 after the first step, by place and kind), "parameters" (their number). Late updates are waited for, because
-    the first one makes the optimizer's state."""
+    """For the first record: "configuration" (rows of the table at the start), "environment",
+    "memory" (bytes held by rank 0 after the first step, by place and kind), "parameters" (their
+    number). Late updates are waited for, because the first one makes the optimizer's state."""
     if engine.optimizer is not None:
         engine.optimizer.wait()
     return {
         "configuration": [row._asdict() for row in table(engine.settings)],
         "environment": _environment(engine),
         "memory": held(engine),
-        "parameters": sum(slot.numel for unit in engine.units for slot in unit.layout.slots),
+        "parameters": sum(slot.numel for group in engine.groups for slot in group.layout.slots),
     }
 
 
@@ -39,7 +42,9 @@ def _environment(engine: ZeroEngine) -> dict[str, str]:
     device = engine.comm.device
     name = platform.processor() or platform.machine()
     if is_accelerator(device):
-        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(device)
+        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: device.type)(
+            device
+        )
     found = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "ranks": str(engine.comm.world_size),
@@ -54,4 +59,6 @@ def _environment(engine: ZeroEngine) -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "missing"
-    return found | {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)}
+    return found | {
+        key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)
+    }

@@ -1,4 +1,6 @@
-"""Model FLOPs utilization (MFU): what a model computes for each token, and the most that a device can compute."""
+"""Model FLOPs utilization (MFU): what a model computes for each token, and the most that a device
+can compute.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
+from zero.core.layout import packs_experts
+from zero.core.param_group import owning_group
+from zero.core.sharded_param import local
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
-from zero.layout import packs_experts
-from zero.parameters import local
-from zero.unit import unit_of
 
 # Forward, and backward for inputs and for weights: two operations for each weight and token.
 _TRAINED, _FROZEN = 6, 4
 
 
 class Peak(NamedTuple):
-    """Dense operations in 1e12 a second. None: the device has no units for this type."""
+    """Dense operations in 1e12 a second. None: the device has no groups for this type."""
 
     fp16: float
     bf16: float | None
@@ -29,9 +31,10 @@ class Peak(NamedTuple):
     fp32: float
 
 
-# By the name that torch gives a device. From the vendors' data sheets, without sparsity; 16-bit products are summed in
-# fp32. NVIDIA: A100, A10, L4, L40S, H100 (SXM, PCIe and NVL), H200 and H200 NVL, HGX B200, V100, T4; white papers on
-# GA102 (RTX 3090) and Ada (RTX 4090). AMD: MI300X; MI250X, of which torch sees each half as a device.
+# By the name that torch gives a device. From the vendors' data sheets, without sparsity; 16-bit
+# products are summed in fp32. NVIDIA: A100, A10, L4, L40S, H100 (SXM, PCIe and NVL), H200 and H200
+# NVL, HGX B200, V100, T4; white papers on GA102 (RTX 3090) and Ada (RTX 4090). AMD: MI300X; MI250X,
+# of which torch sees each half as a device.
 PEAKS = {
     r"B200": Peak(2250, 2250, 1125, 75),
     r"H[12]00 NVL": Peak(835.5, 835.5, 417.5, 60),
@@ -52,11 +55,14 @@ PEAKS = {
 
 
 def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Dense operations a second of the device with this name, for products of tensors of `dtype`; None: not known.
+    """Dense operations a second of the device with this name, for products of tensors of `dtype`;
+    None: not known.
 
     tf32: fp32 products may be rounded to TF32. A part of a device (MIG) is not known.
     """
-    peak = next((each for pattern, each in PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None)
+    peak = next(
+        (each for pattern, each in PEAKS.items() if re.search(rf"\b{pattern}\b", name)), None
+    )
     if peak is None or "MIG" in name:
         return None
     of_fp32 = peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32
@@ -66,17 +72,26 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """`peak_of` the device that computes, with its present setting for fp32 products."""
-    name = getattr(torch.get_device_module(device), "get_device_name", None) if is_accelerator(device) else None
-    return None if name is None else peak_of(name(device), dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")
+    name = (
+        getattr(torch.get_device_module(device), "get_device_name", None)
+        if is_accelerator(device)
+        else None
+    )
+    return (
+        None
+        if name is None
+        else peak_of(name(device), dtype, torch.backends.cuda.matmul.fp32_precision == "tf32")
+    )
 
 
 def operations_per_token(engine: ZeroEngine) -> tuple[int, int]:
-    """Operations of forward and backward on this rank: for a token of `input_ids`, and for one of a decoder beside it.
+    """Operations of forward and backward on this rank: for a token of `input_ids`, and for one of a
+    decoder beside it.
 
-    2 for each weight in forward, and in backward 2 for the gradient of the inputs, and 2 for that of the weight unless
-    it is frozen. Weights that are only looked up (`nn.Embedding`) do not count. Of packed experts as many count as a
-    token chooses (`num_experts_per_tok`). Products of two activations, as in attention, and recomputation do not count.
-    """
+    2 for each weight in forward, and in backward 2 for the gradient of the inputs, and 2 for that
+    of the weight unless it is frozen. Weights that are only looked up (`nn.Embedding`) do not
+    count. Of packed experts as many count as a token chooses (`num_experts_per_tok`). Products of
+    two activations, as in attention, and recomputation do not count."""
     model = engine.module
     config = getattr(model, "config", None)
     two = getattr(config, "is_encoder_decoder", False) and hasattr(model, "get_encoder")
@@ -97,7 +112,11 @@ def _active(chosen: int | None, model: Communicator | None, module: nn.Module) -
     if not chosen or not packs_experts(module):
         return 1.0
     # Under expert parallelism the module's number is this rank's.
-    ranks = model.world_size if model is not None and getattr(module, "_is_expert_parallel", False) else 1
+    ranks = (
+        model.world_size
+        if model is not None and getattr(module, "_is_expert_parallel", False)
+        else 1
+    )
     return min(1.0, chosen / (module.num_experts * ranks))
 
 
@@ -108,5 +127,5 @@ def _of_weights(module: nn.Module) -> int:
 
 def _numel(param: nn.Parameter) -> int:
     """Elements on this rank before ZeRO cuts them."""
-    unit = unit_of(param)
-    return local(param).numel() if unit is None else unit.layout.slots[unit.index[param]].numel
+    group = owning_group(param)
+    return local(param).numel() if group is None else group.layout.slots[group.index[param]].numel

@@ -1,8 +1,7 @@
 """Measures each optimizer step of one engine and has rank 0 write it.
 
-All ranks take part: a record has the mean loss of all of them, their memory, and the slowest one's name. This file does
-not know where a record goes.
-"""
+All ranks take part: a record has the mean loss of all of them, their memory, and the slowest one's
+name. This file does not know where a record goes."""
 
 from __future__ import annotations
 
@@ -19,17 +18,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero import links
+from zero.comm import traffic
+from zero.comm.world import ranks_of_machine
 from zero.config.monitor import FlopsProfilerConfig
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
 from zero.monitor.collectives import follow
 from zero.monitor.facts import facts
-from zero.monitor.held import held
+from zero.monitor.memory_usage import held
 from zero.monitor.mfu import operations_per_token, peak
 from zero.monitor.writers import Record, Writer, writers
-from zero.world import ranks_of_machine
 
 logger = logging.getLogger("zero")
 
@@ -38,7 +37,7 @@ _COLUMNS = (
     "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory", "device_memory_now",
     "tokens", "operations",
 )  # fmt: skip
-_DISK = {links.READ: "read", links.WRITTEN: "written"}
+_DISK = {traffic.READ: "read", traffic.WRITTEN: "written"}
 
 
 def make(engine: ZeroEngine) -> Monitor | None:
@@ -46,9 +45,13 @@ def make(engine: ZeroEngine) -> Monitor | None:
     settings = engine.settings
     sections = (settings.csv_monitor, settings.json_monitor, settings.tensorboard, settings.wandb)
     # accelerate sets `steps_per_print` to infinity.
-    asked = any(section.enabled for section in sections) or math.isfinite(settings.steps_per_print or math.inf)
+    asked = any(section.enabled for section in sections) or math.isfinite(
+        settings.steps_per_print or math.inf
+    )
     others = settings.wall_clock_breakdown, settings.memory_breakdown
-    if not (asked or any(others) or settings.flops_profiler.enabled or settings.comms_logger.enabled):
+    if not (
+        asked or any(others) or settings.flops_profiler.enabled or settings.comms_logger.enabled
+    ):
         return None
     found, problem = [], None
     if engine.comm.job.rank == 0:
@@ -62,15 +65,19 @@ def make(engine: ZeroEngine) -> Monitor | None:
 
 
 class Monitor:
-    """Follows one engine. The engine calls `loss` for each micro-batch, and `end_step` after each optimizer step.
+    """Follows one engine. The engine calls `loss` for each micro-batch, and `end_step` after each
+    optimizer step.
 
-    `gathers`: records are wanted, so all ranks exchange their numbers after each step. They are one small all-reduce.
-    """
+    `gathers`: records are wanted, so all ranks exchange their numbers after each step. They are one
+    small all-reduce."""
 
     def __init__(self, engine: ZeroEngine, writers: list[Writer], gathers: bool):
-        self._engine, self._writers, self._gathers = engine, writers, gathers
+        self._engine = engine
+        self._writers = writers
+        self._gathers = gathers
         self._losses: list[torch.Tensor] = []
-        self._is_first, self._warnings = True, _Warnings()
+        self._is_first = True
+        self._warnings = _Warnings()
         self._operations = operations_per_token(engine)
         self._peak = peak(engine.comm.device, engine.settings.compute_dtype)
         self._begin()
@@ -82,30 +89,46 @@ class Monitor:
         if engine.settings.comms_logger.enabled:
             weakref.finalize(self, follow(engine.settings.comms_logger, engine.comm.job).leave)
         profiler = engine.settings.flops_profiler
-        self._flops = Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
+        self._flops = (
+            Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
+        )
         if self._flops is not None:
             self._flops.before_step(1)
 
     def _begin(self) -> None:
         """A step begins."""
         self._tokens = self._done = 0
-        self._moved, self._start = self._counts(), time.perf_counter()
+        self._moved = self._counts()
+        self._start = time.perf_counter()
 
     def _counts(self) -> tuple[Counter[str], ...]:
-        """So far: elements and bytes of collectives, bytes by link, and seconds in which the disk was busy."""
-        busy = Counter({link: links.busy_seconds(link) for link in _DISK})
-        return Counter(self._engine.comm.elements), Counter(self._engine.comm.bytes), Counter(links.MOVED), busy
+        """So far: elements and bytes of collectives, bytes by link, and seconds in which the disk
+        was busy.
+        """
+        busy = Counter({link: traffic.busy_seconds(link) for link in _DISK})
+        return (
+            Counter(self._engine.comm.elements),
+            Counter(self._engine.comm.bytes),
+            Counter(traffic.MOVED),
+            busy,
+        )
 
     def _count_tokens(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and of a decoder.
+        """Tokens, padding included, of what a model of language is given: those of `input_ids`, and
+        of a decoder.
 
         Also the operations that they take.
         """
-        if torch.is_grad_enabled() and torch.is_tensor(ids := kwargs.get("input_ids", args[0] if args else None)):
+        if torch.is_grad_enabled() and torch.is_tensor(
+            ids := kwargs.get("input_ids", args[0] if args else None)
+        ):
             is_text = ids.dim() == 2 and not ids.is_floating_point()
             of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
             two = is_text and getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-            counts = is_text * ids.numel(), of_decoder.numel() if two and of_decoder is not None else 0
+            counts = (
+                is_text * ids.numel(),
+                of_decoder.numel() if two and of_decoder is not None else 0,
+            )
             self._tokens += sum(counts)
             self._done += counts[0] * self._operations[0] + counts[1] * self._operations[1]
 
@@ -148,7 +171,11 @@ class Monitor:
     def _gather(self, seconds: float) -> torch.Tensor:
         """Every rank's numbers: (ranks, columns), fp64, on the host."""
         comm = self._engine.comm.job
-        total = torch.stack([loss.double() for loss in self._losses]).sum().item() if self._losses else 0.0
+        total = (
+            torch.stack([loss.double() for loss in self._losses]).sum().item()
+            if self._losses
+            else 0.0
+        )
         device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
         own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
         now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
@@ -165,12 +192,17 @@ class Monitor:
         ranks = column["has_loss"].sum().item()
         # A rank that others wait for waits least.
         slowest = int((column["seconds"] - column["waited"]).argmax())
-        waits = {f"{phase}_{what.replace(' ', '_')}": round(spent, 6) for (phase, what), spent in clock.waits.items()}
+        waits = {
+            f"{phase}_{what.replace(' ', '_')}": round(spent, 6)
+            for (phase, what), spent in clock.waits.items()
+        }
         seconds = column["seconds"].max().item()
         of_ranks = column["tokens"].sum().item() / seconds  # model groups share their tokens
         flops = column["operations"].mean().item() / seconds
-        names = (*links.LINKS, links.BETWEEN) if ranks_of_machine() else links.LINKS
-        elements, nbytes, moved, busy = (now - before for now, before in zip(self._counts(), self._moved, strict=True))
+        names = (*traffic.LINKS, traffic.BETWEEN) if ranks_of_machine() else traffic.LINKS
+        elements, nbytes, moved, busy = (
+            now - before for now, before in zip(self._counts(), self._moved, strict=True)
+        )
         return {
             "step": engine.global_steps,
             "samples": engine.global_samples,
@@ -180,7 +212,9 @@ class Monitor:
             "lr": float(engine.optimizer.param_groups[0]["lr"]),
             "loss_scale": None if engine.scaler is None else engine.scaler.scale,
             "samples_per_second": engine.settings.train_batch_size / seconds,
-            "tokens_per_second": of_ranks / (engine.comm.model.world_size if engine.comm.model else 1) or None,
+            "tokens_per_second": of_ranks
+            / (engine.comm.model.world_size if engine.comm.model else 1)
+            or None,
             "model_flops_per_second": flops or None,
             "mfu": flops / self._peak if flops and self._peak else None,
             "seconds": {name: round(spent, 6) for name, spent in clock.phases.items()},
@@ -188,7 +222,9 @@ class Monitor:
             "elements": dict(elements),
             "bytes": dict(nbytes),
             "links": {link: moved[link] for link in names},
-            "disk_bytes_per_second": {name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]},
+            "disk_bytes_per_second": {
+                name: moved[link] / busy[link] for link, name in _DISK.items() if busy[link]
+            },
             "memory": {
                 "gathered_elements_peak": engine.residency.peak,
                 "host_bytes_peak": int(column["host_memory"].max()),
@@ -196,7 +232,9 @@ class Monitor:
             },
             "ranks": {
                 "slowest": slowest,
-                "working_seconds": [round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()],
+                "working_seconds": [
+                    round(each, 6) for each in (column["seconds"] - column["waited"]).tolist()
+                ],
                 "host_bytes_peak": column["host_memory"].long().tolist(),
                 "host_bytes": column["host_memory_now"].long().tolist(),
                 "device_bytes_peak": column["device_memory"].long().tolist(),
@@ -231,7 +269,9 @@ def _memory_line(engine: ZeroEngine) -> str:
 
 def _peak_host_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _host_memory() -> int:
@@ -249,7 +289,8 @@ class Flops:
     """Counts the floating-point operations of one step, with torch's counter."""
 
     def __init__(self, engine: ZeroEngine, section: FlopsProfilerConfig):
-        self._engine, self._section = engine, section
+        self._engine = engine
+        self._section = section
         # The engine and its `module` are two levels of their own.
         self._depth = 2 + (section.module_depth if section.module_depth > 0 else 999)
         self._counter: FlopCounterMode | None = None
@@ -266,7 +307,8 @@ class Flops:
         counter.__exit__(None, None, None)
         total = counter.get_total_flops()
         text = (
-            f"floating-point operations of step {number} on rank 0: {total:.4g} in {seconds:.3g} s, "
+            f"floating-point operations of step {number} on rank 0: {total:.4g} in {seconds:.3g} "
+            "s, "
             f"{total / seconds / 1e12:.4g} TFLOP/s\n{counter.get_table(depth=self._depth)}\n"
         )
         if self._section.output_file is None:

@@ -1,7 +1,7 @@
 """Where each step's numbers go: CSV files, TensorBoard, Weights & Biases, JSON lines, the terminal.
 
-A writer gets a record: numbers by name, or by name in groups. It does not know how they were measured.
-"""
+A writer gets a record: numbers by name, or by name in groups. It does not know how they were
+measured."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def _folder(name: str, section: Any) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"{name}.output_path: cannot write to {folder}: {error.strerror}") from None
+        raise UsageError(
+            f"{name}.output_path: cannot write to {folder}: {error.strerror}"
+        ) from None
     return folder
 
 
@@ -66,13 +68,17 @@ def events(record: Record) -> Iterator[tuple[str, float]]:
             continue
         name = {"loss": "train_loss"}.get(key, key)
         if isinstance(value, dict):
-            yield from ((f"Train/{key.capitalize()}/{inner}", number) for inner, number in value.items())
+            yield from (
+                (f"Train/{key.capitalize()}/{inner}", number) for inner, number in value.items()
+            )
         elif value is not None:
             yield f"Train/Samples/{name}", value
 
 
 class CsvFiles:
-    """One file for each quantity, as DeepSpeed writes them; the step of a row is the number of samples so far."""
+    """One file for each quantity, as DeepSpeed writes them; the step of a row is the number of
+    samples so far.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -88,7 +94,10 @@ class CsvFiles:
 
 
 class JsonLines:
-    """`steps.jsonl`: one record a line. A run that goes on adds to the file. The first record of a start has "run"."""
+    """`steps.jsonl`: one record a line.
+
+    A run that goes on adds to the file. The first record of a start has "run".
+    """
 
     def __init__(self, folder: Path):
         self._file = folder / "steps.jsonl"
@@ -145,5 +154,6 @@ def _imported(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise UsageError(
-            f"{package}.enabled is true, and the package {package} is missing: install it, or set it to false"
+            f"{package}.enabled is true, and the package {package} is missing: install it, or set "
+            "it to false"
         ) from None

@@ -1,4 +1,5 @@
-"""Where shards live: the compute device, host memory (pinned if there is an accelerator to copy to), or a file.
+"""Where shards live: the compute device, host memory (pinned if there is an accelerator to copy
+to), or a file.
 
 This file does not know what the tensors mean.
 """
@@ -15,15 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
+from zero.comm.traffic import note_copy
+from zero.comm.work import Pending
 from zero.config import AioConfig, OffloadConfig
 from zero.device import compute_stream, is_accelerator, new_stream
-from zero.links import note_copy
-from zero.offload.files import ScratchFile
-from zero.offload.memory import PAGE, HostMemory, new_block, round_up
-from zero.pending import Pending
+from zero.offload.nvme import ScratchFile
+from zero.offload.pinned import PAGE, HostMemory, new_block, round_up
 
-# With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay. For the moments of tiles
-# the bytes of the whole master count.
+# With the file tier, a tensor of fewer bytes stays in host memory: a transfer would not pay. For
+# the moments of tiles the bytes of the whole master count.
 LEAST_BYTES_IN_A_FILE = 1 << 20
 
 _files: dict[tuple[str, int, int, int], ScratchFile] = {}
@@ -39,18 +40,24 @@ def scratch_file(folder: str, aio: AioConfig) -> ScratchFile:
 
 @dataclass(frozen=True)
 class Tier:
-    """A place for 1-D tensors. On a machine whose compute device is the CPU, the host tier is the device itself.
+    """A place for 1-D tensors. On a machine whose compute device is the CPU, the host tier is the
+    device itself.
 
-    A tensor in `file` is mapped memory, which any code may read and write; `load` and `store` are the fast way.
-    """
+    A tensor in `file` is mapped memory, which any code may read and write; `load` and `store` are
+    the fast way."""
 
     device: torch.device
     pinned: bool = False
     file: ScratchFile | None = None
 
     @classmethod
-    def of(cls, offload: OffloadConfig | None, aio: AioConfig, compute_device: torch.device) -> Tier:
-        """The tier that `offload_param` or `offload_optimizer` asks for. Raises UsageError for an unusable path."""
+    def of(
+        cls, offload: OffloadConfig | None, aio: AioConfig, compute_device: torch.device
+    ) -> Tier:
+        """The tier that `offload_param` or `offload_optimizer` asks for.
+
+        Raises UsageError for an unusable path.
+        """
         if offload is None or offload.device == "none":
             return cls(compute_device)
         pinned = offload.pin_memory and is_accelerator(compute_device)
@@ -89,7 +96,10 @@ class Tier:
         return kept
 
     def store(self, target: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Start to write `values` to `target`, a tensor of this tier. Do not change `values` before the end."""
+        """Start to write `values` to `target`, a tensor of this tier.
+
+        Do not change `values` before the end.
+        """
         if is_accelerator(values.device) and target.is_pinned():
             return _copy_out(target, values)
         if is_accelerator(target.device) and values.is_pinned():
@@ -108,7 +118,9 @@ class Tier:
         return Pending([self.file.write(target, values)], keep=(values,))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
-        """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the compute device."""
+        """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the
+        compute device.
+        """
         if not self.holds_in_file(source):
             note_copy(target, source)
             target.copy_(source, non_blocking=True)
@@ -120,10 +132,14 @@ class Tier:
 
 
 class _Staging:
-    """Pinned buffers between files and accelerators. At most `_COPIES_IN` of them wait for a copy to a device."""
+    """Pinned buffers between files and accelerators.
+
+    At most `_COPIES_IN` of them wait for a copy to a device.
+    """
 
     def __init__(self) -> None:
-        self._memory, self._lock = HostMemory(pin=True), threading.Lock()
+        self._memory = HostMemory(pin=True)
+        self._lock = threading.Lock()
         self._copies: deque[tuple[torch.Event, torch.Tensor]] = deque()
 
     def like(self, source: torch.Tensor) -> torch.Tensor:
@@ -150,7 +166,8 @@ def _copy_stream(device: torch.device, direction: str) -> torch.Stream:
 
 
 def _copy_in(target: torch.Tensor, staged: torch.Tensor, ready: torch.Event) -> None:
-    """Copy to the device beside its computation, after `ready`. What the caller's stream gets from now on comes later.
+    """Copy to the device beside its computation, after `ready`. What the caller's stream gets from
+    now on comes later.
 
     The host does not wait.
     """
@@ -185,13 +202,14 @@ def _copy_out(target: torch.Tensor, values: torch.Tensor) -> Pending:
 class HostTrimmer:
     """Gives freed host memory back to the system while a model is built or loaded.
 
-    When large blocks are freed, glibc raises its mmap threshold and serves the next blocks from the heap. Shards, which
-    stay, then lie between gathered buffers, which are freed. So the freed memory is never returned to the system. A
-    model of 1B parameters took 1.9 GiB too much while it was built (benchmarks/LOG.md). This acts on glibc only.
-    """
+    When large blocks are freed, glibc raises its mmap threshold and serves the next blocks from the
+    heap. Shards, which stay, then lie between gathered buffers, which are freed. So the freed
+    memory is never returned to the system. A model of 1B parameters took 1.9 GiB too much while it
+    was built (benchmarks/LOG.md). This acts on glibc only."""
 
     def __init__(self, every: int = 1 << 25):
-        self.every, self.freed = every, 0
+        self.every = every
+        self.freed = 0
         library = ctypes.CDLL(None) if sys.platform == "linux" else None
         self._trim = getattr(library, "malloc_trim", None)
 

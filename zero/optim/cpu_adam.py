@@ -1,7 +1,8 @@
-"""Adam and AdamW on host memory in one pass: 16-bit gradient in, fp32 state updated in place, 16-bit parameter out.
+"""Adam and AdamW on host memory in one pass: 16-bit gradient in, fp32 state updated in place,
+16-bit parameter out.
 
-The arithmetic is that of torch's default implementation (`torch.optim.adam._single_tensor_adam`), operation by
-operation, in fp32; scalars are computed in Python and rounded to fp32, as torch does:
+The arithmetic is that of torch's default implementation (`torch.optim.adam._single_tensor_adam`),
+operation by operation, in fp32; scalars are computed in Python and rounded to fp32, as torch does:
 
     grad = grad * factor
     master = master * (1 - lr * weight_decay)         decoupled (AdamW, arXiv 1711.05101), or
@@ -11,20 +12,21 @@ operation, in fp32; scalars are computed in Python and rounded to fp32, as torch
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
     master = master + (-lr / (1 - beta1 ** step) * exp_avg) / denominator
 
-The compiled kernel gives the bits of torch's default path, with one exception. Its square root is exactly rounded, as
-on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit for a fifth of all values. So after a
-step from equal state and an equal fp32 gradient, the moments are equal bit by bit, and the master differs by at most
-2**-21 of the update. With `torch_sqrt` the kernel takes MKL's roots too. Then everything is equal, and a step takes
-half as much time again. `fma` rounds once if torch's kernels do. They do at all but their lowest level of x86
-instructions; the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or threads
-begin.
+The compiled kernel gives the bits of torch's default path, with one exception. Its square root is
+exactly rounded, as on a GPU. On x86 CPUs torch takes MKL's square root. It differs in the last bit
+for a fifth of all values. So after a step from equal state and an equal fp32 gradient, the moments
+are equal bit by bit, and the master differs by at most 2**-21 of the update. With `torch_sqrt` the
+kernel takes MKL's roots too. Then everything is equal, and a step takes half as much time again.
+`fma` rounds once if torch's kernels do. They do at all but their lowest level of x86 instructions;
+the build asks torch. An element's bits depend on its own numbers alone, not on where pieces or
+threads begin.
 
-Moments may be coded in 8 bits (`zero.optim.moments`). Then they are decoded before this arithmetic, and encoded after
-it, in the same pass.
+Moments may be coded in 8 bits (`zero.optim.adam8bit`). Then they are decoded before this
+arithmetic, and encoded after it, in the same pass.
 
-The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It gives other last bits of
-`exp_avg_sq` and of the master, which depend on an element's place in its piece.
-"""
+The kernel needs a C++ compiler, on first use only. Without one, torch's fused Adam is used. It
+gives other last bits of `exp_avg_sq` and of the master, which depend on an element's place in its
+piece."""
 
 from __future__ import annotations
 
@@ -45,14 +47,24 @@ import torch
 from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero.optim import moments
+from zero.optim import adam8bit
 
 logger = logging.getLogger("zero")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and selections.
-FLAGS = ("-std=c++17", "-pthread", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors of up to this size.
+# No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and
+# selections.
+FLAGS = (
+    "-std=c++17",
+    "-pthread",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+# Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors
+# of up to this size.
 PIECE = 1 << 18
 # Elements that torch casts at a time, where the kernel does not: 16 MB of memory.
 _CAST_PIECE = 1 << 22
@@ -63,7 +75,17 @@ class _Scalars(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_float)
-        for name in ("factor", "l2", "shrink", "to_gradient", "beta2", "from_square", "correction", "eps", "step_size")
+        for name in (
+            "factor",
+            "l2",
+            "shrink",
+            "to_gradient",
+            "beta2",
+            "from_square",
+            "correction",
+            "eps",
+            "step_size",
+        )
     ] + [("turn", ctypes.c_uint32), ("roots", ctypes.c_void_p)]
 
 
@@ -85,23 +107,32 @@ def adam(
     factor: float,
     torch_sqrt: bool = False,
 ) -> None:
-    """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from any thread.
+    """One step, the `step`-th one (from 1 on), on 1-D contiguous host tensors of one length; from
+    any thread.
 
-    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place; `grad` (fp32, bf16 or
-    fp16), which stays as it is, is multiplied by `factor` in fp32 first; `out` (bf16 or fp16, or None) becomes the
-    master, rounded to nearest. `weight_decay` is AdamW's if `decoupled`, else an L2 term. `torch_sqrt`: with torch's
-    square roots; see above. Raises ValueError for tensors that are otherwise.
-    """
-    tensors = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
+    `master`, `exp_avg` and `exp_avg_sq` (fp32; the moments may be coded) are updated in place;
+    `grad` (fp32, bf16 or fp16), which stays as it is, is multiplied by `factor` in fp32 first;
+    `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. `weight_decay` is AdamW's
+    if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises
+    ValueError for tensors that are otherwise."""
+    tensors = {
+        "master": master,
+        "grad": grad,
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq,
+        "out": out,
+    }
     _check(tensors)
     scales: list[torch.Tensor | None] = [None, None]
-    for number, key in enumerate(moments.KEYS if _are_coded(tensors) else ()):
-        tensors[key], scales[number] = moments.parts(tensors[key], master.numel())
+    for number, key in enumerate(adam8bit.KEYS if _are_coded(tensors) else ()):
+        tensors[key], scales[number] = adam8bit.parts(tensors[key], master.numel())
     kernel = _kernel()
     casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
     most = max(1, _CAST_PIECE if casts else master.numel())
     parts = [repeat(None) if each is None else each.split(most) for each in tensors.values()]
-    parts += [repeat(None) if each is None else each.split(-(-most // moments.BLOCK)) for each in scales]
+    parts += [
+        repeat(None) if each is None else each.split(-(-most // adam8bit.BLOCK)) for each in scales
+    ]
     pieces = list(zip(*parts, strict=False))
     if kernel is not None:
         scalars = _Scalars(
@@ -114,17 +145,22 @@ def adam(
             correction=(1 - beta2**step) ** 0.5,
             eps=eps,
             step_size=-(lr / (1 - beta1**step)),
-            turn=moments.turn(step),
+            turn=adam8bit.turn(step),
             roots=_roots() if torch_sqrt else None,
         )
         _by_kernel(kernel, scalars, pieces)
         return
     numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    variant = {"fused": True, "decoupled_weight_decay": decoupled, "amsgrad": False, "maximize": False}
+    variant = {
+        "fused": True,
+        "decoupled_weight_decay": decoupled,
+        "amsgrad": False,
+        "maximize": False,
+    }
     for p, g, m, v, o, *scales in pieces:
         wide = g.to(torch.float32, copy=True).mul_(factor)
         steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-        with moments.as_fp32((m, v), scales, step) as (exp_avg, exp_avg_sq):
+        with adam8bit.as_fp32((m, v), scales, step) as (exp_avg, exp_avg_sq):
             torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
         if o is not None:
             o.copy_(p)
@@ -135,12 +171,13 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
     dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
     coded = _are_coded(tensors)
     for name, tensor in tensors.items():
-        if (tensor is None and name == "out") or (coded and name in moments.KEYS):
+        if (tensor is None and name == "out") or (coded and name in adam8bit.KEYS):
             continue
         allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
             raise ValueError(
-                f"{name} must be a host tensor of shape ({length},) and dtype {' or '.join(map(str, allowed))}, not of "
+                f"{name} must be a host tensor of shape ({length},) and dtype "
+                f"{' or '.join(map(str, allowed))}, not of "
                 f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
             )
         if not tensor.is_contiguous():
@@ -148,7 +185,7 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
 
 
 def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
-    return all(moments.is_coded(tensors[key], tensors["master"].numel()) for key in moments.KEYS)
+    return all(adam8bit.is_coded(tensors[key], tensors["master"].numel()) for key in adam8bit.KEYS)
 
 
 def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
@@ -159,7 +196,14 @@ def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tupl
         rounds = o is not None and o.dtype == torch.bfloat16
         places = (p, wide, m, v, o if rounds else None, *scales)
         addresses = (None if each is None else each.data_ptr() for each in places)
-        kernel(*addresses, p.numel(), wide.dtype == torch.bfloat16, ctypes.byref(scalars), PIECE, threads)
+        kernel(
+            *addresses,
+            p.numel(),
+            wide.dtype == torch.bfloat16,
+            ctypes.byref(scalars),
+            PIECE,
+            threads,
+        )
         if o is not None and not rounds:
             o.copy_(p)
 
@@ -168,23 +212,28 @@ _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
 
 
 def computes_as_torch_adam(kind: type) -> type:
-    """Class decorator for a subclass of torch's Adam with the same `step`: `adam` may replace its step."""
+    """Class decorator for a subclass of torch's Adam with the same `step`:
+
+    `adam` may replace its step.
+    """
     _served.add(kind)
     return kind
 
 
 def has_adams_moments(optimizer: torch.optim.Optimizer) -> bool:
     """Whether `optimizer` is plain Adam or AdamW, which keeps two moments and no third tensor."""
-    return type(optimizer) in _served and not any(group["amsgrad"] for group in optimizer.param_groups)
+    return type(optimizer) in _served and not any(
+        group["amsgrad"] for group in optimizer.param_groups
+    )
 
 
 def serves(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `adam` may replace `optimizer.step()`: it is plain Adam or AdamW, and has no hooks on its steps.
+    """Whether `adam` may replace `optimizer.step()`: it is plain Adam or AdamW, and has no hooks on
+    its steps.
 
-    The class must be torch's or this project's, since another one may do more; `step` must be the class's, at most
-    counted by a learning-rate scheduler. The caller of `adam` sets `optimizer._opt_called = True`; otherwise that
-    scheduler warns.
-    """
+    The class must be torch's or this project's, since another one may do more; `step` must be the
+    class's, at most counted by a learning-rate scheduler. The caller of `adam` sets
+    `optimizer._opt_called = True`; otherwise that scheduler warns."""
     if type(optimizer) not in _served:
         return False
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -196,40 +245,65 @@ def serves(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_plain(group: dict) -> bool:
-    """No variant of Adam, and all numbers Python's: a tensor may change under the step, or be on a GPU."""
-    variant = any(group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
+    """No variant of Adam, and all numbers Python's: a tensor may change under the step, or be on a
+    GPU.
+    """
+    variant = any(
+        group.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")
+    )
     numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
     return not variant and all(isinstance(number, (int, float)) for number in numbers)
 
 
 def new_state(master: torch.Tensor, coded: bool = False) -> dict[str, torch.Tensor]:
-    """What torch's Adam keeps for a parameter before its first step; `coded`: with moments in 8 bits."""
-    zeros = moments.new if coded else torch.zeros_like
+    """What torch's Adam keeps for a parameter before its first step;
+
+    `coded`: with moments in 8 bits.
+    """
+    zeros = adam8bit.new if coded else torch.zeros_like
     step = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-    return {"step": step} | {key: zeros(master) for key in moments.KEYS}
+    return {"step": step} | {key: zeros(master) for key in adam8bit.KEYS}
 
 
 @functools.cache
 def _roots() -> ctypes.c_void_p | None:
-    """The address of MKL's square root in torch's library; None if it is not there, or torch does not use it."""
+    """The address of MKL's square root in torch's library;
+
+    None if it is not there, or torch does not use it.
+    """
     try:
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).VMSSQRT_
+        function = ctypes.CDLL(
+            str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+        ).VMSSQRT_
     except (OSError, AttributeError):
         return None
     # With every dtype and device named: scripts change the defaults.
-    values = torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    found, count, mode = torch.empty_like(values), ctypes.c_int32(1000), ctypes.c_int64(0x2 | 0x140000 | 0x100)
-    function(ctypes.byref(count), *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)), ctypes.byref(mode))
+    values = torch.rand(
+        1000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+    found, count, mode = (
+        torch.empty_like(values),
+        ctypes.c_int32(1000),
+        ctypes.c_int64(0x2 | 0x140000 | 0x100),
+    )
+    function(
+        ctypes.byref(count),
+        *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)),
+        ctypes.byref(mode),
+    )
     return ctypes.cast(function, ctypes.c_void_p) if torch.equal(found, values.sqrt()) else None
 
 
 def thread_count() -> int:
-    """The threads that one step may use: this rank's part of the cores that the process may run on, at least 1.
+    """The threads that one step may use: this rank's part of the cores that the process may run on,
+    at least 1.
 
-    `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a machine a 1 is ignored:
-    torchrun sets it by itself, to limit the threads of torch's operations.
+    `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a
+    machine a 1 is ignored: torchrun sets it by itself, to limit the threads of torch's operations.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > (1 if ranks > 1 else 0):
@@ -247,14 +321,35 @@ def _kernel() -> Callable[..., None] | None:
     """The compiled function, built by the first call on a machine; None if it cannot be built."""
     try:
         kernel = _library().zero_cpu_adam
-    except (OSError, RuntimeError, ValueError, AttributeError, subprocess.CalledProcessError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        AttributeError,
+        subprocess.CalledProcessError,
+    ) as error:
         missing = isinstance(error, FileNotFoundError)
-        reason = f"found no {error.filename}" if missing else getattr(error, "stderr", None) or str(error)
+        reason = (
+            f"found no {error.filename}"
+            if missing
+            else getattr(error, "stderr", None) or str(error)
+        )
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line of each machine
-            level, line = logging.INFO if missing else logging.WARNING, (reason.splitlines() or [repr(error)])[0]
-            logger.log(level, "Adam on host memory falls back on torch's fused kernel, which is slower: %s", line)
+            level, line = (
+                logging.INFO if missing else logging.WARNING,
+                (reason.splitlines() or [repr(error)])[0],
+            )
+            logger.log(
+                level,
+                "Adam on host memory falls back on torch's fused kernel, which is slower: %s",
+                line,
+            )
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars)]
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.POINTER(_Scalars),
+    ]
     kernel.argtypes += [ctypes.c_int64, ctypes.c_int]
     kernel.restype = None
     return kernel
@@ -263,11 +358,11 @@ def _kernel() -> Callable[..., None] | None:
 def _library() -> ctypes.CDLL:
     """The compiled kernel, built unless it is in the cache.
 
-    The first half of its name is a hash of all that it depends on: the command and the preprocessor's output, which is
-    the source and, as macros, the compiler's version and the CPU's instructions. (Machines may share a home folder.)
-    The second half is a hash of the library's content. torch's own loader does not look at the CPU, and its lock file
-    outlives a killed process.
-    """
+    The first half of its name is a hash of all that it depends on: the command and the
+    preprocessor's output, which is the source and, as macros, the compiler's version and the CPU's
+    instructions. (Machines may share a home folder.) The second half is a hash of the library's
+    content. torch's own loader does not look at the CPU, and its lock file outlives a killed
+    process."""
     compiler = [
         *shlex.split(os.environ.get("CXX") or "c++"),
         *FLAGS,
@@ -279,18 +374,28 @@ def _library() -> ctypes.CDLL:
     for library in folder.glob(f"{name}-*.so") if folder else ():
         if library.name == f"{name}-{_hash(library.read_bytes())}.so":
             return ctypes.CDLL(str(library))
-    with tempfile.TemporaryDirectory(dir=folder) as private:  # a folder where no other user may write
+    with tempfile.TemporaryDirectory(
+        dir=folder
+    ) as private:  # a folder where no other user may write
         library = Path(private, "kernel.so")
         _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
         loaded = ctypes.CDLL(str(library))
         if folder:
-            os.replace(library, folder / f"{name}-{_hash(library.read_bytes())}.so")  # whole or not at all
+            os.replace(
+                library, folder / f"{name}-{_hash(library.read_bytes())}.so"
+            )  # whole or not at all
         return loaded
 
 
 def _cache() -> Path | None:
-    """The folder of compiled kernels; None if other users may write to it, because their files would be run."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser() / "zero_cpu_adam"
+    """The folder of compiled kernels;
+
+    None if other users may write to it, because their files would be run.
+    """
+    folder = (
+        Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
+        / "zero_cpu_adam"
+    )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -298,7 +403,9 @@ def _cache() -> Path | None:
         return None  # it is compiled for this process alone
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
     if not own and os.environ.get("LOCAL_RANK", "0") == "0":
-        logger.warning("%s is not used: it must be a folder of this user that nobody else can write to", folder)
+        logger.warning(
+            "%s is not used: it must be a folder of this user that nobody else can write to", folder
+        )
     return folder if own else None
 
 
@@ -307,10 +414,14 @@ def _hash(content: bytes) -> str:
 
 
 def _torch_fuses() -> bool:
-    """Whether torch's kernels fuse a product and a sum, rounding once: not at its lowest level of x86 instructions."""
+    """Whether torch's kernels fuse a product and a sum, rounding once: not at its lowest level of
+    x86 instructions.
+    """
     values = torch.tensor([1 + 2.0**-12, -1.0], dtype=torch.float32, device="cpu")
     return torch.addcmul(values[1], values[0], values[0]).item() != 2.0**-11
 
 
 def _output_of(command: list[str]) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, errors="replace").stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace"
+    ).stdout

@@ -1,9 +1,10 @@
-"""Which optimizers are element-wise, so that shards can cut their state; what Adagrad needs for it; Lion.
+"""Which optimizers are element-wise, so that shards can cut their state; what Adagrad needs for it;
+Lion.
 
-Shards cut rows and matrices at any element. So the update of an element may depend only on that element's history.
-All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is right for classes that look at one tensor
-at a time. This file knows nothing of units, ranks or the configuration's words.
-"""
+Shards cut rows and matrices at any element. So the update of an element may depend only on that
+element's history. All other optimizers get whole tensors (`zero.optim.whole_tensor`), which is
+right for classes that look at one tensor at a time. This file knows nothing of groups, ranks or the
+configuration's words."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ _KNOWN_PACKAGES = {"torch", "transformers", "torchao", "bitsandbytes", "schedule
 
 
 def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
-    """Raise UsageError, with the reason, for an optimizer that is known not to work on so many ranks."""
+    """Raise UsageError, with the reason, for an optimizer that is known not to work on so many
+    ranks.
+    """
     for kind in type(optimizer).__mro__:
         if refusal := why_refused(kind.__name__, world_size):
             raise UsageError(f"optimizer {refusal}")
@@ -36,7 +39,9 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the `step` that the optimizer runs is of a package whose classes may be called once for each part."""
+    """Whether the `step` that the optimizer runs is of a package whose classes may be called once
+    for each part.
+    """
     return inspect.unwrap(type(optimizer).step).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
 
@@ -61,7 +66,8 @@ def _make_adagrad_state(optimizer: torch.optim.Adagrad, args: tuple, kwargs: dic
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight decay.
+    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum, decoupled weight
+    decay.
 
         update = sign(betas[0] * exp_avg + (1 - betas[0]) * grad)
         param -= lr * (update + weight_decay * param)

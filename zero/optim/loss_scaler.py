@@ -1,9 +1,10 @@
-"""Loss scaling for float16: the factor on the loss, and how it reacts to overflows. Pure Python, equal on all ranks.
+"""Loss scaling for float16: the factor on the loss, and how it reacts to overflows. Pure Python,
+equal on all ranks.
 
-The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the loss by
-:attr:`LossScaler.scale` and finds out whether any rank's gradient is not finite. If so, it skips the optimizer step, or
-ends the run if the scaler is :attr:`~LossScaler.exhausted`. It calls :meth:`LossScaler.update` once for each step.
-"""
+The rules are those of DeepSpeed 0.19.8 (``runtime/fp16/loss_scaler.py``). The caller multiplies the
+loss by :attr:`LossScaler.scale` and finds out whether any rank's gradient is not finite. If so, it
+skips the optimizer step, or ends the run if the scaler is :attr:`~LossScaler.exhausted`. It calls
+:meth:`LossScaler.update` once for each step."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,14 +16,15 @@ _FACTOR = 2.0
 
 @dataclass(eq=False)
 class LossScaler:
-    """A static loss scale, or a dynamic one that halves on overflow and doubles after a stable window.
+    """A static loss scale, or a dynamic one that halves on overflow and doubles after a stable
+    window.
 
     Args:
-        loss_scale: the static scale; 0 for a dynamic one, and only then do the other arguments matter.
-        initial_scale_power: the first scale is ``2 ** initial_scale_power``.
+        loss_scale: the static scale; 0 for a dynamic one, and only then do the other arguments
+        matter. initial_scale_power: the first scale is ``2 ** initial_scale_power``.
         loss_scale_window: number of steps without overflow after which the scale doubles.
-        hysteresis: number of overflows it takes to halve the scale; the count is refilled when the scale doubles.
-        consecutive_hysteresis: refill the count after every step without overflow.
+        hysteresis: number of overflows it takes to halve the scale; the count is refilled when the
+        scale doubles. consecutive_hysteresis: refill the count after every step without overflow.
         min_loss_scale: the scale never falls below this.
     """
 
@@ -36,7 +38,9 @@ class LossScaler:
     def __post_init__(self) -> None:
         self.dynamic = self.loss_scale == 0
         self.scale = _FACTOR**self.initial_scale_power if self.dynamic else float(self.loss_scale)
-        self._overflows_left, self._steps, self._last_overflow = self.hysteresis, 0, -1
+        self._overflows_left = self.hysteresis
+        self._steps = 0
+        self._last_overflow = -1
 
     @classmethod
     def from_config(cls, fp16: FP16Config) -> "LossScaler":
@@ -50,11 +54,16 @@ class LossScaler:
 
     @property
     def exhausted(self) -> bool:
-        """True if another overflow would leave nothing to try: the minimum is reached and the hysteresis is used up."""
+        """True if another overflow would leave nothing to try: the minimum is reached and the
+        hysteresis is used up.
+        """
         return self.at_minimum and self._overflows_left == 1
 
     def update(self, overflow: bool) -> None:
-        """Count one optimizer step; ``overflow``: it was skipped, because a gradient is not finite."""
+        """Count one optimizer step;
+
+        ``overflow``: it was skipped, because a gradient is not finite.
+        """
         if not self.dynamic:
             return
         if overflow:
@@ -83,5 +92,7 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self.scale, self._overflows_left = state["scale"], state["overflows_left"]
-        self._steps, self._last_overflow = state["steps"], state["last_overflow"]
+        self.scale = state["scale"]
+        self._overflows_left = state["overflows_left"]
+        self._steps = state["steps"]
+        self._last_overflow = state["last_overflow"]

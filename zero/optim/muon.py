@@ -1,7 +1,8 @@
-"""Muon for matrices and AdamW for the rest, in one optimizer: torch's own classes, each for its param groups.
+"""Muon for matrices and AdamW for the rest, in one optimizer: torch's own classes, each for its
+param groups.
 
-torch's Muon orthogonalizes one matrix after another. Here matrices of equal shape go through Newton-Schulz together.
-"""
+torch's Muon orthogonalizes one matrix after another. Here matrices of equal shape go through
+Newton-Schulz together."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
 ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 # Matrices whose names contain one of these are no hidden layers, for which Muon is made.
 NOT_HIDDEN = ("embed", "lm_head")
-# Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take more memory.
+# Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take
+# more memory.
 BATCH = 1 << 22
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """Steps param groups whose `use_muon` is true by `torch.optim.Muon`, the others by Adam.
 
-    Args: groups: dicts with `params`, `use_muon` and settings of the class in question; decoupled_weight_decay: the
-    others are stepped by AdamW. State: that of the two classes. Raises UsageError for a group without `use_muon`,
-    ValueError for a parameter that is no matrix and should go to Muon.
-    """
+    Args: groups: dicts with `params`, `use_muon` and settings of the class in question;
+    decoupled_weight_decay: the others are stepped by AdamW. State: that of the two classes. Raises
+    UsageError for a group without `use_muon`, ValueError for a parameter that is no matrix and
+    should go to Muon."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], decoupled_weight_decay: bool = True):
         self._decoupled = decoupled_weight_decay
@@ -41,11 +43,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Add a group, with the defaults of its class."""
         group = dict(param_group)
         if type(group.get("use_muon")) is not bool:
-            raise UsageError("MuonWithAdamW: a param group needs the entry 'use_muon', True or False")
+            raise UsageError(
+                "MuonWithAdamW: a param group needs the entry 'use_muon', True or False"
+            )
         if group["use_muon"]:
             part = BatchedMuon([group], **MUON_DEFAULTS)
         else:
-            part = torch.optim.Adam([group], **ADAM_DEFAULTS, decoupled_weight_decay=self._decoupled)
+            part = torch.optim.Adam(
+                [group], **ADAM_DEFAULTS, decoupled_weight_decay=self._decoupled
+            )
         self._parts.setdefault(group["use_muon"], part)
         super().add_param_group(part.param_groups[0])
 
@@ -58,17 +64,24 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 loss = closure()
         for use_muon, part in self._parts.items():
             part.state = self.state
-            part.param_groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
+            part.param_groups = [
+                group for group in self.param_groups if group["use_muon"] is use_muon
+            ]
             part.step()
         return loss
 
 
 class BatchedMuon(torch.optim.Muon):
-    """torch's Muon, with its settings, state and arithmetic, that multiplies matrices of equal shape together."""
+    """torch's Muon, with its settings, state and arithmetic, that multiplies matrices of equal
+    shape together.
+    """
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient. `MuonWithAdamW` has called the closure."""
+        """One update of every parameter that has a gradient.
+
+        `MuonWithAdamW` has called the closure.
+        """
         for group in self.param_groups:
             alike: dict[torch.Size, list[torch.Tensor]] = defaultdict(list)
             for param in group["params"]:
@@ -90,7 +103,9 @@ class BatchedMuon(torch.optim.Muon):
         torch._foreach_lerp_(averages, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, averages, momentum) if group["nesterov"] else averages
         matrices = torch.stack([update.bfloat16() for update in updates])
-        matrices = orthogonalized(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        matrices = orthogonalized(
+            matrices, group["ns_coefficients"], group["ns_steps"], group["eps"]
+        )
         is_rms = group["adjust_lr_fn"] == "match_rms_adamw"
         ratio = 0.2 * math.sqrt(max(rows, columns)) if is_rms else math.sqrt(max(1, rows / columns))
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -100,8 +115,8 @@ class BatchedMuon(torch.optim.Muon):
 def orthogonalized(
     matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """About U @ V.T for each matrix U @ S @ V.T, by Newton-Schulz iterations in bf16, operation by operation as torch's
-    Muon (`torch.optim._muon`). Args: matrices: bf16, (number, rows, columns).
+    """About U @ V.T for each matrix U @ S @ V.T, by Newton-Schulz iterations in bf16, operation by
+    operation as torch's Muon (`torch.optim._muon`). Args: matrices: bf16, (number, rows, columns).
     """
     a, b, c = coefficients
     tall = matrices.size(1) > matrices.size(2)
@@ -114,16 +129,23 @@ def orthogonalized(
 
 
 def split_groups(
-    groups: Iterable[Mapping[str, Any]], names: Mapping[nn.Parameter, str], muon: Mapping, adam: Mapping
+    groups: Iterable[Mapping[str, Any]],
+    names: Mapping[nn.Parameter, str],
+    muon: Mapping,
+    adam: Mapping,
 ) -> Iterator[dict[str, Any]]:
-    """Each group's hidden matrices as a group for Muon, and its other parameters as a group for Adam.
+    """Each group's hidden matrices as a group for Muon, and its other parameters as a group for
+    Adam.
 
-    Args: names: of the parameters; muon, adam: settings of the two kinds of groups, which those of a group itself
-    override.
-    """
+    Args: names: of the parameters; muon, adam: settings of the two kinds of groups, which those of
+    a group itself override."""
     for group in groups:
         for use_muon, settings, keys in ((True, muon, MUON_DEFAULTS), (False, adam, ADAM_DEFAULTS)):
-            params = [p for p in group["params"] if p.requires_grad and is_hidden_matrix(p, names[p]) is use_muon]
+            params = [
+                p
+                for p in group["params"]
+                if p.requires_grad and is_hidden_matrix(p, names[p]) is use_muon
+            ]
             if params:
                 own = {key: value for key, value in group.items() if key in keys}
                 yield {"params": params, "use_muon": use_muon, **settings, **own}

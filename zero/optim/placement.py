@@ -1,10 +1,11 @@
-"""Which units' optimizer state is offloaded, and which stays on the compute device: `offload_optimizer.ratio`.
+"""Which groups' optimizer state is offloaded, and which stays on the compute device:
+`offload_optimizer.ratio`.
 
-This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto" everything is offloaded at
-first. After some steps have shown how much memory training takes, as many units as fit move to the device, with
-gradient, master, moments and weights. A reserve stays free. If more than half of it is used, units are offloaded again.
-Later steps show whether they fit after all. Results do not depend on the placement.
-"""
+This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto"
+everything is offloaded at first. After some steps have shown how much memory training takes, as
+many groups as fit move to the device, with gradient, master, moments and weights. A reserve stays
+free. If more than half of it is used, groups are offloaded again. Later steps show whether they fit
+after all. Results do not depend on the placement."""
 
 from __future__ import annotations
 
@@ -14,46 +15,64 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero import device
-from zero.comm import Communicator
+from zero.comm.communicator import Communicator
+from zero.core.optimizer_shard import OptimizerShard
+from zero.core.param_group import ParamGroup
 from zero.offload.tiers import Tier
-from zero.optimizer_shard import OptimizerShard
-from zero.unit import Unit
 
-# Steps that show the peak of memory: the first one makes the optimizer's state, the second one runs with it.
+# Steps that show the peak of memory: the first one makes the optimizer's state, the second one runs
+# with it.
 STEPS_TO_WATCH = 2
-# Steps after a change before units move to the device again: batches differ in size.
+# Steps after a change before groups move to the device again: batches differ in size.
 STEPS_TO_RETURN = 50
 
 
 class Placement:
-    """Decides for each unit where its optimizer's part lives.
+    """Decides for each group where its optimizer's part lives.
 
-    Args: units: in the model's order, which is taken for that of a forward; device_tier: the compute device;
-    offload_tier: where state is offloaded to; ratio: the fraction to offload, from 0 to 1, or "auto".
+    Args: groups: in the model's order, which is taken for that of a forward; device_tier: the
+    compute device; offload_tier: where state is offloaded to; ratio: the fraction to offload, from
+    0 to 1, or "auto".
 
-    Units stay on the device from the first one on, as long as they fit: nothing can hide the update of the first ones.
+    Groups stay on the device from the first one on, as long as they fit: nothing can hide the
+    update of the first ones.
 
-    Attributes: shards: one for each unit, in the same order. offloads: whether anything may be offloaded.
-    """
+    Attributes: shards: one for each group, in the same order. offloads: whether anything may be
+    offloaded."""
 
-    def __init__(self, units: Sequence[Unit], device_tier: Tier, offload_tier: Tier, ratio: float | str):
-        self._device_tier, self._offload_tier = device_tier, offload_tier
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        device_tier: Tier,
+        offload_tier: Tier,
+        ratio: float | str,
+    ):
+        self._device_tier = device_tier
+        self._offload_tier = offload_tier
         self.offloads = device_tier != offload_tier
         self._automatic = ratio == "auto" and self.offloads
-        # Bytes that were free in each step since the last change, and how many steps to wait for the next one.
+        # Bytes that were free in each step since the last change, and how many steps to wait for
+        # the next one.
         self._free: list[int] = []
         self._patience = STEPS_TO_WATCH
         self.shards: list[OptimizerShard] = []
-        stays = 0 if ratio == "auto" else (1 - ratio) * sum(unit.layout.shard_numel for unit in units)
-        for unit in units:
-            fits = unit.layout.shard_numel <= stays
-            stays -= unit.layout.shard_numel if fits else 0
-            self.shards.append(OptimizerShard(unit, device_tier if fits else offload_tier))
+        stays = (
+            0
+            if ratio == "auto"
+            else (1 - ratio) * sum(group.layout.shard_numel for group in groups)
+        )
+        for group in groups:
+            fits = group.layout.shard_numel <= stays
+            stays -= group.layout.shard_numel if fits else 0
+            self.shards.append(OptimizerShard(group, device_tier if fits else offload_tier))
 
     def changes(
         self, comm: Communicator, bytes_of: Callable[[OptimizerShard], int]
     ) -> list[tuple[OptimizerShard, Tier]]:
-        """At the beginning of a step: what to move, and where to. `bytes_of` gives all bytes of a shard."""
+        """At the beginning of a step: what to move, and where to.
+
+        `bytes_of` gives all bytes of a shard.
+        """
         if not self._automatic:
             return []
         # The least of all ranks: they gather in one order, which depends on where weights are.
@@ -76,14 +95,22 @@ class Placement:
         if found:
             self._free.clear()
             if comm.job.rank == 0:
-                self._tell([*kept, *(shard for shard, tier in found if tier == self._device_tier)], free, reserve)
+                self._tell(
+                    [*kept, *(shard for shard, tier in found if tier == self._device_tier)],
+                    free,
+                    reserve,
+                )
         return found
 
     def _tell(self, kept: Sequence[OptimizerShard], free: int, reserve: int) -> None:
-        numel, total = (sum(shard.unit.layout.shard_numel for shard in shards) for shards in (kept, self.shards))
+        numel, total = (
+            sum(shard.group.layout.shard_numel for shard in shards)
+            for shards in (kept, self.shards)
+        )
         print(
-            f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: {len(kept)} of "
-            f"{len(self.shards)} units stay in the memory of {self._device_tier.device}, of which "
+            f"zero_optimization.offload_optimizer.ratio: auto is {1 - numel / total:.2f}: "
+            f"{len(kept)} of "
+            f"{len(self.shards)} groups stay in the memory of {self._device_tier.device}, of which "
             f"{free / 2**30:.1f} GiB are left, {reserve / 2**30:.1f} GiB in reserve",
             file=sys.stderr,
         )

@@ -1,8 +1,8 @@
-"""Moves parts of the training state to host memory and back, for a script that needs the device's memory meanwhile.
+"""Moves parts of the training state to host memory and back, for a script that needs the device's
+memory meanwhile.
 
-Values never change. Until they are back, nothing may be computed with them. Saving is allowed. This file knows nothing
-of the step.
-"""
+Values never change. Until they are back, nothing may be computed with them. Saving is allowed. This
+file knows nothing of the step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Collection
 
 import torch
 
+from zero.core.param_group import ParamGroup
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim.step import ZeroOptimizer
-from zero.unit import Unit
+from zero.optim.sharded_optimizer import ZeroOptimizer
 
-# DeepSpeed's names. WEIGHTS are the shard of a unit, or all of a persistent unit. In fp32 training the masters are the
-# weights, and move with them. BUCKET is accepted, but there is no such buffer here between two backwards.
+# DeepSpeed's names. WEIGHTS are the shard of a group, or all of a persistent group. In fp32
+# training the masters are the weights, and move with them. BUCKET is accepted, but there is no such
+# buffer here between two backwards.
 MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET = (
     *("optim_states", "hp_params", "lp_params", "lp_grads"),
     "contiguous_grad_buffer",
@@ -26,28 +27,36 @@ STATES = (MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET)
 
 
 class Relocation:
-    """Moves the states of `units`, which no forward, backward or step uses meanwhile.
+    """Moves the states of `groups`, which no forward, backward or step uses meanwhile.
 
-    Attributes: offloaded: the names of the states that are on the host now. State that the configuration offloads stays
-    where it is.
-    """
+    Attributes: offloaded: the names of the states that are on the host now. State that the
+    configuration offloads stays where it is."""
 
-    def __init__(self, units: Collection[Unit], optimizer: ZeroOptimizer | None, device: torch.device):
-        self.units, self.optimizer, self._device = units, optimizer, Tier(device)
+    def __init__(
+        self, groups: Collection[ParamGroup], optimizer: ZeroOptimizer | None, device: torch.device
+    ):
+        self.groups = groups
+        self.optimizer = optimizer
+        self._device = Tier(device)
         self.offloaded: set[str] = set()
 
     def refuse_absent(self, what: str) -> None:
         """Raise UsageError if states are on the host: `what` needs them on the device."""
         if self.offloaded:
             raise UsageError(
-                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call engine.reload_states() first"
+                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call "
+                "engine.reload_states() first"
             )
 
     def send(self, names: Collection[str] | None, pinned: bool) -> None:
-        """Move these states to host memory, page-locked if `pinned` and there is a device to copy from; None: all."""
+        """Move these states to host memory, page-locked if `pinned` and there is a device to copy
+        from; None: all.
+        """
         wanted = set(STATES if names is None else names)
         if unknown := wanted - set(STATES):
-            raise UsageError(f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}")
+            raise UsageError(
+                f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}"
+            )
         host = Tier(torch.device("cpu"), pinned and is_accelerator(self._device.device))
         self._move(wanted - self.offloaded, host)
         self.offloaded |= wanted
@@ -60,8 +69,10 @@ class Relocation:
     def _move(self, names: set[str], tier: Tier) -> None:
         if WEIGHTS in names:
             shards = {} if self.optimizer is None else self.optimizer.shards
-            for unit in self.units:
-                shards.get(unit, unit).move_weights(tier)
+            for group in self.groups:
+                shards.get(group, group).move_weights(tier)
         if self.optimizer is None:
             return
-        self.optimizer.move(tier, gradients=GRADIENTS in names, masters=MASTERS in names, moments=MOMENTS in names)
+        self.optimizer.move(
+            tier, gradients=GRADIENTS in names, masters=MASTERS in names, moments=MOMENTS in names
+        )

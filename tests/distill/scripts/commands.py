@@ -1,4 +1,5 @@
-"""Runs several command lines of run_distill.py in one process, because starting a process takes longer than a run.
+"""Runs several command lines of run_distill.py in one process, because starting a process takes
+longer than a run.
 
     commands.py jobs.json
 

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 2 steps.py jobs.json
 
-A job: {"name", "kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report": file}. The report
-holds the log, the held-out metrics, and the trained student's weights. With SGD the weights show the gradients.
-"""
+A job: {"name", "kind": llama|gpt2|t5, "arguments": DistillationConfig's, "pad": multiple, "report":
+file}. The report holds the log, the held-out metrics, and the trained student's weights. With SGD
+the weights show the gradients."""
 # ruff: noqa: E402, I001
 
 import zero.hf
@@ -37,7 +37,9 @@ def main() -> None:
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         make = getattr(models, job["kind"])
         data = models.pairs(12) if job["kind"] == "t5" else models.sequences(12)
-        args = DistillationConfig(output_dir=job["report"] + ".out", **(DEFAULTS | job["arguments"]))
+        args = DistillationConfig(
+            output_dir=job["report"] + ".out", **(DEFAULTS | job["arguments"])
+        )
         student, teacher = make(16, 2, seed=1), make(32, 3, seed=2)
         trainer = DistillationTrainer(
             student, teacher, args, train_dataset=data, eval_dataset=data[:7],
@@ -52,7 +54,9 @@ def main() -> None:
             "engine": type(trainer.model_wrapped).__name__,
             "teacher": type(engine).__name__,
             "peak": None if residency is None else residency.peak,
-            "units": None if residency is None else sorted(u.layout.numel for u in engine.units if not u.persistent),
+            "groups": None
+            if residency is None
+            else sorted(u.layout.numel for u in engine.groups if not u.persistent),
             "log": trainer.state.log_history,
             "evaluation": evaluation,
         }

@@ -1,7 +1,7 @@
 """Workflows with accelerate's DeepSpeed plugin in own loops. This script does not mention zero.
 
-`python accelerate_workflows.py FOLDER`: rank 0 writes the results to FOLDER/report.json. See `workflows.py`.
-"""
+`python accelerate_workflows.py FOLDER`: rank 0 writes the results to FOLDER/report.json. See
+`workflows.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ from workflows import (
 )
 
 AUTOMATIC = ZERO3 | {
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
@@ -40,11 +43,16 @@ AUTOMATIC = ZERO3 | {
 WARMUP = [0.0, 0.0]  # WarmupLR warms up for at least two steps
 
 
-def loss_of(student: torch.nn.Module, teacher: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of(
+    student: torch.nn.Module, teacher: torch.nn.Module, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
     with torch.no_grad():
         target = softmax(teacher(**batch).logits, dim=-1)
     output = student(**batch)
-    return output.loss + kl_div(log_softmax(output.logits, dim=-1), target, reduction="none").sum(-1).mean()
+    return (
+        output.loss
+        + kl_div(log_softmax(output.logits, dim=-1), target, reduction="none").sum(-1).mean()
+    )
 
 
 def plain(student: torch.nn.Module, teacher: torch.nn.Module) -> list[float]:
@@ -63,7 +71,9 @@ def plain(student: torch.nn.Module, teacher: torch.nn.Module) -> list[float]:
 
 
 def distilled(folder: Path) -> dict[str, Any]:
-    """Train a student under one plugin, with two micro-batches a step, and a frozen teacher under another plugin."""
+    """Train a student under one plugin, with two micro-batches a step, and a frozen teacher under
+    another plugin.
+    """
     path = folder / f"teacher{os.environ['RANK']}"
     teacher = make_model("t5")
     with torch.no_grad():
@@ -88,7 +98,9 @@ def distilled(folder: Path) -> dict[str, Any]:
     student = make_model("t5")
     optimizer = DummyOptim(student.parameters(), lr=LR, weight_decay=0.0)
     scheduler = DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=2)
-    student, optimizer, loader, scheduler = accelerator.prepare(student, optimizer, loader, scheduler)
+    student, optimizer, loader, scheduler = accelerator.prepare(
+        student, optimizer, loader, scheduler
+    )
     accelerator.state.select_deepspeed_plugin("teacher")
     teacher = accelerator.prepare(T5ForConditionalGeneration.from_pretrained(path))
     teacher.eval()

@@ -1,4 +1,5 @@
-"""accelerate's ParallelismConfig with DeepSpeed: replicas of sharded models, beside plain torch. No word of zero.
+"""accelerate's ParallelismConfig with DeepSpeed: replicas of sharded models, beside plain torch. No
+word of zero.
 
 `python hybrid.py FOLDER`: rank 0 writes what was seen to FOLDER/report.json.
 """
@@ -36,7 +37,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def main() -> None:
     parallel = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), parallelism_config=parallel)
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG), parallelism_config=parallel
+    )
     model = make_model()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     rank, ranks = accelerator.process_index, accelerator.num_processes

@@ -1,6 +1,8 @@
-"""Tiny models, data and Trainer runs for the tests of this folder. An ordinary script, which does not mention zero.
+"""Tiny models, data and Trainer runs for the tests of this folder. An ordinary script, which does
+not mention zero.
 
-`python jobs.py JOBS.json` runs each job in turn. Rank 0 writes the results to the job's `report` file. A job:
+`python jobs.py JOBS.json` runs each job in turn. Rank 0 writes the results to the job's `report`
+file. A job:
 
     model       "llama" or "t5"
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
@@ -40,15 +42,21 @@ from transformers import (
     set_seed,
 )
 
-SAMPLES = 16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
+SAMPLES = (
+    16  # a multiple of every global batch used here, so that no sample is repeated to fill a batch
+)
 EVALUATION_SAMPLES = {"llama": 8, "t5": 7}  # 7 leaves the ranks with unequal numbers of samples
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Random tokens. The labels of all samples have one length, so a mean over ranks is a mean over tokens."""
+    """Random tokens.
+
+    The labels of all samples have one length, so a mean over ranks is a mean over tokens.
+    """
 
     def __init__(self, size: int, seq2seq: bool):
-        self.size, self.seq2seq = size, seq2seq
+        self.size = size
+        self.seq2seq = seq2seq
 
     def __len__(self) -> int:
         return self.size
@@ -59,13 +67,19 @@ class Tokens(torch.utils.data.Dataset):
             tokens = torch.randint(3, 60, (8,), generator=generator).tolist()
             return {"input_ids": tokens, "labels": tokens}
         source = torch.randint(3, 60, (5 + index % 4,), generator=generator).tolist()
-        return {"input_ids": source, "attention_mask": [1] * len(source), "labels": source[:5][::-1]}
+        return {
+            "input_ids": source,
+            "attention_mask": [1] * len(source),
+            "labels": source[:5][::-1],
+        }
 
 
 def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
-        key: pad_sequence([torch.tensor(s[key]) for s in samples], batch_first=True, padding_value=padding[key])
+        key: pad_sequence(
+            [torch.tensor(s[key]) for s in samples], batch_first=True, padding_value=padding[key]
+        )
         for key in samples[0]
     }
 
@@ -88,7 +102,9 @@ def make_model(name: str) -> torch.nn.Module:
 class StopEarlierOnRankZero(StoppingCriteria):
     """Ends the sequences of rank 0 after 3 tokens and those of the other ranks after 7."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         limit = 3 if os.environ.get("RANK", "0") == "0" else 7
         return torch.full((input_ids.shape[0],), input_ids.shape[1] > limit)
 
@@ -107,18 +123,26 @@ def reference_optimizers(model: torch.nn.Module, reference: dict) -> tuple:
     kind = getattr(torch.optim, reference["optimizer"])
     optimizer = kind(model.parameters(), **reference["parameters"])
     factors = reference["factors"]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, len(factors) - 1)])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: factors[min(step, len(factors) - 1)]
+    )
     return optimizer, scheduler
 
 
 def run(job: dict) -> None:
     # The arguments come first: they tell transformers to build the model sharded.
     if "sequence" in job:
-        job["arguments"]["parallelism_config"] = ParallelismConfig(sp_backend="deepspeed", sp_size=job["sequence"])
+        job["arguments"]["parallelism_config"] = ParallelismConfig(
+            sp_backend="deepspeed", sp_size=job["sequence"]
+        )
     if "tensor" in job:
         others = int(os.environ["WORLD_SIZE"]) // job["tensor"]
-        job["arguments"]["parallelism_config"] = ParallelismConfig(tp_size=job["tensor"], dp_shard_size=others)
-    args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
+        job["arguments"]["parallelism_config"] = ParallelismConfig(
+            tp_size=job["tensor"], dp_shard_size=others
+        )
+    args = Seq2SeqTrainingArguments(
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"]
+    )
     model = make_model(job["model"])
     seq2seq = job["model"] == "t5"
     trainer = Seq2SeqTrainer(
@@ -127,7 +151,9 @@ def run(job: dict) -> None:
         train_dataset=Tokens(SAMPLES, seq2seq),
         eval_dataset=Tokens(EVALUATION_SAMPLES[job["model"]], seq2seq),
         data_collator=collate,
-        optimizers=reference_optimizers(model, job["reference"]) if "reference" in job else (None, None),
+        optimizers=reference_optimizers(model, job["reference"])
+        if "reference" in job
+        else (None, None),
         callbacks=[FailOnRankOne(job["fail_at"])] if "fail_at" in job else None,
     )
     graphs = counters["stats"]["unique_graphs"]
@@ -143,7 +169,9 @@ def run(job: dict) -> None:
     report["graphs"] = counters["stats"]["unique_graphs"] - graphs  # of torch.compile
     if job.get("predict"):
         report["predictions"] = trainer.predict(
-            trainer.eval_dataset, max_new_tokens=8, stopping_criteria=StoppingCriteriaList([StopEarlierOnRankZero()])
+            trainer.eval_dataset,
+            max_new_tokens=8,
+            stopping_criteria=StoppingCriteriaList([StopEarlierOnRankZero()]),
         ).predictions.tolist()
     if job.get("save"):
         trainer.save_model()

@@ -1,4 +1,6 @@
-"""`python reload.py MODEL_FOLDER`: load a saved T5 without zero and print what it generates, and its dtype, as JSON."""
+"""`python reload.py MODEL_FOLDER`: load a saved T5 without zero and print what it generates, and
+its dtype, as JSON.
+"""
 
 import json
 import sys

@@ -1,6 +1,8 @@
-"""Trainer runs that save and resume, for `test_resume.py`. Only `sigterm_at` needs anything of zero.
+"""Trainer runs that save and resume, for `test_resume.py`. Only `sigterm_at` needs anything of
+zero.
 
-`python resume.py JOBS.json` runs each job in turn. Rank 0 writes the log to the job's `report` file. A job:
+`python resume.py JOBS.json` runs each job in turn. Rank 0 writes the log to the job's `report`
+file. A job:
 
     text        path of the JSON lines to train on: {"translation": {"en": ..., "de": ...}}
     dropout     of the model, a small T5 that reads and writes bytes
@@ -36,16 +38,25 @@ SOURCE_BYTES, TARGET_BYTES = 48, 16
 
 
 def read_samples(path: str) -> list[dict[str, list[int]]]:
-    """Read samples with bytes as tokens. All targets have one length, so a mean over ranks is a mean over tokens."""
+    """Read samples with bytes as tokens.
+
+    All targets have one length, so a mean over ranks is a mean over tokens.
+    """
     samples = []
     with open(path, encoding="utf-8") as file:
         for line in file:
             pair = json.loads(line)["translation"]
-            source, target = ([byte + 1 for byte in pair[language].encode()] for language in ("en", "de"))
+            source, target = (
+                [byte + 1 for byte in pair[language].encode()] for language in ("en", "de")
+            )
             if len(target) >= TARGET_BYTES and len(samples) < SAMPLES:
                 source = source[:SOURCE_BYTES]
                 samples.append(
-                    {"input_ids": source, "attention_mask": [1] * len(source), "labels": target[:TARGET_BYTES]}
+                    {
+                        "input_ids": source,
+                        "attention_mask": [1] * len(source),
+                        "labels": target[:TARGET_BYTES],
+                    }
                 )
     return samples
 
@@ -60,12 +71,16 @@ class KillRankOne(TrainerCallback):
 
 
 class TerminateLauncher(TrainerCallback):
-    """Sends SIGTERM to the launcher, as a scheduler does. The step waits until this rank has got the signal too."""
+    """Sends SIGTERM to the launcher, as a scheduler does.
+
+    The step waits until this rank has got the signal too.
+    """
 
     def __init__(self, step: int, trainer: Seq2SeqTrainer):
-        from zero.hf.preemption import SaveOnSigterm
+        from zero.integrations.hf.preemption import SaveOnSigterm
 
-        self.step, self.answer = step, SaveOnSigterm()
+        self.step = step
+        self.answer = SaveOnSigterm()
         trainer.add_callback(self.answer)
         trainer.add_callback(self)
 
@@ -78,7 +93,9 @@ class TerminateLauncher(TrainerCallback):
 
 def run(job: dict) -> None:
     # Arguments before the model: they tell transformers to build it sharded.
-    args = Seq2SeqTrainingArguments(report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"])
+    args = Seq2SeqTrainingArguments(
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **job["arguments"]
+    )
     set_seed(0 if "resume" not in job else 1)
     config = T5Config(
         vocab_size=257, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=job["dropout"],
@@ -95,7 +112,8 @@ def run(job: dict) -> None:
     )
     if "sigterm_at" in job:
         TerminateLauncher(job["sigterm_at"], trainer)
-    # The Trainer believes that a model with **kwargs divides its loss by the number of target tokens. T5 does not.
+    # The Trainer believes that a model with **kwargs divides its loss by the number of target
+    # tokens. T5 does not.
     trainer.model_accepts_loss_kwargs = False
     trainer.train(resume_from_checkpoint=job.get("resume"))
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)

@@ -1,11 +1,13 @@
-"""Workflows with a Trainer beyond one training. An ordinary transformers script, which does not mention zero.
+"""Workflows with a Trainer beyond one training. An ordinary transformers script, which does not
+mention zero.
 
-`python workflows.py FOLDER` runs them one after another. Rank 0 writes the results to FOLDER/report.json.
+`python workflows.py FOLDER` runs them one after another. Rank 0 writes the results to
+FOLDER/report.json.
 
-Each workflow is a function of its own folder, which has the same path on all ranks. It first does what needs no
-sharding, such as the reference in plain torch on the whole batch. It returns a function that does the rest. That is
-called when all references are done: once training arguments exist, transformers builds every model sharded.
-"""
+Each workflow is a function of its own folder, which has the same path on all ranks. It first does
+what needs no sharding, such as the reference in plain torch on the whole batch. It returns a
+function that does the rest. That is called when all references are done: once training arguments
+exist, transformers builds every model sharded."""
 
 from __future__ import annotations
 
@@ -85,9 +87,16 @@ def arguments(folder: Path, **others: Any) -> Seq2SeqTrainingArguments:
     return Seq2SeqTrainingArguments(**settings | others)
 
 
-def trainer_for(name: str, model: torch.nn.Module | None, args: Seq2SeqTrainingArguments, **others: Any) -> Any:
+def trainer_for(
+    name: str, model: torch.nn.Module | None, args: Seq2SeqTrainingArguments, **others: Any
+) -> Any:
     return Seq2SeqTrainer(
-        model=model, args=args, train_dataset=data(name), eval_dataset=data(name), data_collator=collate, **others
+        model=model,
+        args=args,
+        train_dataset=data(name),
+        eval_dataset=data(name),
+        data_collator=collate,
+        **others,
     )
 
 
@@ -112,7 +121,11 @@ def differing(model: torch.nn.Module, expected: dict[str, torch.Tensor]) -> list
     """Return the names of the parameters whose values are not exactly the expected ones."""
     values = {name: full(param) for name, param in model.named_parameters(remove_duplicate=False)}
     missing = sorted(expected.keys() ^ values.keys())
-    return missing + [name for name in values if name in expected and not torch.equal(values[name], expected[name])]
+    return missing + [
+        name
+        for name in values
+        if name in expected and not torch.equal(values[name], expected[name])
+    ]
 
 
 def held(params: Any) -> float:
@@ -122,7 +135,10 @@ def held(params: Any) -> float:
 
 
 def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: param.detach().clone()
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def private(folder: Path) -> Path:
@@ -137,7 +153,9 @@ def evaluation_only(folder: Path) -> Sharded:
     model, batch = make_model("t5"), whole_batch("t5")
     with torch.no_grad():
         expected = model(**batch).loss.item()
-    tokens = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=6)
+    tokens = model.generate(
+        batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=6
+    )
 
     def sharded() -> Any:
         trainer = trainer_for("t5", make_model("t5"), arguments(folder, predict_with_generate=True))
@@ -178,7 +196,9 @@ def batch_size_is_found(folder: Path) -> Sharded:
         model = make_model("llama")
         model.model.layers[1].register_forward_pre_hook(too_large)
         config = ZERO3 | {"zero_optimization": {"stage": 2}}
-        args = arguments(folder, deepspeed=config, auto_find_batch_size=True, per_device_eval_batch_size=2)
+        args = arguments(
+            folder, deepspeed=config, auto_find_batch_size=True, per_device_eval_batch_size=2
+        )
         trainer = trainer_for("llama", model, args)
         losses = trained(trainer)
         return {"batch_size": trainer.state.train_batch_size, "losses": losses}
@@ -192,7 +212,12 @@ def two_runs(folder: Path) -> Sharded:
     def sharded() -> Any:
         trainer = trainer_for("t5", None, arguments(folder), model_init=lambda: make_model("t5"))
         first, second = trained(trainer), trained(trainer)
-        other = trainer_for("t5", None, arguments(folder, learning_rate=LR / 10), model_init=lambda: make_model("t5"))
+        other = trainer_for(
+            "t5",
+            None,
+            arguments(folder, learning_rate=LR / 10),
+            model_init=lambda: make_model("t5"),
+        )
         return {"expected": expected, "first": first, "second": second, "other": trained(other)}
 
     return sharded
@@ -216,7 +241,8 @@ class CompareAtStart(TrainerCallback):
     """Records which parameters of the prepared model are not the expected ones."""
 
     def __init__(self, expected: dict[str, torch.Tensor]):
-        self.expected, self.differing = expected, ["not called"]
+        self.expected = expected
+        self.differing = ["not called"]
 
     def on_train_begin(self, args, state, control, model, **kwargs):
         self.differing = differing(model, self.expected)
@@ -263,7 +289,10 @@ def sharded_checkpoint(folder: Path) -> Sharded:
         args = arguments(folder)  # must stay alive while the model is loaded
         model = T5ForConditionalGeneration.from_pretrained(path)
         report = {"differing": differing(model, values), "held": held(model.parameters())}
-        return report | {"files": len(list(path.glob("*.safetensors"))), "zero3": args.hf_deepspeed_config.is_zero3()}
+        return report | {
+            "files": len(list(path.glob("*.safetensors"))),
+            "zero3": args.hf_deepspeed_config.is_zero3(),
+        }
 
     return sharded
 
@@ -289,7 +318,9 @@ def frozen(folder: Path) -> Sharded:
         return model
 
     plain = build()
-    before = {name: value for name, value in values_of(plain).items() if name.startswith("encoder.block")}
+    before = {
+        name: value for name, value in values_of(plain).items() if name.startswith("encoder.block")
+    }
     expected = plain_losses(plain, whole_batch("t5"))
 
     def sharded() -> Any:
@@ -309,7 +340,8 @@ def lora(name: str, folder: Path) -> Sharded:
         base = CLASSES[name].from_pretrained(path)
         set_seed(3)
         return get_peft_model(
-            base, LoraConfig(r=4, target_modules=["q", "v"] if name == "t5" else ["q_proj", "v_proj"])
+            base,
+            LoraConfig(r=4, target_modules=["q", "v"] if name == "t5" else ["q_proj", "v_proj"]),
         )
 
     expected = plain_losses(build(), whole_batch(name))
@@ -327,7 +359,10 @@ def lora(name: str, folder: Path) -> Sharded:
 
 
 def reloaded_adapter(name: str, folder: Path) -> Any:
-    """Load the saved adapter onto the base model without sharding. Return the loss, and what the adapter has."""
+    """Load the saved adapter onto the base model without sharding.
+
+    Return the loss, and what the adapter has.
+    """
     model = PeftModel.from_pretrained(CLASSES[name].from_pretrained(private(folder)), folder)
     with torch.no_grad():
         loss = model(**whole_batch(name)).loss.item()
@@ -342,7 +377,11 @@ WORKFLOWS: dict[str, Callable[[Path], Sharded]] = {
     "hyperparameter_trials": hyperparameter_trials,
     "sharded_checkpoint": sharded_checkpoint,
     "frozen": frozen,
-    **{f"{kind.__name__}_{name}": partial(kind, name) for kind in (resized, checkpointed, lora) for name in CLASSES},
+    **{
+        f"{kind.__name__}_{name}": partial(kind, name)
+        for kind in (resized, checkpointed, lora)
+        for name in CLASSES
+    },
 }
 
 

@@ -1,0 +1,408 @@
+"""From settings to the parts of an engine: groups, schedule, reducer, placement.
+
+This file decides what the configuration's keys mean for each part. `make_units` shards the model,
+and `place_buffers` broadcasts its buffers. Nothing is trained here. This file knows nothing of
+DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from zero.comm.communicator import Communicator
+from zero.comm.consistency import flat, hyper_parameters, require_same, versions
+from zero.comm.quantized import CompressedCommunicator, machine_size
+from zero.comm.world import ranks_of_machine
+from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
+from zero.core.gathering import Gathering
+from zero.core.gradients import GradientReducer
+from zero.core.layout import GroupPlan, plan_groups
+from zero.core.param_group import ParamGroup
+from zero.core.schedule import Residency, Schedule
+from zero.core.secondary_partition import SecondaryPartitionGroup
+from zero.core.sharded_param import cut_of, local
+from zero.device import is_accelerator
+from zero.errors import UsageError
+from zero.offload.tiers import Tier
+from zero.optim.cpu_adam import has_adams_moments
+from zero.optim.elementwise import is_elementwise
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.placement import Placement
+from zero.optim.rounding import StochasticRounding
+from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
+from zero.parallel.experts import SlicedExperts, can_be_sliced, numel_of_one
+
+logger = logging.getLogger("zero")
+
+
+def require_agreement(
+    comm: Communicator, settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raise UsageError unless the ranks of `comm` train the same, and all of the job in the same
+    way.
+    """
+    found = facts(settings, model, optimizer)
+    require_same(comm, found)
+    if comm.model is not None:
+        of_model = [
+            key for key in found if key.startswith("parameter ") or key.endswith(", params")
+        ]
+        require_same(comm.job, {key: each for key, each in found.items() if key not in of_model})
+
+
+def facts(
+    settings: Config, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, object]:
+    """What must be the same on all ranks. `nvme_path` may differ by machine."""
+    found = flat(settings.model_dump(), "configuration, ")
+    found = {
+        key: value for key, value in found.items() if not key.endswith("nvme_path")
+    } | versions()
+    found["optimizer"] = type(optimizer).__name__
+    found |= hyper_parameters(optimizer.param_groups) if optimizer is not None else {}
+    for name, param in model.named_parameters():
+        found[f"parameter {name}"] = f"{tuple(param.shape)} {param.dtype}" + " frozen" * (
+            not param.requires_grad
+        )
+    return found
+
+
+def make_groups(
+    model: nn.Module,
+    settings: Config,
+    comm: Communicator,
+    residency: Residency,
+    group_of: Mapping[nn.Parameter, int],
+) -> list[ParamGroup]:
+    """Shard the model's parameters.
+
+    Those of one param group (`group_of`) lie next to each other in a group.
+    """
+    if empty := next((name for name, param in model.named_parameters() if param.is_meta), None):
+        raise UsageError(
+            f"parameter {empty!r} is on the meta device and has no values: load them, or use "
+            "zero.Init"
+        )
+    zero = settings.zero_optimization
+    dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
+    doubles = [
+        n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64
+    ]
+    if doubles and dtype is None:
+        raise UsageError(
+            f"parameter {doubles[0]!r} is float64, and masters are fp32: call model.float() first"
+        )
+    # Below stage 3 nothing is gathered for use; a group is what one reduction takes.
+    threshold = zero.stage3_param_persistence_threshold if zero.stage == 3 else 0
+    plans = plan_groups(model, threshold, zero.stage3_model_persistence_threshold, group_of)
+    for param in () if dtype is None else model.parameters():
+        if param.numel() == 0 and param.is_floating_point():
+            param.data = param.data.to(
+                dtype
+            )  # in no group, but it must have the dtype of the layer's inputs
+    tiers = _tiers(plans, settings, comm)
+    # Without fp32 masters nothing keeps the fp32 values of a model.
+    masters = (
+        None
+        if settings.bf16.without_masters
+        else Tier.of(zero.offload_optimizer, settings.aio, comm.device)
+    )
+    second = zero.second_shards_over(comm.world_size)
+    make = (
+        partial(SecondaryPartitionGroup, group_comm=comm.within(second)) if second else ParamGroup
+    )
+    return [
+        make(
+            plan.name,
+            plan.params,
+            comm,
+            residency,
+            dtype=dtype,
+            tier=tier,
+            master_tier=masters if any(param in group_of for param in plan.params) else None,
+            param_names=plan.param_names,
+            modules=plan.modules,
+            persistent=plan.persistent or zero.stage < 3,
+            shared=plan.shared,
+            replicated=zero.stage == 0,
+            strict=zero.enable_sanity_checks,
+        )
+        for plan, tier in zip(plans, tiers, strict=True)
+    ]
+
+
+def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> list[Tier]:
+    """Where the shard of each group lives.
+
+    With files the first `max_in_cpu` elements stay in host memory.
+    """
+    zero = settings.zero_optimization
+    tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
+    in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
+    for plan in plans:
+        in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
+        found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
+    return found
+
+
+def place_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Move buffers to the compute device, with rank 0's values everywhere; they keep their dtype."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            placed = buffer.to(comm.device)
+            if placed.numel():
+                placed = placed.contiguous()
+                comm.broadcast(placed, src=0)
+            module._buffers[name] = placed
+
+
+def make_schedule(groups: Sequence[ParamGroup], settings: Config) -> Schedule:
+    zero, sizes = settings.zero_optimization, [group.layout.numel for group in groups]
+    ahead = zero.stage3_prefetch_bucket_size
+    if zero.offloads_params and zero.offload_param.device == "nvme":
+        ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
+    return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+
+
+def warn_if_crowded(groups: Sequence[ParamGroup], limit: int) -> None:
+    """Warn if most groups find no room beside the one in use, so that communication overlaps with
+    no computation.
+
+    Args: limit: `stage3_max_live_parameters`. Who sets less than the default wants the memory, and
+    is not warned."""
+    sizes = [group.layout.numel for group in groups if not group.persistent]
+    pairs = [(sum(pair), pair[1]) for pair in pairwise(sizes)]
+    late = [size for both, size in pairs if both > limit]
+    if limit >= ZeroConfig().stage3_max_live_parameters and 2 * sum(late) > sum(sizes):
+        needed = max(both for both, _ in pairs)
+        logger.warning(
+            "zero_optimization.stage3_max_live_parameters is %s: too small for two of this model's "
+            "largest blocks, so "
+            "most all-gathers overlap with no computation. %s would be enough",
+            f"{limit:,}",
+            f"{needed:,}",
+        )
+
+
+def make_training_comm(
+    settings: Config, comm: Communicator
+) -> Communicator | CompressedCommunicator:
+    """The communicator that gathers weights for use and reduces gradients:
+
+    `comm`, or one over it that compresses.
+    """
+    zero = settings.zero_optimization
+    weights = zero.stage == 3 and zero.zero_quantized_weights
+    frozen_weights = zero.stage == 3 and zero.zero_quantized_nontrainable_weights
+    bits = zero.zero_quantized_gradient_bits if zero.zero_quantized_gradients else None
+    if comm.shard_group.size == 1 or not (weights or frozen_weights or bits):
+        return comm
+    if bits and comm.replicate_group.size > 1:
+        raise UsageError(
+            "zero_optimization.zero_quantized_gradients: not available where "
+            f"{comm.replicate_group.size} groups of "
+            "ranks hold all shards; set it to false, or shard over all ranks"
+        )
+    machine = _machines(comm) if bits else None
+    return CompressedCommunicator(
+        comm, weights=weights, frozen_weights=frozen_weights, gradient_bits=bits, machine=machine
+    )
+
+
+def _machines(comm: Communicator) -> Communicator | None:
+    """`comm` with the ranks of each machine as shard groups.
+
+    None if it is one machine, or if their sizes differ.
+    """
+    # A host's name alone would not do: some launchers start all ranks in containers of one name.
+    number = comm.job.rank // (ranks_of_machine() or 1)
+    machines = comm.job.exchange((platform.node(), number))
+    size = machine_size([machines[rank] for rank in comm.shard_group.ranks])
+    sizes = set(comm.job.exchange(size))
+    return comm.within(size) if 1 < size < comm.shard_group.size and len(sizes) == 1 else None
+
+
+def slice_experts(
+    groups: Sequence[ParamGroup], schedule: Schedule, gathering: Gathering
+) -> list[SlicedExperts]:
+    """Have experts of more elements than may be gathered run in slices, for which half of the limit
+    is set aside.
+    """
+    limit = schedule.max_live_parameters
+    found = [group for group in groups if group.layout.numel > limit and can_be_sliced(group)]
+    if cut := next((group for group in found if any(map(cut_of, group.params))), None):
+        raise UsageError(
+            f"zero_optimization.stage3_max_live_parameters is {limit}, and {cut} has "
+            f"{cut.layout.numel} elements: "
+            "experts that tensor parallelism has cut cannot run in slices"
+        )
+    if not found:
+        return []
+    most = max(limit // 2, *map(numel_of_one, found))
+    schedule.max_live_parameters = max(0, limit - most)
+    return [SlicedExperts(group, most, gathering) for group in found]
+
+
+def make_placement(
+    groups: Sequence[ParamGroup], settings: Config, device: torch.device, trains: bool
+) -> Placement:
+    """Where the optimizer's part of each trainable group lives.
+
+    If the engine has no optimizer: on the device.
+    """
+    here, trainable = Tier(device), [group for group in groups if group.trainable]
+    if not trains:
+        return Placement(trainable, here, here, ratio=0.0)
+    offload = settings.zero_optimization.offload_optimizer or OffloadOptimizerConfig()
+    return Placement(trainable, here, Tier.of(offload, settings.aio, device), offload.ratio)
+
+
+def make_reducer(
+    settings: Config, comm: Communicator, placement: Placement, reduces_now: Callable[[], bool]
+) -> GradientReducer:
+    zero = settings.zero_optimization
+    # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits
+    # themselves.
+    return GradientReducer(
+        comm,
+        placement.shards,
+        bucket_size=zero.reduce_bucket_size,
+        overlap=zero.overlap_comm,
+        contiguous=zero.contiguous_gradients,
+        dtype=settings.communication_data_type,
+        sum_dtype=settings.sum_dtype,
+        narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
+        deferred=zero.stage < 2,
+        reduces_now=reduces_now,
+    )
+
+
+def make_optimizer(
+    kind: type[ZeroOptimizer],
+    inner: torch.optim.Optimizer,
+    settings: Config,
+    reducer: GradientReducer,
+    placement: Placement,
+    scaler: LossScaler | None,
+    groups: Sequence[ParamGroup],
+    schedule: Schedule,
+    steps: Callable[[], int],
+) -> ZeroOptimizer:
+    """`kind` over `inner`, whose parameters must be the model's.
+
+    `steps` counts the steps so far.
+    """
+    known = {param for group in groups for param in group.params}
+    if strangers := [
+        param for param in param_group_of(inner) if param not in known and param.numel()
+    ]:
+        raise UsageError(
+            f"the optimizer has {len(strangers)} parameter(s) that are not the model's, the first "
+            "one of shape "
+            f"{tuple(strangers[0].shape)}: give them an optimizer of their own"
+        )
+    elementwise, cut = updates_elements(inner, settings), next(filter(cut_of, known), None)
+    if cut is not None and not elementwise:
+        raise UsageError(
+            f"optimizer {type(inner).__name__} updates whole tensors, and tensor parallelism cuts "
+            "them, such as one of "
+            f"shape {tuple(cut.shape)}: take an element-wise optimizer, such as AdamW"
+        )
+    zero, bf16 = settings.zero_optimization, settings.bf16
+    offload = zero.offload_optimizer or OffloadOptimizerConfig()
+    return kind(
+        inner,
+        reducer,
+        reducer.comm,
+        placement,
+        sub_group_size=zero.sub_group_size,
+        elementwise=elementwise,
+        clipping=settings.gradient_clipping,
+        scaler=scaler,
+        reduce_op=settings.gradient_allreduce_op,
+        checks_overflow=bf16.check_grad_overflow or not bf16.enabled,
+        overlap=overlaps_step(offload, reducer.comm.device),
+        read_ahead=offload.pipeline_read,
+        write_behind=offload.pipeline_write,
+        forward_order=lambda: [groups[i] for i in schedule.recorded(("train", True, None))],
+        rounding=StochasticRounding(bf16.rounding_seed, steps) if bf16.without_masters else None,
+        state_dtype=_state_dtype(inner, settings, elementwise),
+    )
+
+
+def _state_dtype(
+    optimizer: torch.optim.Optimizer, settings: Config, elementwise: bool
+) -> torch.dtype:
+    """In which dtype the optimizer's state is kept; uint8: as codes (`zero.optim.adam8bit`)."""
+    narrow = settings.bf16.without_masters and settings.bf16.bf16_optimizer_states
+    if narrow and not elementwise:
+        raise UsageError(
+            f"bf16.bf16_optimizer_states: {type(optimizer).__name__} updates whole tensors, and "
+            "their state has the "
+            "dtype that the optimizer gives it; set it to false"
+        )
+    if not settings.zero_optimization.zero_quantized_moments:
+        return torch.bfloat16 if narrow else torch.float32
+    if narrow:
+        raise UsageError(
+            "zero_optimization.zero_quantized_moments: moments cannot be both codes and bf16; set "
+            "bf16.bf16_optimizer_states to false"
+        )
+    if not elementwise or not has_adams_moments(optimizer):
+        raise UsageError(
+            "zero_optimization.zero_quantized_moments: acts on torch's Adam and AdamW, element by "
+            "element and without "
+            f"amsgrad; the optimizer is {type(optimizer).__name__}; take one of them, or set it to "
+            "false"
+        )
+    return torch.uint8
+
+
+def updates_elements(optimizer: torch.optim.Optimizer, settings: Config) -> bool:
+    """Whether shards of the optimizer's state may be cut at any element: as the user says, else as
+    the class says.
+    """
+    told = settings.zero_optimization.elementwise_optimizer
+    return is_elementwise(optimizer) if told is None else told
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer | None, settings: Config) -> str:
+    """A line for the table at the start: how the optimizer's state is sharded."""
+    if optimizer is None:
+        return ""
+    cut = "element by element, in the shards of the weights"
+    owner = (
+        "on every rank"
+        if settings.zero_optimization.stage == 0
+        else "each on the rank that owns it"
+    )
+    how = cut if updates_elements(optimizer, settings) else f"whole tensors, {owner}"
+    return f"\noptimizer {type(optimizer).__name__} updates {how}"
+
+
+def overlaps_step(offload: OffloadOptimizerConfig, device: torch.device) -> bool:
+    """Whether updates run after `step` has returned: by default with files, and if other cores
+    compute the forward.
+    """
+    if offload.overlap_step is not None and offload.device != "none":
+        return offload.overlap_step
+    return offload.device == "nvme" or (offload.device == "cpu" and is_accelerator(device))
+
+
+def make_scheduler(given: object | None, optimizer: torch.optim.Optimizer | None) -> object | None:
+    """The learning-rate scheduler that was given, or what the given function makes of the
+    optimizer.
+    """
+    if hasattr(given, "get_last_lr") and getattr(given, "optimizer", optimizer) is not optimizer:
+        raise UsageError(
+            "initialize: lr_scheduler belongs to another optimizer; pass that optimizer too, or a "
+            "function "
+            "that makes the scheduler of the configured optimizer"
+        )
+    return given(optimizer) if callable(given) and not hasattr(given, "get_last_lr") else given

@@ -1,0 +1,401 @@
+"""Makes the whole model's weights from the shards: one by one in bounded memory, a model folder, or
+a state dict.
+
+This file knows nothing of training: neither hooks nor gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from zero.checkpoint.folder import megabytes
+from zero.checkpoint.model import (
+    DTYPES,
+    MODEL_FILE,
+    TensorSpec,
+    bytes_of,
+    model_config,
+    write_model,
+)
+from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.state import plain_tensors, tied_names
+from zero.comm.communicator import Communicator
+from zero.comm.work import Pending
+from zero.core.gathered_parameters import gather_range
+from zero.core.layout import PIPELINE_PLACE, Slot
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import Cut, ShardedParameter, cut_of, local
+from zero.errors import UsageError
+from zero.optim.sharded_optimizer import precise_values
+
+logger = logging.getLogger("zero")
+
+T = TypeVar("T")
+
+
+# For each group: the version of its values, and weak references to whole parameters that were
+# handed out to be saved.
+_copies: WeakKeyDictionary[ParamGroup, tuple[int, list[Callable[[], torch.Tensor | None]]]] = (
+    WeakKeyDictionary()
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive weights of a group: the slots `which`, elements `start` to `end` of its flat
+    buffer.
+    """
+
+    group: ParamGroup
+    dtype: torch.dtype
+    which: slice
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.start) * self.dtype.itemsize
+
+    def named_slots(self) -> Iterator[tuple[str, Slot, Cut | None]]:
+        group, which = self.group, self.which
+        return zip(
+            group.param_names[which],
+            group.layout.slots[which],
+            map(cut_of, group.params[which]),
+            strict=True,
+        )
+
+
+class Weights:
+    """All weights of a model, tied ones once. They are read by all ranks at the same time.
+
+    Args:
+        dtype: of floating-point weights, rounded from the fp32 masters where there are any: a torch
+        dtype, or "fp16", "bf16" or "fp32"; None: the dtype they are trained in.
+
+    Attributes:
+        specs: names, shapes and dtypes, in the order in which the values come.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        comm: Communicator,
+        dtype: torch.dtype | str | None = None,
+        exclude_frozen: bool = False,
+    ):
+        if hasattr(model, PIPELINE_PLACE):
+            raise UsageError(
+                "each rank has a part of this model only: use save_checkpoint, and `zero "
+                "consolidate` on its folder"
+            )
+        self.groups = [group for group in groups if group.trainable or not exclude_frozen]
+        if isinstance(dtype, str) and dtype not in DTYPES:
+            raise UsageError(
+                f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None"
+            )
+        self.comm = comm
+        self.dtype = DTYPES.get(dtype, dtype)
+        self.plain = {
+            name: value.detach()
+            for name, value in plain_tensors(model).items()
+            if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+        }
+        self.specs = [
+            TensorSpec(name, param.shape, self._dtype(group.dtype))
+            for group in self.groups
+            for name, param in zip(group.param_names, group.params, strict=True)
+        ] + [
+            TensorSpec(name, value.shape, self._dtype(value.dtype))
+            for name, value in self.plain.items()
+        ]
+
+    def _dtype(self, own: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and own.is_floating_point else own
+
+    def on_first(self, what: str, act: Callable[[Iterator[torch.Tensor]], T]) -> T | None:
+        """`act(values)` on rank 0, None on others: each weight in host memory, valid until the next
+        one is asked for.
+
+        An error of `act`, which may stop at any weight, is raised on every rank; `what` names the
+        action in the text."""
+        ranks, stream = Ranks.of(self.comm.job, what), self.stream()
+
+        def on_rank() -> T | None:
+            try:
+                return act(value.cpu() for _, value in stream) if ranks.rank == 0 else None
+            finally:
+                # every rank must take part in every gather: other ranks, and rank 0 after an error
+                for _ in stream:
+                    pass
+
+        return ranks.run(on_rank)
+
+    @torch.no_grad()
+    def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every rank gets each (name, weight) on the compute device; a weight is valid until the
+        next one is asked for.
+
+        Two buffers take turns: while one is handed out, the other is filled. Both take `max_bytes`
+        in all (more if a single weight is larger than half of that)."""
+        parts = [part for group in self.groups for part in self._parts(group, max_bytes // 2)]
+        largest = max((part.nbytes for part in parts if not self._is_here(part.group)), default=0)
+        buffers = [
+            torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)
+        ]
+        next_one: tuple[torch.Tensor, Pending] | None = None
+        for number, part in enumerate([*parts, None]):
+            this_one, next_one = (
+                next_one,
+                None if part is None else self._gather(part, buffers[number % 2]),
+            )
+            if this_one is None:
+                continue
+            values, pending = this_one
+            pending.wait()
+            last = parts[number - 1]
+            for name, slot, cut in last.named_slots():
+                value = values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+                yield name, value if cut is None else cut.gather(value)
+        for name, value in self.plain.items():
+            yield name, value.to(self._dtype(value.dtype))
+
+    def _is_here(self, group: ParamGroup) -> bool:
+        return group.persistent and self._dtype(group.dtype) == group.dtype
+
+    def _parts(self, group: ParamGroup, max_bytes: int) -> Iterator[_Part]:
+        """Consecutive weights of a group of at most `max_bytes`, and at least one."""
+        dtype, slots = self._dtype(group.dtype), group.layout.slots
+        if group.layout.padded * dtype.itemsize <= max_bytes:
+            yield _Part(group, dtype, slice(0, len(slots)), 0, group.layout.padded)
+            return
+        first = 0
+        for number, slot in enumerate(slots):
+            following = slots[number + 1].end if number + 1 < len(slots) else None
+            if following is None or (following - slots[first].offset) * dtype.itemsize > max_bytes:
+                yield _Part(group, dtype, slice(first, number + 1), slots[first].offset, slot.end)
+                first = number + 1
+
+    def _gather(self, part: _Part, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start to gather weights into `buffer`, unless they are here; returns where they will be."""
+        group, layout = part.group, part.group.layout
+        if self._is_here(group):
+            return group.full[part.start : part.end], Pending()
+        into = buffer[: part.nbytes].view(part.dtype)
+        group.wait_for_update()
+        source = group.shard if part.dtype == group.dtype else precise_values(group)
+        if into.numel() < layout.padded or layout.replicated:
+            return into, gather_range(group, into, part.start, source)
+        own = into[slice(*group.shard_range)]
+        if source is group.shard:
+            group.tier.load(own, source).wait()
+        else:
+            own.copy_(source)
+        return into, self.comm.all_gather(into, own)
+
+
+def save_16bit_model(
+    model: nn.Module,
+    weights: Weights,
+    folder: str | os.PathLike,
+    filename: str,
+    max_file_bytes: int,
+) -> None:
+    """Write `weights` as safetensors to `folder`, and `config.json` if the model has one; every
+    rank must call it.
+
+    A model of more than `max_file_bytes` is cut into several files with an index. The pickle files
+    that DeepSpeed writes under names like `pytorch_model.bin` cannot be streamed: another name
+    becomes `model.safetensors`.
+
+    Raises OSError, on every rank, if the disk has no space for it.
+    """
+    if not filename.endswith(".safetensors"):
+        if weights.comm.job.rank == 0:
+            logger.warning(
+                "%s: written in the safetensors format, as %s", Path(folder) / filename, MODEL_FILE
+            )
+        filename = MODEL_FILE
+    weights.on_first(
+        f"saving a model to {folder}",
+        lambda values: write_model(
+            Path(folder), weights.specs, values, model_config(model), filename, max_file_bytes
+        ),
+    )
+
+
+def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
+    """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor
+    under each name.
+
+    The tensors are in a temporary file, see `on_disk`: a rank needs no memory but that of two
+    gathered groups. Every rank must call it. Raises OSError, on every rank, if the disk has no
+    space for it."""
+    names, nbytes = (
+        [spec.name for spec in weights.specs],
+        sum(spec.nbytes for spec in weights.specs),
+    )
+    found = weights.on_first(
+        "gathering the model's weights",
+        lambda values: on_disk(zip(names, values, strict=True), nbytes),
+    )
+    for group in weights.groups:
+        _copies[group] = (
+            group.version,
+            [
+                functools.partial(torch.empty, param.shape, dtype=group.dtype, device="meta")
+                if found is None
+                else weakref.ref(found[name])
+                for name, param in zip(group.param_names, group.params, strict=True)
+            ],
+        )
+    if found is None:
+        return None
+    found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
+    return {
+        name: found.get(name, value)
+        for name, value in model.state_dict(keep_vars=True).items()
+        if name in found or not isinstance(value, torch.Tensor)
+    }
+
+
+def show_copies_in_state_dicts(model: nn.Module) -> None:
+    """Have `state_dict()` of every module of a sharded model give what `consolidated_state_dict`
+    has just gathered.
+
+    Some trainers gather the weights, and then call `save_pretrained()` without passing them, on
+    rank 0 or on all ranks, of which rank 0 writes. The other ranks get tensors on the device
+    "meta": writing them raises an error."""
+    for module in model.modules():
+        if any(owning_group(param) is not None for param in module.parameters(recurse=False)):
+            if _show_copies not in module._state_dict_hooks.values():
+                module.register_state_dict_post_hook(_show_copies)
+
+
+def _show_copies(
+    module: nn.Module, state: dict[str, object], prefix: str, metadata: object
+) -> None:
+    for name, param in module._parameters.items():
+        group, key = owning_group(param), prefix + name
+        # With keep_vars=True the parameters themselves were asked for.
+        shows = group is None or not isinstance(param, ShardedParameter)
+        if shows or key not in state or isinstance(state[key], nn.Parameter):
+            continue
+        version, copies = _copies.get(group, (None, []))
+        copy = copies[group.index[param]]() if version == group.version else None
+        if copy is not None:
+            state[key] = copy
+        else:
+            _warn_of_placeholders()
+
+
+@functools.cache  # once
+def _warn_of_placeholders() -> None:
+    logger.warning(
+        "state_dict() of a model that is sharded over ranks has NaN for its weights: to save it "
+        "use the trainer's "
+        "save_model(), accelerate's save_pretrained(..., "
+        "state_dict=accelerator.get_state_dict(model)) on every rank, "
+        "or engine.save_16bit_model(), to look at it zero.GatheredParameters(model.parameters())"
+    )
+
+
+def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """A copy of a state dict in host memory, for stages 0 to 2, where every rank has all weights,
+    or its parts of them.
+
+    On rank 0, which saves it, the copy lies in a temporary file, as at stage 3. Other ranks get the
+    values themselves. One tensor under several names stays one tensor. All ranks must call it if
+    tensors are cut over ranks."""
+    first: dict[object, str] = {}
+    same_as = {
+        name: first.setdefault(
+            (local(value).data_ptr(), value.shape, value.stride()) if value.numel() else name, name
+        )
+        for name, value in state.items()
+    }
+    kept = {name: state[name].detach() for name in first.values()}
+    joined = (
+        (name, value if local(value) is value else value.full_tensor())
+        for name, value in kept.items()
+    )
+    if rank > 0:
+        for _ in joined:  # rank 0 needs the parts
+            pass
+        return {name: value.detach() for name, value in state.items()}
+    copies = on_disk(
+        ((name, value.cpu()) for name, value in joined), sum(v.nbytes for v in kept.values())
+    )
+    return {name: copies[same_as[name]] for name in state}
+
+
+# -- a state dict outside of the process's own memory
+
+
+# Bytes of a mapped model that may count as the process's own.
+_RESIDENT = 1 << 29
+
+
+def _unmap_pages(mapped: weakref.ref[mmap.mmap]) -> None:
+    """As long as the mapping is used, drop its pages from this process again and again; the
+    system's cache keeps them.
+
+    The kernel would drop them only when memory is short. Until then, limits on resident memory
+    would count them."""
+    while (memory := mapped()) is not None:
+        memory.madvise(mmap.MADV_DONTNEED)
+        del memory
+        time.sleep(0.02)
+
+
+def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> dict[str, torch.Tensor]:
+    """Copies of tensors in host memory, in a file without a name that is mapped into memory.
+
+    The kernel reads and drops their pages as needed, so they take none of the process's own memory;
+    the space on the disk is free again when the last of them is gone. The file is made where
+    temporary files go (`TMPDIR`), or in the working directory if only that has room for `nbytes`.
+
+    Raises OSError if there is no such room.
+    """
+    places = [tempfile.gettempdir(), os.getcwd()]
+    place = next((place for place in places if shutil.disk_usage(place).free > nbytes), None)
+    if place is None:
+        raise OSError(
+            f"no room for the {megabytes(nbytes)} of the model in {' or '.join(places)}; set "
+            "TMPDIR to a disk"
+        )
+    entries: list[tuple[str, torch.Size, torch.dtype, int]] = []
+    with tempfile.TemporaryFile(dir=place) as file:
+        for name, tensor in tensors:
+            file.write(b"\0" * (-file.tell() % 64))
+            entries.append((name, tensor.shape, tensor.dtype, file.tell()))
+            file.write(bytes_of(tensor))
+        file.write(b"\0")  # an empty file cannot be mapped
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
+    if nbytes > _RESIDENT:
+        threading.Thread(target=_unmap_pages, args=(weakref.ref(mapped),), daemon=True).start()
+    return {
+        name: torch.frombuffer(mapped, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+        if shape.numel()
+        else torch.empty(shape, dtype=dtype)
+        for name, shape, dtype, offset in entries
+    }

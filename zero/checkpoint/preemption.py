@@ -1,0 +1,53 @@
+"""Tells all ranks, at the same step, whether any rank has got SIGTERM.
+
+Schedulers send it before they stop a job.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from zero.checkpoint.ranks import Ranks
+from zero.comm.communicator import communicator
+
+# What a shell reports of a program that SIGTERM ended.
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class SigtermWatch:
+    """From now on SIGTERM no longer ends this process; ask `seen` after each step, save, and exit
+    with `EXIT_CODE`.
+
+        watch = SigtermWatch()
+        for batch in batches:
+            ...
+            engine.step()
+            if watch.seen():
+                engine.save_checkpoint(folder)
+                engine.wait_for_checkpoint()
+                sys.exit(EXIT_CODE)
+
+    Made in the main thread of every rank, once the ranks are connected.
+
+    Attributes:
+        received: whether SIGTERM has come to this rank; another rank may not know of it yet.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._ranks = Ranks.of(communicator(), "waiting for SIGTERM")
+        self._former = signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def seen(self) -> bool:
+        """Whether SIGTERM has come to any rank; every rank must ask at the same time and gets the
+        same answer.
+        """
+        return self._ranks.any(self.received)
+
+    def close(self) -> None:
+        """Restore the former handler of SIGTERM."""
+        signal.signal(signal.SIGTERM, self._former)

@@ -1,0 +1,150 @@
+"""Where the time of a step goes: seconds in each phase, and those spent waiting. Progress of slow
+phases.
+
+This file knows nothing of what is timed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.profiler import record_function
+
+# Seconds between two lines about the progress of a phase.
+_PATIENCE = 10.0
+
+
+def label(text: str) -> AbstractContextManager:
+    """Context whose operations torch's profiler, or NVTX, shows as `zero: text`.
+
+    It costs nothing while none runs.
+    """
+    return record_function(f"zero: {text}") if torch.autograd._profiler_enabled() else nullcontext()
+
+
+class Progress:
+    """Prints how far slow work is. Quick work prints nothing."""
+
+    def __init__(self, shows: bool, what: str):
+        self._shows = shows
+        self._what = what
+        self._done = 0
+        self._spoke = time.perf_counter()
+
+    def advance(self, total: int) -> None:
+        """One more of about `total` parts is done."""
+        self._done += 1
+        if self._shows and time.perf_counter() - self._spoke > _PATIENCE:
+            self._spoke = time.perf_counter()
+            print(f"{self._what}: {self._done} of about {total} parts", file=sys.stderr, flush=True)
+
+
+class Throughput:
+    """Samples per second of the job. The first `start_step` steps warm up and are not counted.
+
+    `start` begins a micro-batch and `stop` ends it; `batch_size` is that of a step. Attributes, in
+    seconds: `total_elapsed_time`, and `step_elapsed_time` of the step that is not complete yet."""
+
+    def __init__(self, batch_size: int, start_step: int = 2):
+        self.batch_size = batch_size
+        self.start_step = start_step
+        self.initialized = self.started = False
+        self.start_time = self.end_time = 0.0
+        self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+
+    def start(self) -> None:
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = time.time()
+
+    def stop(self, global_step: bool = False) -> None:
+        """`global_step`: the micro-batch was the last one of its step.
+
+        Without a `start` it does nothing.
+        """
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self.start_time:
+            self.end_time = time.time()
+            self.total_elapsed_time += self.end_time - self.start_time
+            self.step_elapsed_time += self.end_time - self.start_time
+        if global_step:
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """The mean; minus infinity before there is one."""
+        steps = self.global_step_count - self.start_step
+        return self.batch_size * steps / self.total_elapsed_time if steps > 0 else -math.inf
+
+
+class Clock:
+    """Counts wall-clock seconds of this rank since `reset`. With `shows`, slow phases print their
+    progress.
+
+    Attributes:
+        phases: seconds in forward, backward and step. waits: by (phase, what was waited for), the
+        part of them in which this rank computed nothing: "gather" (other ranks' shards), "reduce"
+        (their gradients), "file" (reading parameters), "optimizer" (a late update), "gradients out"
+        (to host memory or a file), "whole tensors" (between ranks, for Muon and others). current:
+        the phase that runs, or "other".
+
+    On a GPU the host waits for little. The work that it enqueues waits on the device, where a
+    profiler shows it under the same names."""
+
+    def __init__(self, shows: bool = False) -> None:
+        self.shows = shows
+        self.progress = Progress(False, "other")
+        self.phases: Counter[str] = Counter()
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.current = "other"
+
+    def reset(self) -> None:
+        self.phases.clear()
+        self.waits.clear()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context of a phase; an inner one is counted in the outer one as well."""
+        outer, self.current, start = self.current, name, time.perf_counter()
+        before, self.progress = self.progress, Progress(self.shows, name)
+        try:
+            with label(name):
+                yield
+        finally:
+            self.current = outer
+            self.progress = before
+            self.phases[name] += time.perf_counter() - start
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Context of a wait for `what`."""
+        start = time.perf_counter()
+        try:
+            with label(f"wait for {what}"):
+                yield
+        finally:
+            self.waits[self.current, what] += time.perf_counter() - start
+
+    def __str__(self) -> str:
+        parts = []
+        for phase in dict.fromkeys((*self.phases, *(phase for phase, _ in self.waits))):
+            waits = [
+                f"{what} {spent:.3f}"
+                for (in_phase, what), spent in self.waits.items()
+                if in_phase == phase
+            ]
+            parts.append(
+                f"{phase} {self.phases[phase]:.3f} s"
+                + (f" (waited for {', '.join(waits)})" if waits else "")
+            )
+        return "; ".join(parts)

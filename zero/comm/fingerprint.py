@@ -1,0 +1,143 @@
+"""The order of one rank's collectives, to be compared with the other ranks' before each update.
+
+NCCL, and whatever is made like it, matches the operations of a communicator by their order alone.
+Ranks that run different modules get each other's values then: nothing fails, and no host waits. So
+each rank folds what it starts into numbers, which the ranks compare. This file does not know what
+is exchanged, nor how ranks compare."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from zero.comm.watchdog import ADVICE
+
+# Operations that are kept, to find the first one that differs.
+KEPT = 20_000
+# Python's hash of a text is another one in each process, that of a number is not.
+_NUMBERS = {
+    "all_gather": 1,
+    "reduce_scatter": 2,
+    "broadcast": 3,
+    "scatter": 4,
+    "all_reduce": 5,
+    "all_to_all": 6,
+}
+_NUMBERS["reduce_replicas"] = 7
+# Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
+# is under way.
+_REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
+
+
+class Operation(NamedTuple):
+    """A collective on `numel` elements; `group` is the name of what it exchanges, or empty."""
+
+    kind: str
+    numel: int
+    group: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind} of {f'group {self.group!r}, ' if self.group else ''}{self.numel} elements"
+        )
+
+
+class _Channel:
+    """The operations of one kind of communicator since the last comparison."""
+
+    def __init__(self) -> None:
+        self.digest = self.count = 0
+        self.recent: deque[Operation] = deque(maxlen=KEPT)
+
+
+class MessageTags:
+    """Numbers the messages of gloo, so that messages about different groups never match.
+
+    Ranks that run different modules then wait for each other, and the watchdog finds them.
+    """
+
+    def __init__(self) -> None:
+        self._sent: Counter[tuple[str, int]] = Counter()
+
+    def next(self, kind: str, group: object) -> int:
+        """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
+        counter.
+        """
+        key = getattr(group, "serial", 0)
+        self._sent[kind, key] += 1
+        return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
+
+
+class CollectiveOrder:
+    """What this rank has started since `start_over`, in two channels: reductions have communicators
+    of their own.
+    """
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        self._channels = _Channel(), _Channel()
+
+    def add(self, kind: str, numel: int, group: object) -> None:
+        """An operation on `numel` elements of `group`, which may have a `serial`, equal on all
+        ranks, and a `name`.
+        """
+        channel = self._channels[kind in _REDUCTIONS]
+        channel.digest = hash((channel.digest, _NUMBERS[kind], getattr(group, "serial", 0), numel))
+        channel.count += 1
+        channel.recent.append(Operation(kind, numel, getattr(group, "name", "")))
+
+    @property
+    def digests(self) -> list[int]:
+        """Two 64-bit numbers, equal on all ranks whose communicators were given the same
+        operations.
+        """
+        return [channel.digest for channel in self._channels]
+
+    @property
+    def recent(self) -> list[tuple[int, list[Operation]]]:
+        """Of each communicator: how many operations there were, and the last ones."""
+        return [(channel.count, list(channel.recent)) for channel in self._channels]
+
+
+def explain(on_rank: Sequence[list[tuple[int, list[Operation]]]]) -> str:
+    """Names two ranks whose `recent` differ, given those of all ranks, and their first operations
+    that differ.
+    """
+    ranks = range(1, len(on_rank))
+    found = (
+        (rank, _first_difference(*pair))
+        for rank in ranks
+        for pair in zip(on_rank[0], on_rank[rank], strict=True)
+    )
+    rank, where = next(
+        (each for each in found if each[1]), (1, f"they differ before the last {KEPT}")
+    )
+    return (
+        f"ranks 0 and {rank} have gone different ways through the model. Of their collectives "
+        "since the last step, "
+        f"{where}. The device matches them by their order, so these ranks got each other's values. "
+        "The step was not "
+        f"taken. {ADVICE}"
+    )
+
+
+def _first_difference(
+    first: tuple[int, list[Operation]], other: tuple[int, list[Operation]]
+) -> str:
+    known = max(
+        count - len(recent) for count, recent in (first, other)
+    )  # before the oldest one that both have
+    pairs = zip_longest(
+        *(recent[known - count + len(recent) :] for count, recent in (first, other))
+    )
+    for number, (one, two) in enumerate(pairs, known + 1):
+        if one != two:
+            return (
+                f"number {number} was {one or 'not there'} on the first, and "
+                f"{two or 'not there'} on the other"
+            )
+    return ""

@@ -1,0 +1,102 @@
+"""Bytes that this process has moved over each link so far, and how long its disk was busy.
+
+`zero/tools/estimate/traffic.py` predicts the same numbers; its note says what is counted. This file
+knows nothing of steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from zero.comm.world import Group, ranks_of_machine
+from zero.device import is_accelerator
+
+NETWORK, IN, OUT, READ, WRITTEN = (
+    "network",
+    "host to device",
+    "device to host",
+    "disk read",
+    "disk written",
+)
+LINKS = (NETWORK, IN, OUT, READ, WRITTEN)
+# The part of NETWORK whose receivers are on other machines. Not counted where the launcher does not
+# tell.
+BETWEEN = "network between machines"
+
+MOVED: Counter[str] = Counter()
+_lock = threading.Lock()  # late updates and requests for the disk have threads of their own
+# By link: seconds in which some request was under way, the number of those that are, and when the
+# first of them began.
+_busy: Counter[str] = Counter()
+_running: Counter[str] = Counter()
+_began: dict[str, float] = {}
+
+
+def _count(link: str, nbytes: int) -> None:
+    with _lock:
+        MOVED[link] += nbytes
+
+
+def send(group: Group, sizes: Sequence[int]) -> None:
+    """`sizes[i]` bytes go to place i of `group`; its own place does not count."""
+    _count(NETWORK, sum(sizes) - sizes[group.rank])
+    if group.elsewhere:
+        size = ranks_of_machine()
+        own = group.ranks[group.rank] // size
+        _count(
+            BETWEEN,
+            sum(n for n, rank in zip(sizes, group.ranks, strict=True) if rank // size != own),
+        )
+
+
+# How often each part of the full buffer is sent. The sum over replicas is an all-reduce.
+_TIMES = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "reduce_replicas": 2}
+
+
+def send_natively(name: str, nbytes: int, group: Group) -> None:
+    """`send`, for an accelerator's collective with a full buffer of `nbytes`: each place gets an
+    equal part of it.
+
+    Other collectives than those of weights and gradients do not count.
+    """
+    if times := _TIMES.get(name):
+        part = times * nbytes // group.size
+        _count(NETWORK, part * (group.size - 1))
+        if group.elsewhere:
+            _count(BETWEEN, part * group.elsewhere)
+
+
+def note_copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target` gets the values of `source`, which may be on the other side of the link between host
+    and device.
+    """
+    if is_accelerator(target.device) != is_accelerator(source.device):
+        _count(IN if is_accelerator(target.device) else OUT, target.nbytes)
+
+
+@contextmanager
+def transfer(link: str, nbytes: int) -> Iterator[None]:
+    """Context of one request, in any thread. Its bytes are counted when it has succeeded."""
+    with _lock:
+        _running[link] += 1
+        if _running[link] == 1:
+            _began[link] = time.perf_counter()
+    try:
+        yield
+        _count(link, nbytes)
+    finally:
+        with _lock:
+            _running[link] -= 1
+            if not _running[link]:
+                _busy[link] += time.perf_counter() - _began[link]
+
+
+def busy_seconds(link: str) -> float:
+    """Seconds so far in which at least one request was under way."""
+    with _lock:
+        return _busy[link] + (time.perf_counter() - _began[link] if _running[link] else 0.0)

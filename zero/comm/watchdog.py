@@ -1,0 +1,264 @@
+"""Ends a job whose ranks block each other, and says where each of them is.
+
+Ranks that take different paths through a model wait for messages that never come. The timeout of
+the process group (30 minutes) would end them with a message about sockets. A thread in each rank
+notices that earlier. The first one to notice raises an alarm through the job's key-value store. In
+every rank another thread listens to the store, and answers with what the main thread is doing. The
+first one prints all answers, and all processes end with exit code 1. A rank that does not reach the
+store says so and ends too. This file knows nothing of groups or collectives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# Seconds that the other ranks have to answer an alarm.
+GRACE = 10.0
+ADVICE = (
+    "If ranks choose between modules, have their parent gathered as a whole: call "
+    "zero.leaf.set_z3_leaf_modules(model, [TheirParent]) before zero.initialize."
+)
+GONE = "A rank that does not answer is on a machine that is gone, or behind a link that is down."
+_SILENT = "does not answer"
+_ALARM = "zero_watchdog/alarm"
+# In the messages of gloo and NCCL where the other process is gone.
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
+
+class Watchdog:
+    """Watches the waits of one rank until `stop`; `timeout` in seconds.
+
+    `mark`, for an accelerator, whose collectives do not block the host: called in the thread, it
+    returns a function that says whether the device has done all that it had been given."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        mark: Callable[[], Callable[[], bool]] | None = None,
+    ):
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._position: Callable[[], object] = lambda: "no module yet"
+        # Since when, for what, and for how long at most.
+        self._waiting: tuple[float, object, float] | None = None
+        # When the main thread started something the last time.
+        self._moved = time.monotonic()
+        self._mark = mark
+        self._is_past: Callable[[], bool] | None = None
+        self._stopped = threading.Event()
+        self._main = threading.get_ident()
+        if world_size > 1:
+            # A connection of its own: the main thread may be waiting on the other one.
+            self._store = dist.distributed_c10d._get_default_store().clone()
+            self._watcher = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
+            self._listener = threading.Thread(
+                target=self._listen, name="zero-watchdog-listener", daemon=True
+            )
+            self._watcher.start()
+            self._listener.start()
+
+    def stop(self) -> None:
+        """End the threads.
+
+        They must end before the interpreter does: one would abort inside the store's C++ code.
+        """
+        self._stopped.set()
+        if self.world_size > 1:
+            self._watcher.join()
+            self._listener.join(timeout=GRACE)
+            if self._listener.is_alive():
+                return  # the store does not answer
+            try:
+                self._store.set(self._ended_key(self.rank), "")
+            except dist.DistError:
+                return  # the store is gone: the job is at its end
+
+    @property
+    def position(self) -> object:
+        """Where the main thread was last: an object with a useful `str()`, held by a weak
+        reference.
+        """
+        return self._position() or "a module that is gone"
+
+    def set_timeout(self, seconds: float) -> None:
+        self.timeout = seconds
+
+    def set_position(self, where: object) -> None:
+        """The main thread is at `where` now."""
+        self._position = weakref.ref(where)
+        self._moved = time.monotonic()
+
+    def wait(self, wait: Callable[[], T], what: object, at_least: float = 0.0) -> T:
+        """Call `wait()`, which blocks until other ranks have done their part in `what`.
+
+        After `timeout` seconds, or `at_least` if that is more, the job ends. For calls of the main
+        thread."""
+        around, self._moved = self._waiting, time.monotonic()
+        self._waiting = (self._moved, what, max(self.timeout, at_least))
+        try:
+            return wait()
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in _LOST):
+                raise RuntimeError(self._explain_lost(what)) from error
+            raise
+        finally:
+            self._waiting = around
+            self._moved = time.monotonic()
+
+    def _explain_lost(self, what: object) -> str:
+        time.sleep(1.0)  # a rank that ends normally says so at its very end
+        ended = [str(rank) for rank in range(self.world_size) if self._has_ended(rank)]
+        who = (
+            f"rank {', '.join(ended)} has ended its work"
+            if ended
+            else "another rank has died; its own error says why"
+        )
+        return (
+            f"rank {self.rank} lost the connection while it waited at "
+            f"{what or 'an exchange between groups'}: {who}. "
+            "If no rank has an error of its own: all ranks need the same number of batches and of "
+            "forward calls"
+        )
+
+    def _has_ended(self, rank: int) -> bool:
+        try:
+            return self._store.check([self._ended_key(rank)])
+        except dist.DistError:
+            return False  # the rank that kept the store is gone
+
+    def _watch(self) -> None:
+        """Never asks the store itself, which may be on a machine that does not answer."""
+        while not self._is_stopped():
+            if self._is_blocked() or self._device_is_blocked():
+                threading.Thread(target=self._alarm, daemon=True).start()
+                if self._stopped.wait(3 * GRACE):  # the alarm ends this process before
+                    return
+                print(
+                    f"zero: [rank {self.rank}] ranks wait for each other, and the machine of rank "
+                    "0 does not answer: "
+                    f"it is gone, or a link is down. This rank {self._status()}. It ends.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _listen(self) -> None:
+        try:
+            while not self._is_stopped():
+                if self._store.check([_ALARM]):
+                    self._answer(first=False)
+        except dist.DistError:
+            return  # The store is gone. If this is not the end of the job, a wait will be too long.
+
+    def _alarm(self) -> None:
+        try:
+            self._answer(first=self._store.add(_ALARM, 1) == 1)
+        except dist.DistError:
+            return  # the store is gone
+
+    def _is_stopped(self) -> bool:
+        return self._stopped.wait(min(1.0, self.timeout / 10))
+
+    def _is_blocked(self) -> bool:
+        waiting = self._waiting
+        return waiting is not None and time.monotonic() - waiting[0] > waiting[2]
+
+    def _device_is_blocked(self) -> bool:
+        """Whether for `timeout` seconds the main thread has started nothing, and the device has not
+        done the rest.
+        """
+        idle = time.monotonic() - self._moved
+        if self._mark is None or self._waiting is not None or idle < self.timeout / 2:
+            self._is_past = None
+            return False
+        if self._is_past is None:
+            self._is_past = self._mark()
+        return not self._is_past() and idle > self.timeout
+
+    def _status(self) -> str:
+        waiting = self._waiting
+        if waiting is not None:
+            place = waiting[1] or "an exchange between groups"
+            return (
+                f"has waited {time.monotonic() - waiting[0]:.0f} s for the other ranks at {place}"
+            )
+        frames = traceback.extract_stack(sys._current_frames()[self._main])
+        here = frames[-1]
+        blocked = self._is_past is not None and not self._is_past()
+        device = (
+            f"; its device has not finished for {time.monotonic() - self._moved:.0f} s" * blocked
+        )
+        return (
+            f"is at {here.filename}:{here.lineno} in {here.name}; last in the model: "
+            f"{self.position}{device}"
+        )
+
+    def _answer(self, first: bool) -> None:
+        self._store.set(self._key(self.rank), self._status())
+        if first:
+            deadline = time.monotonic() + GRACE
+            while time.monotonic() < deadline and not self._store.check(
+                [self._key(r) for r in range(self.world_size)]
+            ):
+                time.sleep(0.1)
+            answers = [
+                self._store.get(self._key(rank)).decode()
+                if self._store.check([self._key(rank)])
+                else _SILENT
+                for rank in range(self.world_size)
+            ]
+            print(
+                f"zero: ranks wait for each other: no progress for {self.timeout:g} s "
+                "(`watchdog_timeout` in the configuration).\n"
+                + "\n".join(f"  rank {rank} {answer}" for rank, answer in enumerate(answers))
+                + f"\n{GONE if _SILENT in answers else ADVICE}",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            time.sleep(2 * GRACE)
+        os._exit(1)
+
+    @staticmethod
+    def _ended_key(rank: int) -> str:
+        return f"zero_watchdog/ended{rank}"
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"zero_watchdog/rank{rank}"
+
+
+def end_with_launcher() -> None:
+    """End this process when torchrun, which started it, is killed.
+
+    Otherwise it would go on training.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(
+            target=_watch_launcher, args=(os.getppid(),), name="zero-launcher", daemon=True
+        ).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    rank = os.environ.get("RANK", "0")
+    print(
+        f"zero: [rank {rank}] the launcher (process {launcher}) is gone: this rank ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

@@ -1,0 +1,183 @@
+"""The job's default process group: made here if the script has not, and asked about its ranks.
+
+Also which device this rank computes on, and groups of ranks by number. This file knows no
+collective.
+
+[Note: groups of ranks]
+job              all ranks.
+world            the ranks with batches of their own, over which gradients are averaged.
+shard group      the ranks over which a group is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
+replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
+model group      the ranks that hold one copy of the model together, and work on the same batch.
+
+The world and the shard group are the job, and each rank is alone in its replicate group, unless
+`within` has made smaller groups. Each rank has the whole model, unless `split` has made smaller
+worlds and model groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from zero.comm import gloo_interface
+from zero.device import CPU, accelerator, is_accelerator, use
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def ranks_of_machine() -> int | None:
+    """How many consecutive ranks of the job each machine has, as the launcher says;
+
+    None: not known.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(given) if given else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks, by their numbers in the job, and this process's place among them."""
+
+    rank: int
+    ranks: Sequence[int]
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups that this process is in."""
+        ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        return cls(ranks.index(dist.get_rank()), ranks)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def elsewhere(self) -> int:
+        """How many of them are on other machines; 0 where the launcher does not tell."""
+        size = ranks_of_machine()
+        machines = [rank // size for rank in self.ranks] if size else []
+        return len(machines) - machines.count(machines[self.rank]) if machines else 0
+
+    def others(self) -> list[int]:
+        """The places of all others, from the next one on, so that no two ranks send to the same one
+        first.
+        """
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+def compute_device() -> torch.device:
+    """This rank's accelerator, even if the default group is gloo only: the engine makes groups of
+    its own.
+
+    The CPU if torch sees none, or none with collectives: gloo, which torch names for Apple's MPS,
+    works on host memory."""
+    device = accelerator(int(os.environ.get("LOCAL_RANK", 0)))
+    return CPU if device is None or default_backend(device) == "gloo" else device
+
+
+def default_timeout() -> timedelta:
+    """How long a collective may wait for other ranks: `DEEPSPEED_TIMEOUT` minutes, else 30."""
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    return timedelta(minutes=float(minutes)) if minutes else DEFAULT_TIMEOUT
+
+
+def group_timeout() -> timedelta:
+    """The timeout of the default process group, made by the engine or by the script; else
+    `default_timeout`.
+    """
+    world = dist.group.WORLD
+    options = getattr(world._get_backend(world._device_types[0]), "options", None)
+    return default_timeout() if options is None else options._timeout
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = False,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **_ignored: object,
+) -> None:
+    """Make the default process group unless there is one. A process without a launcher becomes the
+    only rank.
+
+    The arguments are those of `deepspeed.init_distributed`; the backend defaults to NCCL on a GPU
+    and gloo on a CPU."""
+    device = compute_device()
+    use(device)
+    if dist.is_initialized():
+        return
+    backend = default_backend(device)
+    backend = dist_backend or (
+        f"cpu:gloo,{device.type}:{backend}" if is_accelerator(device) else backend
+    )
+    if init_method is None and "RANK" not in os.environ and rank < 0:
+        become_world_of_one()
+    timeout, store = timeout or default_timeout(), None
+    if init_method is None and rank < 0 and not gloo_interface.is_known():
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        gloo_interface.choose(store, world_size)
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        timeout=timeout,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+    )
+
+
+def become_world_of_one() -> list[str]:
+    """Set the variables a launcher would have set for a single process; port 0 lets the store
+    choose a free one.
+
+    Returns the names of those that were not set.
+    """
+    defaults = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    missing = [name for name in defaults if name not in os.environ]
+    os.environ.update({name: str(defaults[name]) for name in missing})
+    return missing
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    """This process's rank in `group`; 0 before there is one."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_group() -> dist.ProcessGroup:
+    return dist.group.WORLD
+
+
+def get_backend() -> str:
+    """Name of the default group's backend, such as "gloo" or "nccl"."""
+    return dist.get_backend()
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of `torch.distributed` for this kind of device: "nccl" for CUDA, "gloo" for the
+    CPU.
+    """
+    return dist.get_default_backend_for_device(device)
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    """The number of ranks in `group`; 1 before there is one."""
+    return dist.get_world_size(group) if is_initialized() else 1

@@ -1,0 +1,123 @@
+"""Parameters that are read outside of their own modules' calls, and reads that got no gradient.
+
+This file knows nothing of modules or of the order of reductions.
+
+[Note: reads] A parameter may be read in another module's forward (`self.embedding.weight`), in a
+loss after the model's forward, or may be returned by its module. Its group is then unsharded and
+stays so until as many backwards have ended as there were forwards, because it is unknown which
+backward still needs it. Between passes such a read shows NaN: a rank may read alone, and an
+all-gather would wait for the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero.core.gathering import Gathering
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import local
+
+logger = logging.getLogger("zero")
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value):
+        yield from tensors_in(vars(value))
+
+
+def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
+    """Those of `tensors_in` that require grad."""
+    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+
+
+class OutsideReads:
+    """Holds the groups of parameters that were read outside of their modules' calls."""
+
+    def __init__(self, gathering: Gathering):
+        self._gathering = gathering
+        self.held: set[ParamGroup] = set()
+        # In the order of the first read. No call of a module shows when a backward needs these
+        # groups.
+        self._needed_in_backward: dict[ParamGroup, None] = {}
+
+    def hold(self, group: ParamGroup) -> None:
+        """Unshard the group until `release`."""
+        if torch.is_grad_enabled():
+            self._needed_in_backward[group] = None
+        if group not in self.held:
+            self._gathering.unshard(group)
+            self.held.add(group)
+
+    def hold_returned(self, groups: Sequence[ParamGroup], output: object) -> None:
+        """Hold those of `groups` whose values are in `output`: a module may return a parameter, or
+        a view of one.
+        """
+        tensors = [local(tensor) for tensor in tensors_in(output)]
+        # The result of a collective that is not awaited yet has no storage of its own.
+        storages = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if not is_traceable_wrapper_subclass(tensor)
+        }
+        for group in groups:
+            if group.full.untyped_storage().data_ptr() in storages:
+                self.hold(group)
+
+    def begin_backward(self) -> None:
+        """Hold all groups that any forward has read this way: the backward may need them at any
+        moment.
+        """
+        for group in list(self._needed_in_backward):
+            self.hold(group)
+
+    def release(self) -> None:
+        for group in self.held:
+            self._gathering.release(group)
+        self.held.clear()
+
+
+class MissingGradients:
+    """Warns once of each trainable parameter that a training forward read and that got no gradient."""
+
+    def __init__(self) -> None:
+        self._waiting: set[tuple[ParamGroup, int]] = set()
+        self._told: set[str] = set()
+
+    def was_read(self, group: ParamGroup, index: int) -> None:
+        self._waiting.add((group, index))
+
+    def has_gradient(self, group: ParamGroup, index: int) -> None:
+        self._waiting.discard((group, index))
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def warn(self) -> None:
+        """The last backward of the forwards is over."""
+        wanting = (
+            (group, group.param_names[i])
+            for group, i in self._waiting
+            if group.params[i].requires_grad
+        )
+        names = sorted({name for group, name in wanting if group.trainable} - self._told)
+        self._told.update(names)
+        if names:
+            logger.warning(
+                "a training forward read %s%s, but backward gave no gradient: is the result unused "
+                "or detached?",
+                ", ".join(map(repr, names[:5])),
+                f" and {len(names) - 5} more" * (len(names) > 5),
+            )

@@ -1,0 +1,140 @@
+"""`GatheredParameters`: a context in which sharded parameters show their values.
+
+If more than half of a group is asked for, or if it is to be changed, all of it is unsharded in one
+all-gather. Otherwise only the parameters that are asked for are gathered, by broadcasts. This file
+knows nothing of hooks or the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zero.comm.work import Pending
+from zero.core.param_group import ParamGroup, State, owning_group, unsharded
+
+logger = logging.getLogger("zero")
+
+
+def gather_range(
+    group: ParamGroup, into: torch.Tensor, start: int, source: torch.Tensor
+) -> Pending:
+    """Start to fill `into` (1-D) with the elements of the group's full buffer from `start` on.
+
+    `source` is each rank's part of them: the shard or the master. `into` may have another dtype,
+    the same on all ranks."""
+    group.wait_for_update()
+    ranks, owned = group.comm.shard_group, []
+    for rank in range(ranks.size):
+        first, end = group.layout.shard_range(rank)
+        low, high = max(first, start), min(end, start + into.numel())
+        if low < high:
+            owned.append((rank, into[low - start : high - start]))
+            if rank == ranks.rank:
+                owned[-1][1].copy_(source[low - first : high - first])
+    return Pending() if group.layout.replicated else group.comm.start_broadcasts(owned)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _gather_single(group: ParamGroup, indices: Iterable[int]) -> Pending:
+    """Start to gather single parameters into memory of their own; the group stays sharded."""
+    works = []
+    for i in indices:
+        slot = group.layout.slots[i]
+        values = torch.empty(slot.numel, dtype=group.dtype, device=group.comm.device)
+        works.append(gather_range(group, values, slot.offset, group.shard))
+        group.add_single(i, values)
+    return Pending(works)
+
+
+class GatheredParameters:
+    """Context in which sharded parameters show their full values on every rank.
+
+    Args:
+        params: a parameter, an iterable of them, or a module; ordinary parameters among them are
+        left alone. modifier_rank: the rank whose changes all ranks get on exit; None: the values
+        are only read, and
+            changes are lost with a warning, or a RuntimeError with
+            `zero_optimization.enable_sanity_checks`.
+        fwd_module: accepted for compatibility; its hooks gather whatever a forward uses.
+        enabled: False makes the context do nothing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter] | nn.Module,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ):
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif isinstance(params, nn.Module):
+            params = params.parameters()
+        asked: dict[ParamGroup, set[int]] = {}
+        for param in params if enabled else ():
+            if (group := owning_group(param)) is not None:
+                asked.setdefault(group, set()).add(group.index[param])
+        # In order of creation, which is the same on all ranks; that of `params` may not be (HF
+        # passes sets).
+        self.asked = {
+            group: sorted(asked[group]) for group in sorted(asked, key=lambda group: group.serial)
+        }
+        self.modifier_rank = modifier_rank
+
+    def __enter__(self) -> None:
+        self._single = {
+            group: self._one_by_one(group, indices) for group, indices in self.asked.items()
+        }
+        pending = [_gather_single(group, indices) for group, indices in self._single.items()]
+        writes = self.modifier_rank is not None
+        whole = (group for group in self.asked if not self._single[group])
+        self._unsharded = unsharded(
+            [group for group in whole if writes or not group.has_single(self.asked[group])]
+        )
+        self._unsharded.__enter__()
+        for each, (group, indices) in zip(pending, self._single.items(), strict=True):
+            each.wait()
+            group.show_single(indices)
+        sharded = [
+            group.params[i]
+            for group in self.asked
+            if not group.persistent
+            for i in self.asked[group]
+        ]
+        self._versions = {param: param._version for param in sharded}
+
+    def _one_by_one(self, group: ParamGroup, indices: Sequence[int]) -> list[int]:
+        """The parameters to be gathered one by one: those that are read only, and at most half of a
+        sharded group.
+        """
+        if self.modifier_rank is not None or group.state is not State.SHARDED or group.persistent:
+            return []
+        numel = sum(group.layout.slots[i].numel for i in indices)
+        return (
+            [i for i in indices if not group.has_single([i])]
+            if 2 * numel <= group.layout.numel
+            else []
+        )
+
+    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        if self.modifier_rank is not None and exc_type is None:
+            for group in self.asked:
+                group.broadcast_values(self.modifier_rank)
+        changed = [param for param, version in self._versions.items() if param._version != version]
+        self._unsharded.__exit__(None, None, None)
+        for group, indices in self._single.items():
+            group.free_single(indices)
+        if changed and self.modifier_rank is None and exc_type is None:
+            message = (
+                f"GatheredParameters: in-place modification of {len(changed)} sharded "
+                "parameter(s), which is lost with "
+                "modifier_rank=None; pass the rank whose values all ranks are to take over "
+                "(modifier_rank=0)"
+            )
+            if any(group.strict for group in self.asked):
+                raise RuntimeError(message)
+            logger.warning(message)

@@ -1,0 +1,131 @@
+"""When to unshard which group: carries out the schedule's decisions on the groups of one engine.
+
+This file knows nothing of modules, hooks, gradients or the optimizer. With several ranks, no
+decision depends on whether a transfer or an update has finished: all ranks must start the same
+all-gathers in the same order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
+
+from zero.comm.communicator import Communicator
+from zero.core.param_group import ParamGroup, State
+from zero.core.schedule import Residency, Schedule
+
+
+class Gathering:
+    """Unshards groups before their use and reshards them after it, by `schedule`.
+
+    Args: groups: all of the model, by position in the schedule; comm: gathers their values, and may
+    quantize them; residency: counts what is gathered; before_use: called when a group is about to
+    be used, before any all-gather that this starts. Persistent groups are left alone."""
+
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        schedule: Schedule,
+        comm: Communicator,
+        residency: Residency,
+        before_use: Callable[[], None],
+    ):
+        self._groups = list(groups)
+        self._schedule = schedule
+        self._comm = comm
+        self._residency = residency
+        self._position = {group: i for i, group in enumerate(self._groups)}
+        self._uses: Counter[ParamGroup] = Counter()
+        self._before_use = before_use
+
+    def begin_pass(self, kind: Hashable, wraps: bool) -> None:
+        """A pass of `kind` begins;
+
+        `wraps`: parameters do not change before the next one of this kind.
+        """
+        self._schedule.begin(kind, wraps)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass is being recorded."""
+        return self._schedule.records
+
+    def end_pass(self) -> None:
+        """The pass is over: reshard what was prefetched and not used."""
+        self._schedule.end()
+        for group in self._groups:
+            if group.state is State.GATHERING:
+                group.reshard()
+
+    def unshard(self, group: ParamGroup) -> None:
+        """The group is used from now on: its parameters show their values.
+
+        The groups that come next are prefetched.
+        """
+        if group.persistent:
+            return
+        self._before_use()
+        self._comm.watchdog.set_position(group)
+        self._comm.clock.progress.advance(len(self._groups))
+        self._schedule.visit(self._position[group])
+        if group.state is State.SHARDED:
+            self._make_room(group.layout.numel)
+            group.all_gather(self._comm)
+        self._prefetch()
+        group.unshard()
+        self._uses[group] += 1
+
+    def release(self, group: ParamGroup) -> None:
+        """One use of the group is over.
+
+        After the last one it is resharded, unless the schedule keeps it.
+        """
+        if group.persistent:
+            return
+        self._uses[group] -= 1
+        if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
+            group.reshard()
+
+    def release_all_but(self, kept: Collection[ParamGroup]) -> None:
+        """End all uses. Each group in `kept` keeps one."""
+        for group in self._groups:
+            while self._uses[group] > (group in kept):
+                self.release(group)
+
+    def before_part(self, group: ParamGroup) -> None:
+        """A part of `group` is about to be gathered outside of its buffer."""
+        self._before_use()
+        self._comm.watchdog.set_position(group)
+
+    def _prefetch(self) -> None:
+        in_flight = 0
+        for i in self._schedule.upcoming():
+            group = self._groups[i]
+            if group.state is State.SHARDED:
+                if not self._schedule.may_prefetch(i, in_flight, self._residency.live):
+                    return
+                # With several ranks `all_gather` waits for the update, because all ranks must
+                # decide alike.
+                if not group.is_ready and self._comm.world_size == 1:
+                    return
+                group.all_gather(self._comm)
+            if group.state is State.GATHERING:
+                in_flight += group.layout.numel
+            if in_flight >= self._schedule.prefetch_bucket_size:
+                return
+
+    def _make_room(self, numel: int) -> None:
+        """Reshard groups that are not in use until `numel` more elements fit; first the one that is
+        needed last.
+        """
+        limit = self._schedule.max_live_parameters
+        if self._residency.live + numel <= limit:
+            return
+        idle = [
+            i
+            for i, group in enumerate(self._groups)
+            if group.users == 0 and group.state is State.GATHERED
+        ]
+        for i in sorted(idle, key=self._schedule.distance, reverse=True):
+            if self._residency.live + numel <= limit:
+                return
+            self._groups[i].reshard()

@@ -1,0 +1,348 @@
+"""Module and autograd hooks: they follow a training step and call the three policies.
+
+    zero/core/gathering.py   what to unshard, and when to reshard
+    zero/core/reduction.py   which reduction may start
+    zero/core/external_access.py       parameters that are read outside of their modules
+
+This file knows nothing of transfers, of memory or of the optimizer.
+
+[Note: life of a group in a training step]
+    forward of a module    unshard its groups -> the module runs -> release them
+    backward of its output unshard them again (autograd is about to run the module backwards)
+    its last gradient      release; the reduction may start
+
+Every use of a trainable parameter lies before the moment its gradient is complete. So a group that
+has all of its gradients is not needed any more. Tied groups get theirs only after the last owner,
+and frozen ones never. Both are released when the gradients of the call's inputs are complete.
+Groups still unsharded at the end of backward are released then.
+
+Activation checkpointing runs forward code again inside of backward. If it runs a hooked module
+again, the group unsharded there stays so for the backward that follows. If it runs inside of the
+hooked module (as in transformers), the group was unsharded before. Autograd's graph does not tell
+which gradients will come, since reentrant checkpointing makes graphs on the way. So a group with a
+parameter that got no gradient stays unsharded to the end of backward."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
+from zero.core.gathering import Gathering
+from zero.core.param_group import ParamGroup
+from zero.core.reduction import ReductionOrder
+from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _gradient_ready(
+    hooks: weakref.ref[ModuleHooks], number: int, index: int, param: nn.Parameter
+) -> None:
+    """The parameter's gradient is complete. This hook owns neither `ModuleHooks` nor the group.
+
+    Python's garbage collector does not see the hooks that autograd keeps. A hook that owned them
+    would keep them alive."""
+    # Autograd also calls this if a function returned None for the parameter: then there is no
+    # gradient.
+    if param.grad is not None and (found := hooks()) is not None:
+        found.gradient_ready(found.groups[number], index)
+
+
+class ModuleHooks:
+    """Installs and serves the hooks of one engine's model.
+
+    Args: model: the root module; groups: all of its groups; gathering, reductions: the policies.
+    `last_micro_step` says whether the parameters change before the next forward; `gradients_begin`
+    is called at the first gradient of each backward. Unless `ignore_unused`, a trainable parameter
+    without a gradient is an error.
+
+    Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: the part of
+    the model that runs next, if it runs in parts (`zero.parallel.pipeline`), else None; absent:
+    groups that get no gradients in the next backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        gathering: Gathering,
+        reductions: ReductionOrder,
+        last_micro_step: Callable[[], bool],
+        gradients_begin: Callable[[], None],
+        ignore_unused: bool = True,
+    ):
+        self.module = model
+        self.groups = list(groups)
+        self._gathering = gathering
+        self._reductions = reductions
+        self._reads = OutsideReads(gathering)
+        self._missing = MissingGradients()
+        self._ignore_unused = ignore_unused
+        self._last_micro_step = last_micro_step
+        self._gradients_begin = gradients_begin
+        # Groups that are unsharded for the backward that runs, or that will follow.
+        self._in_backward: set[ParamGroup] = set()
+        # Calls of the root module under way: its forward may call it again.
+        self._depth = 0
+        # From the first call of a module to the end of backward, or of a forward without gradients.
+        self._in_pass = self._training = False
+        # Forwards whose backward has not ended.
+        self._awaited = 0
+        # Until the first backward has ended: every parameter of a used group must get a gradient,
+        # or is named in a warning. Later an expert may get none.
+        self._is_first = True
+        self._unfrozen: set[ParamGroup] = set()
+        self._backward_is_open = self._has_gradients = False
+        self.part: Hashable = None
+        self.absent: Collection[ParamGroup] = frozenset()
+        self.forward_hooks: list = []
+        self.backward_hooks: list = []
+        self.install()
+
+    # -- installation
+
+    def install(self) -> None:
+        """Put the hooks on the model; after `remove`, put them on again."""
+        # torch.compile must not trace them: a module may be compiled with its hooks
+        # (`nn.Module.compile`).
+        opaque = torch.compiler.disable
+        self.forward_hooks.append(
+            self.module.register_forward_pre_hook(opaque(self._root_pre_forward))
+        )
+        per_module: dict[nn.Module, list[ParamGroup]] = {}
+        for group in self.groups:
+            for module in () if group.persistent else group.modules:
+                per_module.setdefault(module, []).append(group)
+        for module, groups in per_module.items():
+            before, after = (
+                opaque(partial(self._pre_forward, groups)),
+                opaque(partial(self._post_forward, groups)),
+            )
+            self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
+        # Registered last, so that it runs after the hooks of groups that the root module itself
+        # owns.
+        self.forward_hooks.append(
+            self.module.register_forward_hook(opaque(self._root_post_forward), always_call=True)
+        )
+        for number, group in enumerate(self.groups):
+            if group.trainable:
+                for i, param in enumerate(group.params):
+                    hook = partial(_gradient_ready, weakref.ref(self), number, i)
+                    self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
+            if not group.persistent:
+                group.watch_reads(opaque(partial(self._read_outside, group)))
+
+    def remove(self) -> None:
+        """Take all hooks off the model."""
+        for handle in [*self.forward_hooks, *self.backward_hooks]:
+            handle.remove()
+        self.forward_hooks.clear()
+        self.backward_hooks.clear()
+        for group in self.groups:
+            group.watch_reads(None)
+
+    # -- passes
+
+    def _root_pre_forward(self, module: nn.Module, args: tuple) -> None:
+        if in_backward():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._release_modules()
+        if not self._awaited:
+            self._release_reads()
+        self._begin_pass(
+            ("train again" if self._awaited else "train") if torch.is_grad_enabled() else "infer"
+        )
+
+    def _begin_pass(self, name: str) -> None:
+        self._in_pass = True
+        self._training = torch.is_grad_enabled()
+        if self._training:
+            self._warn_of_unfrozen()
+        self._record(name)
+
+    def _record(self, name: str) -> None:
+        kind = (name, self.module.training, self.part)
+        self._gathering.begin_pass(kind, wraps=not self._training or not self._last_micro_step())
+
+    def _warn_of_unfrozen(self) -> None:
+        for group in self.groups:
+            if (
+                not group.trainable
+                and group not in self._unfrozen
+                and any(param.requires_grad for param in group.params)
+            ):
+                self._unfrozen.add(group)
+                logger.warning(
+                    "%s was frozen when the engine was made, and stays as it is: set requires_grad "
+                    "before initialize()",
+                    group,
+                )
+
+    def _root_post_forward(self, module: nn.Module, args: tuple, output: object) -> None:
+        """Also called, with None, after an exception in forward."""
+        if in_backward():
+            return
+        self._depth = max(0, self._depth - 1)
+        if self._depth > 0:
+            return
+        outputs = list(tensors_with_grad(output)) if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            tensor.register_hook(self._backward_begins)
+        if outputs:
+            self._awaited += 1
+        else:
+            self._end_pass()
+
+    def forget_broken_pass(self) -> None:
+        """Release the groups of a forward that had no backward, or that raised an exception."""
+        self._release_modules()
+        self._release_reads()
+        self._awaited = 0
+        self._in_pass = False
+
+    def _release_modules(self) -> None:
+        self._gathering.release_all_but(self._reads.held)
+        self._in_backward.clear()
+        self._reductions.clear()
+        self._backward_is_open = False
+
+    def _release_reads(self) -> None:
+        self._reads.release()
+        self._missing.clear()
+
+    def _end_pass(self) -> None:
+        if not self._awaited:
+            self._release_reads()
+            self._in_pass = False
+        self._gathering.end_pass()
+
+    # -- forward
+
+    def _pre_forward(
+        self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict
+    ) -> None:
+        recomputing = in_backward()
+        if not self._in_pass and torch.is_grad_enabled():
+            self._begin_pass("part")  # of the model is called, without the root
+            self._awaited += 1
+        for group in groups:
+            if recomputing and group in self._in_backward:
+                continue
+            self._gathering.unshard(group)
+            if recomputing:
+                self._in_backward.add(group)
+            elif self._training and self._is_first:
+                for i in range(len(group.params)):
+                    self._missing.was_read(group, i)
+            if torch.is_grad_enabled() and (group.shared or not group.trainable):
+                inputs = list(tensors_with_grad((args, kwargs)))
+                if inputs:
+                    register_multi_grad_hook(inputs, partial(self._inputs_done, group), mode="all")
+
+    def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
+        if not self._in_pass:
+            return
+        if self._training and not in_backward() and func is not torch.Tensor.detach:
+            self._missing.was_read(group, group.index[param])
+        self._reads.hold(group)
+
+    def _post_forward(
+        self, groups: list[ParamGroup], module: nn.Module, args: tuple, kwargs: dict, output: object
+    ) -> None:
+        if not in_backward():
+            self._reads.hold_returned(groups, output)
+            for group in groups:
+                self._gathering.release(group)
+        # The backward of an embedding needs its indices, not its weight.
+        if not torch.is_grad_enabled() or isinstance(module, nn.Embedding):
+            return
+        passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
+        for tensor in tensors_with_grad(output):
+            if tensor.grad_fn is not None and id(tensor) not in passed_through:
+                # The hook is on the node, not on the tensor. The tensor is also the next module's
+                # input, and hooks of tensors run first. So the next module's groups are released
+                # before these are unsharded.
+                tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
+
+    # -- backward
+
+    def _backward_begins(self, *_: object) -> None:
+        """Called at each possible start of a backward: a gradient of the root's output, a module's
+        or a parameter's.
+        """
+        if not self._backward_is_open:
+            self._backward_is_open = self._in_pass = True
+            self._has_gradients = False
+            if (
+                self._awaited > 1 or not self._gathering.in_pass
+            ):  # it belongs to an earlier forward than the last one
+                self._gathering.end_pass()
+                self._record("backward")
+            self._reductions.begin(self.absent)
+            self._reads.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _pre_backward(self, groups: list[ParamGroup], grads: tuple) -> None:
+        self._backward_begins()
+        for group in groups:
+            complete = not group.shared and self._reductions.is_complete(group)
+            if not complete and group not in self._in_backward:
+                self._in_backward.add(group)
+                self._gathering.unshard(group)
+
+    def _inputs_done(self, group: ParamGroup, grads: Sequence[torch.Tensor | None]) -> None:
+        self._release_from_backward(group)
+
+    def gradient_ready(self, group: ParamGroup, index: int) -> None:
+        """The gradient of the group's parameter number `index` is complete."""
+        self._backward_begins()
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._gradients_begin()
+        self._missing.has_gradient(group, index)
+        if self._reductions.collect(group, index):
+            if not group.shared:
+                self._release_from_backward(group)
+            self._reductions.complete(group)
+
+    def _release_from_backward(self, group: ParamGroup) -> None:
+        if group in self._in_backward:
+            self._in_backward.remove(group)
+            self._gathering.release(group)
+
+    def _finish_backward(self) -> None:
+        """Autograd has run the whole graph."""
+        self._backward_is_open = False
+        for group in list(self._in_backward):
+            self._release_from_backward(group)
+        if not self._ignore_unused:
+            self._refuse_unused()
+        self._is_first = False
+        self._reductions.finish()
+        self._awaited = max(0, self._awaited - 1)
+        if not self._awaited:
+            self._missing.warn()
+        self._end_pass()
+
+    def _refuse_unused(self) -> None:
+        name = next(self._reductions.missing(), None)
+        if name is not None:
+            raise UsageError(
+                f"parameter {name!r} got no gradient in this backward, and "
+                "zero_optimization.ignore_unused_parameters is false: set it to true, or freeze "
+                "the parameter"
+            )

@@ -1,0 +1,192 @@
+"""`Init` shards a model while it is being built.
+
+This file knows nothing of engines, hooks or optimizers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from zero.comm import communicator as comm
+from zero.comm.consistency import require_same
+from zero.config import AioConfig, OffloadConfig, load_config
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.schedule import Residency
+from zero.core.sharded_param import written_by
+from zero.errors import UsageError
+from zero.offload.tiers import Tier
+
+
+class _InPlaceOnSharded(TorchFunctionMode):
+    """Lets in-place functions act on the values of a sharded parameter instead of its placeholder."""
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        group = next(filter(None, map(owning_group, written_by(func, args, kwargs))), None)
+        if group is None:
+            return func(*args, **kwargs)
+        with group.unsharded():
+            result = func(*args, **kwargs)
+            group.broadcast_values(src=0)
+        return result
+
+
+class Init:
+    """Context in which every parameter is sharded as soon as the module that owns it is complete.
+
+    A module is complete when it is assigned to its parent. So no rank holds more than its shards
+    and the module under construction. All ranks get rank 0's values. Each parameter is a group of
+    its own until `zero.initialize` groups them. Later weight initialization (`param.normal_()` and
+    the like on a whole parameter) unshards the parameter for this call: all ranks must run it
+    alike.
+
+    Args:
+        module: an already built model to shard at once (then the object need not be used as a
+        context). config_dict_or_path: the ds_config; it decides where shards live, and is checked
+        here, before anything is
+            built.
+        dtype: of the sharded parameters; None: the 16-bit dtype of the configuration, else the one
+        they are built in. enabled: False makes the context do nothing. remote_device: "cpu", "nvme"
+        or "none", instead of the configuration's `offload_param`. pin_memory: whether host memory
+        is page-locked; None: as the configuration says. config: as `config_dict_or_path`.
+        mem_efficient_linear: without effect: torch.nn.functional.linear saves no copy of a gathered
+        weight here.
+
+    Raises:
+        ValueError: for a bad configuration, or an argument of deepspeed.zero.Init that means
+        nothing here.
+    """
+
+    # True: no context does anything. The plain run of `zero verify` holds whole models. was_off:
+    # one was asked for.
+    is_off = was_off = False
+    _active: Init | None = None
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        config_dict_or_path: object = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool | None = None,
+        config: object = None,
+        mem_efficient_linear: bool = True,
+        **others: object,
+    ):
+        if unknown := sorted(name for name, value in others.items() if value is not None):
+            raise UsageError(
+                f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out"
+            )
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        Init.was_off |= (
+            enabled and Init.is_off and (dtype is not None or source is not None)
+        )  # else it does not round
+        self.enabled = enabled and not Init.is_off
+        self.dtype = dtype
+        if not self.enabled:
+            return
+        offload, aio, self.strict = OffloadConfig(), AioConfig(), False
+        self.comm = comm.communicator()
+        if source is not None:
+            settings = load_config(source, allow_auto=True)
+            if dtype is None and settings.compute_dtype != torch.float32:
+                self.dtype = settings.compute_dtype
+            self.strict = settings.zero_optimization.enable_sanity_checks
+            self.comm = self.comm.within(
+                settings.zero_optimization.shards_over(self.comm.world_size)
+            )
+            if settings.zero_optimization.offloads_params:
+                offload, aio = settings.zero_optimization.offload_param, settings.aio
+        overrides = {"device": remote_device, "pin_memory": pin_memory}
+        offload = offload.model_copy(
+            update={key: value for key, value in overrides.items() if value is not None}
+        )
+        if offload.device == "nvme" and not offload.nvme_path:
+            raise UsageError(
+                "zero.Init: remote_device is nvme: name a folder by offload_param.nvme_path"
+            )
+        self.tier = Tier.of(offload, aio, self.comm.device)
+        self.residency = Residency()
+        self._seen: list[weakref.ref[nn.Module]] = []
+        if module is not None:
+            self._shard_tree(module)
+
+    def __enter__(self) -> Init:
+        if not self.enabled:
+            return self
+        if Init._active is None:
+            Init._active = self
+            self._mode = _InPlaceOnSharded()
+            self._mode.__enter__()
+            self._handles = [
+                register_module_parameter_registration_hook(self._parameter_registered),
+                register_module_module_registration_hook(self._module_registered),
+            ]
+        self._seen_before = len(Init._active._seen)
+        return self
+
+    def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
+        if not self.enabled:
+            return
+        outermost = Init._active
+        if outermost is self:
+            Init._active = None
+            self._mode.__exit__(None, None, None)
+            for handle in self._handles:
+                handle.remove()
+        if exc_type is None:
+            # Parameters of modules that have no parent: the model itself.
+            for reference in outermost._seen[self._seen_before :]:
+                if (module := reference()) is not None:
+                    outermost._shard_own(module)
+
+    def _parameter_registered(
+        self, module: nn.Module, name: str, param: nn.Parameter | None
+    ) -> None:
+        if not self._seen or self._seen[-1]() is not module:
+            self._seen.append(weakref.ref(module))
+
+    def _module_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None:
+            self._shard_tree(module)
+
+    def _shard_tree(self, root: nn.Module) -> None:
+        for module in root.modules():
+            self._shard_own(module)
+
+    def _shard_own(self, module: nn.Module) -> None:
+        own = {
+            name: param
+            for name, param in module.named_parameters(recurse=False)
+            if owning_group(param) is None
+            and param.is_floating_point()
+            and param.numel()
+            and not param.is_meta
+        }
+        if own:
+            shapes = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in own.items()}
+            kind = type(module).__name__
+            require_same(
+                self.comm,
+                {f"parameter {name} of a {kind}": shape for name, shape in shapes.items()},
+            )
+        for name, param in own.items():
+            options = {
+                "dtype": self.dtype,
+                "tier": self.tier,
+                "param_names": [name],
+                "strict": self.strict,
+            }
+            ParamGroup(name, [param], self.comm, self.residency, **options)

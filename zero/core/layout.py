@@ -1,0 +1,297 @@
+"""Pure arithmetic: which parameters form a group, where each is in the group's flat buffer, which
+slice each rank has.
+
+This file touches no process group and no tensor's values.
+
+[Note: words]
+group        parameters that are unsharded, reduced and resharded as one: a transformer block, or one stray module.
+full        a group's unsharded 1-D buffer. While the group is unsharded, its parameters are views of it.
+shard       one rank's contiguous slice of `full`. All shards have the same length, so `full` is padded.
+slot        a parameter's place in `full`.
+persistent  a parameter that is small enough to stay unsharded all the time.
+master      the fp32 copy of a shard that the optimizer updates.
+tile        a piece of a master that the optimizer updates at a time.
+
+    full   | slot 0 | gap | slot 1           | gap | slot 2 | padding |
+    shards | rank 0             | rank 1             | rank 2         |
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero.errors import UsageError
+
+# Slots start on multiples of this many elements: 64 bytes of a 16-bit dtype. Matrix kernels and the
+# vectorised part of the optimizer then see the alignment that separately allocated parameters would
+# have.
+ALIGNMENT = 32
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its group's flat buffer; all numbers are elements."""
+
+    offset: int
+    numel: int
+    shape: torch.Size
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of the slot number `slot` that lies in a shard; all numbers are elements.
+
+    `shard[start : start + numel]` holds `param.flatten()[inside : inside + numel]`.
+    """
+
+    slot: int
+    start: int
+    inside: int
+    numel: int
+
+
+class GroupLayout:
+    """Where each of a group's parameters lies in `full` and how `full` is cut into shards.
+
+    `numel` counts elements of parameters, `padded` those of `full`, `shard_numel` those of each
+    rank's shard. Every shard of a `replicated` group is all of `full`. A single parameter is cut
+    without regard to alignment, because scripts expect shards of ceil(elements / ranks)."""
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int, replicated: bool = False):
+        self.world_size = world_size
+        self.replicated = replicated
+        slots, offset = [], 0
+        for shape in shapes:
+            slots.append(Slot(offset, shape.numel(), shape))
+            offset = round_up(offset + shape.numel(), ALIGNMENT)
+        self.slots = tuple(slots)
+        self.numel = sum(slot.numel for slot in slots)
+        self.padded = (
+            round_up(offset, ALIGNMENT * world_size)
+            if len(shapes) > 1
+            else round_up(self.numel, world_size)
+        )
+        self.shard_numel = self.padded if replicated else self.padded // world_size
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The (start, end) ranges of `full` that belong to no parameter."""
+        ends = [0, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.padded]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The (start, end) of `rank`'s shard in `full`."""
+        start = 0 if self.replicated else rank * self.shard_numel
+        return start, start + self.shard_numel
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What `rank`'s shard holds, in the order of its elements."""
+        low, high = self.shard_range(rank)
+        found = []
+        for index, slot in enumerate(self.slots):
+            start, end = max(slot.offset, low), min(slot.end, high)
+            if start < end:
+                found.append(Piece(index, start - low, start - slot.offset, end - start))
+        return found
+
+    def part(self, slot: int, rank: int) -> Piece:
+        """The part of a slot in `rank`'s shard, possibly empty.
+
+        A group's only slot: all of the shard, with padding.
+        """
+        if len(self.slots) == 1:
+            return Piece(0, 0, min(self.shard_range(rank)[0], self.numel), self.shard_numel)
+        return next(
+            (piece for piece in self.pieces(rank) if piece.slot == slot), Piece(slot, 0, 0, 0)
+        )
+
+
+@dataclass
+class GroupPlan:
+    """Which parameters form a group, and the modules whose forward needs them.
+
+    `shared` marks a group whose parameters several modules own (tied weights). It is unsharded for
+    each owner's call."""
+
+    name: str
+    params: list[nn.Parameter] = field(default_factory=list)
+    param_names: list[str] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    persistent: bool = False
+    shared: bool = False
+
+
+# Attributes of modules. The functions of `zero.integrations.deepspeed.leaf` and
+# `register_external_parameter` set them. The first has DeepSpeed's name, because scripts set it
+# too.
+LEAF_FLAG = "_z3_leaf"
+# Marks the tiles of `zero.integrations.deepspeed.tiling.TiledLinear`. They are groups of their own,
+# also inside a block, but not inside a leaf.
+TILE_FLAG = "_zero_tile"
+EXTERNAL_PARAMETERS = "_zero_external_parameters"
+# Of a model that `zero.parallel.pipeline` has split, and that lacks what other ranks have.
+PIPELINE_PLACE = "_zero_pipeline"
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that `module`'s own forward reads `parameter`, which another module owns. Both calls then
+    unshard it.
+
+    Call it before `zero.initialize`. Without it, such a parameter is unsharded at its first read
+    and stays unsharded to the end of the backward."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            "register_external_parameter: expected a torch.nn.Parameter, got "
+            f"{type(parameter).__name__}"
+        )
+    module.__dict__.setdefault(EXTERNAL_PARAMETERS, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    registered = module.__dict__.get(EXTERNAL_PARAMETERS, [])
+    if not any(known is parameter for known in registered):
+        raise UsageError(
+            "unregister_external_parameter: this parameter is not registered for this module"
+        )
+    registered[:] = [known for known in registered if known is not parameter]
+
+
+def packs_experts(module: nn.Module) -> bool:
+    """Whether the module holds the weights of all its experts in tensors whose first dimension is
+    the expert.
+    """
+    experts = getattr(module, "num_experts", None)
+    # Under expert parallelism the module's number is this rank's, and the parameters are DTensors.
+    own = (getattr(param, "_local_tensor", param) for param in module.parameters(recurse=False))
+    return isinstance(experts, int) and any(
+        param.dim() == 3 and len(param) == experts for param in own
+    )
+
+
+def block_classes(model: nn.Module) -> set[str]:
+    """Class names a model declares as indivisible, as HF models do in `_no_split_modules`."""
+    return {
+        name
+        for module in model.modules()
+        for name in (getattr(module, "_no_split_modules", None) or ())
+    }
+
+
+def find_blocks(model: nn.Module) -> dict[nn.Module, str]:
+    """The outermost modules to gather as a whole: leaves, those the model names, else the children
+    of `ModuleList`s.
+    """
+    classes, blocks = block_classes(model), {}
+
+    def visit(module: nn.Module, name: str, in_list: bool) -> None:
+        declared = type(module).__name__ in classes
+        if getattr(module, LEAF_FLAG, False) or (name and (declared or (in_list and not classes))):
+            blocks[module] = name
+            return
+        for child_name, child in module.named_children():
+            visit(
+                child,
+                f"{name}.{child_name}" if name else child_name,
+                isinstance(module, nn.ModuleList),
+            )
+
+    visit(model, "", False)
+    return blocks
+
+
+def _called(block: nn.Module) -> list[nn.Module]:
+    """The modules whose calls use a block: the block itself, or its children if it is a container
+    without a forward.
+    """
+    if type(block).forward is nn.Module.forward:
+        return [called for child in block.children() for called in _called(child)]
+    return [block]
+
+
+def called_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules whose calls use the blocks of `model`."""
+    return [called for block in find_blocks(model) for called in _called(block)]
+
+
+def plan_groups(
+    model: nn.Module,
+    persistence_threshold: int,
+    model_persistence_threshold: int = sys.maxsize,
+    sort_key: Mapping[nn.Parameter, Hashable] | None = None,
+) -> list[GroupPlan]:
+    """Assign every floating-point parameter of `model` to exactly one group.
+
+    A group is uniform in dtype and in `requires_grad`. Parameters of at most
+    `persistence_threshold` elements go to the persistent groups, up to
+    `model_persistence_threshold` elements in all. Others go to the group of the block that contains
+    all of their owners, else to a stray group of the modules that own them. Experts that are packed
+    into 3-D parameters may be most of the model. So they are a stray group even inside a block,
+    unless it is a leaf. Within a group, parameters with equal `sort_key` (the index of the
+    optimizer's param group) lie next to each other."""
+    blocks = find_blocks(model)
+    leaves = (module for module in model.modules() if getattr(module, LEAF_FLAG, False))
+    in_leaves = {module for leaf in leaves for module in leaf.modules()}
+    block_of: dict[nn.Module, nn.Module] = {}
+    for block in blocks:
+        for module in block.modules():
+            if module in in_leaves or not (
+                getattr(module, TILE_FLAG, False) or packs_experts(module)
+            ):
+                block_of.setdefault(module, block)
+
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+    module_names: dict[nn.Module, str] = {}
+    for module_name, module in model.named_modules():
+        module_names[module] = module_name
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+            names.setdefault(param, f"{module_name}.{name}" if module_name else name)
+    for module in list(module_names):
+        for param in module.__dict__.get(EXTERNAL_PARAMETERS, ()):
+            if param in owners and module not in owners[param]:
+                owners[param].append(module)
+
+    plans: dict[Hashable, GroupPlan] = {}
+    persistent = 0
+    for param, owned_by in owners.items():
+        if not param.is_floating_point() or param.numel() == 0:
+            continue
+        traits = (param.dtype, param.requires_grad)
+        homes = {block_of.get(module) for module in owned_by}
+        home = next(iter(homes)) if len(homes) == 1 else None
+        if (
+            param.numel() <= persistence_threshold
+            and persistent + param.numel() <= model_persistence_threshold
+        ):
+            persistent += param.numel()
+            key, plan = ("persistent", traits), GroupPlan("persistent", persistent=True)
+        elif home is not None:
+            key, plan = (
+                (home, traits),
+                GroupPlan(blocks[home] or "the whole model", modules=_called(home)),
+            )
+        else:
+            key = (tuple(owned_by), traits)
+            plan = GroupPlan(names[param], modules=list(owned_by), shared=len(owned_by) > 1)
+        plans.setdefault(key, plan).params.append(param)
+
+    for plan in plans.values():
+        if sort_key is not None:
+            plan.params.sort(key=lambda p: sort_key.get(p, -1))
+        plan.param_names = [names[param] for param in plan.params]
+    return list(plans.values())

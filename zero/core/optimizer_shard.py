@@ -1,0 +1,233 @@
+"""What the optimizer keeps of one group on this rank: the master, the reduced gradient, and where
+they live.
+
+This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
+
+    gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by `zero.core.gradients`)
+    master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by `zero.optim.sharded_optimizer`)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from zero.comm.work import Pending
+from zero.core.param_group import ParamGroup
+from zero.offload.tiers import Tier
+
+
+class LateUpdates(Protocol):
+    """What updates masters, also after `step` has returned; see `zero.optim.background`."""
+
+    def is_late(self, shard: OptimizerShard) -> bool:
+        """Whether the shard is still to be updated."""
+
+    def wait(self, shard: OptimizerShard) -> None:
+        """Block until the shard is updated; raises what went wrong."""
+
+
+class OptimizerShard:
+    """This rank's part of a group's optimization.
+
+    Attributes: tier: where master, gradient and optimizer state live. master: 1-D, fp32 unless bf16
+    is configured, or None before `make_master`; if the group's shard has that dtype and is in the
+    same place, it is the master. grad: 1-D, the reduced gradient in the dtype of the reducer's
+    sums, or None. `grad` times `comm.mean_factor` is the mean over ranks."""
+
+    def __init__(self, group: ParamGroup, tier: Tier):
+        self.group = group
+        self.tier = tier
+        self.master: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        # 2-norms of the pieces of an offloaded gradient, by the piece's start. They are computed on
+        # the compute device before the gradient leaves it.
+        self._norms: dict[int, torch.Tensor] = {}
+        self._updates: LateUpdates | None = None
+        self._writes: list[Pending] = []
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether master, gradient and state live on another tier than the compute device."""
+        return self.tier != Tier(self.group.comm.device)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the master is the group's shard itself."""
+        return self.master is self.group.shard
+
+    # -- master
+
+    @torch.no_grad()
+    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
+        """Make the master. From now on `updates` change it, and each all-gather of the group waits
+        for them.
+
+        A shard of this dtype in the same place is its own master. So is one in host memory if the
+        tier is a file: the weights are in memory anyway. A model in fp32 that is trained in 16 bits
+        keeps its fp32 values in the master."""
+        shard, initial = self.group.shard, self.group.initial_master
+        self.group.initial_master = None
+        in_another_file = (
+            self.group.tier.holds_in_file(shard) and self.group.tier.file is not self.tier.file
+        )
+        if shard.dtype == dtype and shard.device == self.tier.device and not in_another_file:
+            self.master = shard
+        elif initial is not None and self.group.master_tier == self.tier and initial.dtype == dtype:
+            self.master = initial
+        else:
+            self.master = self.tier.keep(shard if initial is None else initial, dtype)
+        self._updates = updates
+        self.group.attach(self)
+
+    def free(self) -> None:
+        """Free master and gradient: the optimizer has ended."""
+        self.group.attach(None)
+        self.master = self.grad = None
+        self._writes.clear()
+
+    @torch.no_grad()
+    def round_into_shard(self, start: int, values: torch.Tensor) -> Pending:
+        """Start to write updated values, from element `start` on, to the group's shard, in its
+        dtype.
+        """
+        target = self.group.shard[start : start + values.numel()]
+        if self.shares_weights or target.data_ptr() == values.data_ptr():
+            return Pending()
+        return self.group.write_shard(start, values)
+
+    @torch.no_grad()
+    def master_was_replaced(self) -> None:
+        """The master has new values from elsewhere: round them into the shard.
+
+        Every rank must call.
+        """
+        if not self.shares_weights:
+            self.group.write_shard(0, self.master).wait()
+        self.group.refresh()
+
+    @torch.no_grad()
+    def shard_was_replaced(self) -> None:
+        """The group's shard has new values from elsewhere: take them over.
+
+        Elements that are the master's rounded ones were not changed, and stay as precise as they
+        were."""
+        if self.master is None or self.shares_weights:
+            return
+        given = self.group.shard.to(self.master.device)
+        values = torch.where(self.master.to(given.dtype) == given, self.master, given)
+        self.tier.store(self.master, values).wait()
+
+    # -- gradient
+
+    def reduction_target(self, dtype: torch.dtype, accumulate: bool) -> torch.Tensor:
+        """A 1-D buffer of `dtype` on the compute device, of the shard's length, for a reduction to
+        write to.
+
+        If `accumulate`, it holds the gradient so far. The caller has waited for the write of that
+        gradient."""
+        if self.grad is not None and self.grad.dtype == dtype and not self.is_offloaded:
+            return self.grad
+        out = torch.empty(self.group.layout.shard_numel, dtype=dtype, device=self.group.comm.device)
+        if accumulate:
+            self.tier.load(out, self.grad).wait()
+        elif not self.is_offloaded:
+            self.grad = out
+        return out
+
+    def put_gradient(self, values: torch.Tensor) -> Pending:
+        """Keep the reduced gradient `values`, which is on the compute device.
+
+        If offloaded, start to write it out.
+        """
+        if not self.is_offloaded:
+            self.grad = values
+            return Pending()
+        if starts := [piece.start for piece in self.group.pieces]:
+            parts = [values[piece.start : piece.start + piece.numel] for piece in self.group.pieces]
+            self._norms.update(
+                zip(starts, torch._foreach_norm(parts, dtype=torch.float32), strict=True)
+            )
+        if self.grad is None or self.grad.dtype != values.dtype:
+            self.grad = self.tier.empty(values.numel(), values.dtype)
+        return self.tier.store(self.grad, values)
+
+    def widen_gradient(self, dtype: torch.dtype) -> None:
+        """Keep the gradient in `dtype`, because something is about to be added to it or written
+        into it.
+        """
+        if self.grad.dtype != dtype:
+            self.grad = self.tier.keep(self.grad, dtype)
+
+    def known_norm(self, start: int) -> torch.Tensor | None:
+        """2-norm (a scalar) of the gradient piece that begins at `start`, if it was taken before
+        the gradient left.
+        """
+        return self._norms.get(start)
+
+    def forget_norm(self, start: int) -> None:
+        """The piece that begins at `start` has been changed since its norm was taken."""
+        self._norms.pop(start, None)
+
+    def end_cycle(self) -> None:
+        """The gradient has been used; the next one is written over it."""
+        self._norms.clear()
+
+    def free_gradient(self) -> None:
+        self.grad = None
+
+    # -- late updates
+
+    def is_ready(self) -> bool:
+        """Whether the last step's update is computed. It may not be written to its file yet."""
+        return self._updates is None or not self._updates.is_late(self)
+
+    def wait(self) -> None:
+        """Block until the last step's update is computed and written."""
+        if self._updates is not None:
+            self._updates.wait(self)
+        writes, self._writes = self._writes, []
+        for each in writes:
+            each.wait()
+
+    def add_write(self, write: Pending) -> None:
+        """The last update is complete when `write` is."""
+        self._writes.append(write)
+
+    def forget_writes(self) -> None:
+        """Do not wait for the writes in flight: they failed, or their result is not needed."""
+        self._writes.clear()
+
+    # -- moves
+
+    @torch.no_grad()
+    def move(self, tier: Tier) -> None:
+        """Move gradient and master to `tier`.
+
+        The weights go there too if it is the compute device, else to `home`.
+        """
+        shared, master = self.shares_weights, self.master
+        self.move_gradient(tier)
+        if not self.group.persistent:
+            self.group.move_weights(
+                tier if tier == Tier(self.group.comm.device) else self.group.home
+            )
+        self.master = self.group.shard if shared and self.group.tier == tier else tier.keep(master)
+        self.tier = tier
+
+    def move_gradient(self, tier: Tier) -> None:
+        if self.grad is not None:
+            self.grad = tier.keep(self.grad)
+
+    def move_master(self, tier: Tier) -> None:
+        """Move the master to `tier`, unless it is the shard itself."""
+        if not self.shares_weights:
+            self.master = tier.keep(self.master)
+
+    def move_weights(self, tier: Tier) -> None:
+        """As `Group.move_weights`; a shard that is its own master stays that."""
+        shared = self.shares_weights
+        self.group.move_weights(tier)
+        if shared:
+            self.master = self.group.shard

@@ -1,0 +1,470 @@
+"""One group: parameters that are unsharded and resharded as one, and the legal transitions between
+their states.
+
+This file does not know when a group is used, nor its gradients. Of the optimizer it knows only a
+`ShardWriter`.
+
+[Note: states]
+    SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
+    GATHERING  --wait_for_all_gather--> GATHERED    `full` has the values; the parameters still show NaN
+    GATHERED   --unshard-->             UNSHARDED   the parameters become views of `full`; each call adds a user
+    UNSHARDED  --release-->             GATHERED    the last use is over; the parameters show NaN again
+    any        --reshard-->             SHARDED     the memory of `full` is freed
+
+`unshard` makes all missing transitions. A persistent group is always UNSHARDED.
+
+[Note: storage under autograd] `full` stays the same tensor from forward to backward. Resharding
+empties its *storage* (`untyped_storage().resize_(0)`), and the next all-gather refills the same
+storage. Tensors that autograd saved during forward, such as `weight.t()`, are views of that
+storage. They are valid again whenever backward unshards the group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from zero.comm.clock import label
+from zero.comm.communicator import Communicator
+from zero.comm.work import Pending
+from zero.core.layout import GroupLayout
+from zero.core.schedule import Residency
+from zero.core.sharded_param import ReadHook, local, owner_of, placeholder, set_owner, take_over
+from zero.core.views import ParameterViews, Shown
+from zero.errors import UsageError
+from zero.offload.tiers import HostTrimmer, Tier
+
+logger = logging.getLogger("zero")
+
+_trimmer = HostTrimmer()
+
+
+class State(Enum):
+    """What memory a group holds, and what its parameters show."""
+
+    SHARDED = "only the shard is in memory; parameters show NaN"
+    GATHERING = "the all-gather into `full` is under way; parameters show NaN"
+    GATHERED = "`full` has the values, which are not in use; parameters show NaN"
+    UNSHARDED = "`full` has the values; parameters are views of it"
+
+
+class ShardWriter(Protocol):
+    """What updates a group's shard between its uses.
+
+    A group knows nothing else of its optimizer.
+    """
+
+    def is_ready(self) -> bool:
+        """Whether the values of the last step are computed.
+
+        They may not be in the shard's file yet.
+        """
+
+    def wait(self) -> None:
+        """Block until the shard has them."""
+
+    def shard_was_replaced(self) -> None:
+        """The shard got new values that do not come from this writer."""
+
+
+def owning_group(param: torch.Tensor) -> ParamGroup | None:
+    """The group that holds `param`'s values, or None for an ordinary parameter."""
+    return owner_of(param)
+
+
+class ParamGroup:
+    """Parameters that are unsharded, reduced and resharded as one.
+
+    Attributes: shard (1-D, compute dtype, this rank's slice on `tier`), home (its first tier), full
+    (1-D, compute dtype, all values with padding; its storage is empty while the group is sharded),
+    shard_range (the shard's start and end in `full`), pieces (which part of each parameter is in
+    the shard), state, users (how many callers need the parameters now), version (counts changes of
+    the values), serial (order of creation, equal on all ranks), strict (a change of unsharded
+    values that would be lost is an error), source (the communicator that gathered `full`; it may
+    quantize), initial_master (the slice as given, on `master_tier`, for an optimizer; or None)."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        comm: Communicator,
+        residency: Residency,
+        *,
+        dtype: torch.dtype | None = None,
+        tier: Tier | None = None,
+        master_tier: Tier | None = None,
+        param_names: Sequence[str] = (),
+        modules: Sequence[nn.Module] = (),
+        persistent: bool = False,
+        shared: bool = False,
+        replicated: bool = False,
+        strict: bool = False,
+    ):
+        self.serial = next(comm.serials)
+        self.name = name
+        self.params = list(params)
+        self.param_names = list(param_names)
+        self.modules = list(modules)
+        self.shared = shared
+        self.strict = strict
+        self.comm = comm
+        self.source = comm
+        self.residency = residency
+        self.dtype = dtype or self.params[0].dtype
+        self.trainable = self.params[0].requires_grad
+        ranks = comm.shard_group
+        self.layout = GroupLayout(
+            [local(param).shape for param in self.params], ranks.size, replicated
+        )
+        self.shard_range = self.layout.shard_range(ranks.rank)
+        self.pieces = self.layout.pieces(ranks.rank)
+        self.tier = self.home = tier or Tier(comm.device)
+        on_device = self.tier == Tier(comm.device)
+        # One rank whose shard already lies on the compute device has nothing to gather.
+        self.persistent = persistent or (ranks.size == 1 and on_device)
+        self.state = State.SHARDED
+        self.users = 0
+        self.version = 0
+        self.index = {param: i for i, param in enumerate(self.params)}
+        self._writer: ShardWriter | None = None
+        self._read_hook: ReadHook | None = None
+        self._gather = Pending()
+        self._handed_over = 0
+        values = self._take_values()
+        rounds = self.trainable and torch.promote_types(values.dtype, self.dtype) != self.dtype
+        self.master_tier = master_tier
+        self.initial_master = (
+            master_tier.keep(self._own_slice(values))
+            if master_tier is not None and rounds
+            else None
+        )
+        values = values.to(self.dtype)
+        if self.persistent:
+            self.full = values
+            self.shard = (
+                self._own_slice(values) if on_device else self.tier.keep(self._own_slice(values))
+            )
+        else:
+            self.shard = self.tier.keep(self._own_slice(values))
+            del values
+            self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
+        self._views = ParameterViews(self.params, self.layout, self.full, owner=self)
+        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
+        if self.persistent:
+            residency.add_persistent(self.layout.numel)
+            self._views.show_values()
+            self.state = State.UNSHARDED
+        else:
+            self.full.untyped_storage().resize_(0)
+            self._views.hide_values()
+
+    def __str__(self) -> str:
+        names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
+        return f"group {self.name!r} (parameters {names})"
+
+    def describe(self) -> str:
+        return (
+            f"group {self.name!r} ({self.layout.numel} elements) is {self.state.name} with "
+            f"{self.users} users"
+        )
+
+    # -- values in
+
+    @torch.no_grad()
+    def _take_values(self) -> torch.Tensor:
+        """Take the parameters over. Returns a flat buffer with their values, in their dtype: rank
+        0's values.
+
+        Each parameter's former memory is freed before the next one is read. Unless the group is
+        persistent, only this rank's slice of the result is valid."""
+        source = self.params[0].dtype
+        full = torch.zeros(self.layout.padded, dtype=source, device=self.comm.device)
+        sharded_before = True
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            param.grad = None
+            former, target = owning_group(param), full.narrow(0, slot.offset, slot.numel)
+            if former is None:
+                sharded_before = False
+                target.copy_(local(param).detach().reshape(-1))
+            else:
+                former.hand_over(param, target)
+            set_owner(param, self)
+            take_over(param, placeholder(slot.shape, source, self.comm.device))
+            _trimmer.freed_elements(slot.numel)
+        if not sharded_before:
+            if self.persistent:
+                self.comm.broadcast(full, src=0)
+            else:
+                self.comm.scatter(self._own_slice(full), full, src=0)
+        return full
+
+    @torch.no_grad()
+    def hand_over(self, param: nn.Parameter, target: torch.Tensor) -> None:
+        """Copy a parameter's values to `target` (1-D), for another group.
+
+        The last one frees this group's memory.
+        """
+        if self._writer is not None:
+            logger.warning(
+                "%s goes to a new engine: the one that trained it so far must not be used again",
+                self,
+            )
+        with self.unsharded():
+            target.copy_(local(param).detach().reshape(-1))
+        self._handed_over += 1
+        if self._handed_over < len(self.params):
+            return
+        if self.persistent:
+            self.residency.add_persistent(-self.layout.numel)
+        elif self.state is not State.SHARDED:
+            self.reshard()
+        self._views.forget_buffer()
+        self.state = State.SHARDED
+        self.shard = None
+        self.full = None
+        self._writer = None
+
+    def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        return full[slice(*self.shard_range)]
+
+    # -- the shard
+
+    def attach(self, writer: ShardWriter | None) -> None:
+        """From now on `writer` updates the shard, and each all-gather waits for it.
+
+        None: nobody does any more.
+        """
+        self._writer = writer
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the values of the last step are computed.
+
+        They may not be in the shard's file yet.
+        """
+        return self._writer is None or self._writer.is_ready()
+
+    def wait_for_update(self) -> None:
+        """Block until the shard has the values of the last step."""
+        if self._writer is not None:
+            with self.comm.clock.waiting("optimizer"):
+                self._writer.wait()
+
+    @torch.no_grad()
+    def write_shard(self, start: int, values: torch.Tensor) -> Pending:
+        """Start to round values into the shard from `start` on.
+
+        All ranks call `refresh` in the same step.
+        """
+        return self.tier.store(self.shard[start : start + values.numel()], values)
+
+    def refresh(self) -> None:
+        """The shard has new values, so `full` is stale: reshard the group; gather a persistent one
+        again.
+        """
+        self.version += 1
+        if self.persistent:
+            if (
+                self.layout.shard_numel < self.layout.padded
+                or self.shard.device != self.full.device
+            ):
+                with torch.no_grad():
+                    self.comm.all_gather(self.full, self.shard, self).wait()
+        elif self.state is not State.SHARDED:
+            self.reshard()
+
+    @torch.no_grad()
+    def broadcast_values(self, src: int) -> None:
+        """Make rank `src`'s unsharded values the values of every rank."""
+        if self.source is not self.comm:
+            raise UsageError(
+                f"{self} is in use with rounded values: change weights before forward or after the "
+                "step"
+            )
+        self.version += 1
+        own = self._own_slice(self.full)
+        if self.persistent:
+            self.comm.broadcast(self.full, src)
+            self.shard.copy_(own)
+        else:
+            self.comm.scatter(own, self.full, src)
+            self.tier.store(self.shard, own).wait()
+        if self._writer is not None:
+            self._writer.shard_was_replaced()
+
+    @torch.no_grad()
+    def move_weights(self, tier: Tier) -> None:
+        """Move the weights to `tier`: the shard, or all of a persistent group."""
+        if self.persistent:
+            self.full = tier.keep(self.full)
+            self.shard = self._own_slice(self.full)
+            self._views.set_buffer(self.full)
+            # `param.data` cannot change to each kind of device; meanwhile nothing may be computed.
+            self._views.show_values() if tier.device == self.comm.device else self._views.hide_values()
+        else:
+            self.shard = tier.keep(self.shard)
+            self.tier = tier
+        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
+
+    # -- transitions
+
+    def all_gather(self, by: Communicator | None = None) -> None:
+        """SHARDED -> GATHERING: allocate `full` and start the all-gather `by` a communicator, by
+        default the group's.
+        """
+        assert self.state is State.SHARDED, self.describe()
+        self.source = by or self.comm
+        self.wait_for_update()
+        self.full.untyped_storage().resize_(self.layout.padded * self.full.element_size())
+        self.residency.add(self.layout.numel)
+        with torch.no_grad(), label(f"all-gather of {self.name}"):
+            self._gather = self._start_all_gather()
+        self._views.say(Shown.NAN_UNTIL_GATHERED)
+        self.state = State.GATHERING
+
+    def _start_all_gather(self) -> Pending:
+        """Start to fill `full`: read the shard from its tier, then all-gather.
+
+        If the shard is in a file, only the read starts now, and `wait` starts the all-gather. Reads
+        end at different times on different ranks, but all ranks must start their all-gathers in the
+        same order."""
+        if not self.tier.holds_in_file(self.shard):
+            return self.source.all_gather(self.full, self.shard, self)
+        own = self._own_slice(self.full)
+        read = self.tier.load(own, self.shard)
+        return Pending([read], lambda: self.source.all_gather(self.full, own, self).wait())
+
+    def wait_for_all_gather(self) -> None:
+        """GATHERING -> GATHERED."""
+        assert self.state is State.GATHERING, self.describe()
+        with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
+            self._gather.wait()
+        self._views.say(Shown.NAN)
+        self.state = State.GATHERED
+
+    def unshard(self) -> None:
+        """Add a user: all-gather if need be, and make the parameters views of `full`."""
+        self.users += 1
+        if self.state is State.SHARDED:
+            self.all_gather()
+        if self.state is State.GATHERING:
+            self.wait_for_all_gather()
+        if self.state is State.GATHERED:
+            self._views.show_values()
+            self.state = State.UNSHARDED
+
+    def release(self) -> bool:
+        """Remove a user.
+
+        If it was the last one, UNSHARDED -> GATHERED, and return True; never if persistent.
+        """
+        assert self.users > 0, self.describe()
+        self.users -= 1
+        if self.users > 0 or self.persistent:
+            return False
+        self._views.hide_values()
+        self.state = State.GATHERED
+        return True
+
+    def reshard(self) -> None:
+        """GATHERING, GATHERED or UNSHARDED -> SHARDED: free the memory of `full`."""
+        assert self.state is not State.SHARDED and not self.persistent, self.describe()
+        if self.state is State.GATHERING:
+            self.wait_for_all_gather()
+        if self.state is State.UNSHARDED:
+            self._views.hide_values()
+        self.full.untyped_storage().resize_(0)
+        self.residency.remove(self.layout.numel)
+        self.state = State.SHARDED
+
+    def reshard_but_keep_aliases(self) -> None:
+        """GATHERED -> SHARDED, but aliases of the parameters (`param.detach()`) keep the values and
+        the memory.
+        """
+        assert self.state is State.GATHERED, self.describe()
+        self.residency.remove(self.layout.numel)
+        self.state = State.SHARDED
+        with torch.inference_mode(False):
+            self.full = torch.empty_like(self.full)
+            self._views.set_buffer(self.full)
+        self.full.untyped_storage().resize_(0)
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Context in which the parameters show their values.
+
+        After it the group has its former state.
+        """
+        return unsharded([self])
+
+    # -- reads of sharded parameters
+
+    def watch_reads(self, hook: ReadHook | None) -> None:
+        """Call `hook` when a function needs a sharded parameter's values; None removes the hook."""
+        self._read_hook = hook
+
+    def before_read(self, param: nn.Parameter, func: Callable) -> None:
+        """`func` needs the values of this sharded parameter."""
+        if self._read_hook is not None:
+            self._read_hook(param, func)
+
+    # -- single parameters
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether unsharded values of this group are in use."""
+        return self.users > 0 or bool(self._views.single)
+
+    def add_single(self, index: int, values: torch.Tensor) -> None:
+        """Take `values` (1-D, in memory of their own): after `show_single` parameter number `index`
+        shows them.
+        """
+        self.residency.add(values.numel())
+        self._views.single[index] = values.view(self.layout.slots[index].shape)
+
+    def has_single(self, indices: Iterable[int]) -> bool:
+        """Whether each of these parameters is unsharded on its own, outside of `full`."""
+        return all(i in self._views.single for i in indices)
+
+    def show_single(self, indices: Iterable[int]) -> None:
+        """Have these parameters show what they were given by `add_single`."""
+        self._views.show_single(indices)
+
+    def free_single(self, indices: Iterable[int]) -> None:
+        """Undo `add_single` and `show_single`."""
+        for i in indices:
+            self.residency.remove(self._views.single.pop(i).numel())
+            if self.state is not State.UNSHARDED:
+                self._views.hide_single(i)
+
+
+@contextmanager
+def unsharded(groups: Sequence[ParamGroup]) -> Iterator[None]:
+    """Context in which all parameters of `groups` show their values. Groups that were sharded are
+    resharded after it.
+
+    The values are exact, unless a forward uses the group with quantized values.
+    """
+    for group in groups:
+        if group.source is not group.comm and group.users == 0 and group.state is not State.SHARDED:
+            group.reshard()
+    found_sharded = [group.state is State.SHARDED for group in groups]
+    for number, group in enumerate(groups):
+        for each in groups[
+            number : number + 2
+        ]:  # the next all-gather runs while this one is waited for
+            if each.state is State.SHARDED:
+                each.all_gather()
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group, was_sharded in zip(groups, found_sharded, strict=True):
+            if group.release() and was_sharded:
+                group.reshard_but_keep_aliases()
+                if group.comm.device.type == "cpu":
+                    _trimmer.freed_elements(group.layout.numel)

@@ -1,0 +1,167 @@
+"""Pure policy: from one recorded pass, what to prefetch, what to keep and what to reshard.
+
+This file knows neither tensors nor ranks: groups are numbers, sizes are elements.
+
+[Note: schedule] A *pass* is the forward and backward of one micro-batch, or one forward without
+gradients. Each use of a group in a pass is a *visit*. The first pass of a kind is only recorded.
+From then on the recorded order predicts the next visits:
+
+    visit(a)    ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
+    release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
+                    `max_live_parameters` elements are gathered; reshard otherwise
+
+If a pass departs from the recorded order (a dropped layer, another branch), nothing is predicted
+until the next pass, which follows the new order. All inputs are the same on every rank, so every
+rank decides alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+NEVER = float("inf")
+
+
+@dataclass
+class Residency:
+    """Counts gathered elements:
+
+    `persistent` ones apart, `live` now and `peak` so far for all others.
+    """
+
+    persistent: int = 0
+    live: int = 0
+    peak: int = 0
+
+    def add(self, numel: int) -> None:
+        self.live += numel
+        self.peak = max(self.peak, self.live)
+
+    def remove(self, numel: int) -> None:
+        self.live -= numel
+
+    def add_persistent(self, numel: int) -> None:
+        self.persistent += numel
+
+
+class Plan:
+    """A recorded order of visits, and how many elements are used between two visits of one group.
+
+    Attributes: next_distance: for each position, to the group's next visit in the pass;
+    wrap_distance: for the position of a group's last visit, to its first one in the next pass;
+    first_distance: by group, before its first visit; total: of the pass."""
+
+    def __init__(self, order: Sequence[int], sizes: Sequence[int]):
+        self.order = tuple(order)
+        self.total = sum(sizes[group] for group in self.order)
+        self.next_distance: list[float] = [NEVER] * len(self.order)
+        self.first_distance: dict[int, int] = {}
+        self.wrap_distance: list[float] = [NEVER] * len(self.order)
+        before, last_seen = 0, {}
+        for position, group in enumerate(self.order):
+            if group in last_seen:
+                previous, end = last_seen[group]
+                self.next_distance[previous] = before - end
+            else:
+                self.first_distance[group] = before
+            before += sizes[group]
+            last_seen[group] = (position, before)
+        for group, (position, end) in last_seen.items():
+            self.wrap_distance[position] = self.total - end + self.first_distance[group]
+
+
+class Schedule:
+    """Follows the visits of a pass and answers what to prefetch and whether to keep.
+
+    Args (all in elements): sizes: of each group, by index; prefetch_bucket_size,
+    max_live_parameters and max_reuse_distance: as the settings `stage3_*` of the same names."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        prefetch_bucket_size: int,
+        max_live_parameters: int,
+        max_reuse_distance: int,
+    ):
+        self.sizes = tuple(sizes)
+        self.prefetch_bucket_size = prefetch_bucket_size
+        self.max_live_parameters = max_live_parameters
+        self.max_reuse_distance = max_reuse_distance
+        self.plans: dict[Hashable, Plan] = {}
+        self._plan: Plan | None = None
+        self._kind: Hashable = None
+        self._trace: list[int] | None = None
+        self._last_position = [-1] * len(self.sizes)
+        self.wraps = False
+
+    def begin(self, kind: Hashable, wraps: bool) -> None:
+        """Start a pass of `kind`;
+
+        `wraps` says that parameters do not change before the next pass of this kind.
+        """
+        self._kind = kind
+        self.wraps = wraps
+        self._plan = self.plans.get(kind)
+        self._trace = []
+        self._last_position = [-1] * len(self.sizes)
+
+    def end(self) -> None:
+        """Finish the pass; a new order replaces the recorded one."""
+        if self._trace and (self._plan is None or self._plan.order != tuple(self._trace)):
+            self.plans[self._kind] = Plan(self._trace, self.sizes)
+        self._plan = None
+        self._trace = None
+
+    @property
+    def records(self) -> bool:
+        """Whether a pass is under way."""
+        return self._trace is not None
+
+    def visit(self, group: int) -> None:
+        """Record that `group` is used now."""
+        if self._trace is None:
+            return
+        position = len(self._trace)
+        self._trace.append(group)
+        self._last_position[group] = position
+        if self._plan is not None and (
+            position >= len(self._plan.order) or self._plan.order[position] != group
+        ):
+            self._plan = None
+
+    def recorded(self, kind: Hashable) -> Sequence[int]:
+        """The groups in the order of their visits in the last pass of `kind`; empty before the
+        first.
+        """
+        return self.plans[kind].order if kind in self.plans else ()
+
+    def upcoming(self) -> Sequence[int]:
+        """The groups that the recorded order visits next, nearest first."""
+        if self._plan is None or self._trace is None:
+            return ()
+        return self._plan.order[len(self._trace) :]
+
+    def distance(self, group: int) -> float:
+        """Elements used between the group's last visit and its next one; infinite when unknown."""
+        if self._plan is None or self._last_position[group] < 0:
+            return NEVER
+        position = self._last_position[group]
+        ahead = self._plan.next_distance[position]
+        return self._plan.wrap_distance[position] if ahead == NEVER and self.wraps else ahead
+
+    def keep(self, group: int, live: int) -> bool:
+        """Whether a group whose last use has ended stays gathered.
+
+        `live`: gathered elements, its own included.
+        """
+        return live <= self.max_live_parameters and self.distance(group) <= self.max_reuse_distance
+
+    def may_prefetch(self, group: int, in_flight: int, live: int) -> bool:
+        """Whether an all-gather may start before the group's use.
+
+        `in_flight`: elements of such all-gathers.
+        """
+        return (
+            in_flight < self.prefetch_bucket_size
+            and live + self.sizes[group] <= self.max_live_parameters
+        )

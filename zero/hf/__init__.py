@@ -1,5 +1,0 @@
-"""For Hugging Face libraries: `zero.hf.enable()`, and what an unpatched `transformers.Trainer` needs to resume."""
-
-from zero.hf.hook import STARTUP, enable
-
-__all__ = ["STARTUP", "enable"]

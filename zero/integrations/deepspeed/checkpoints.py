@@ -1,0 +1,139 @@
+"""DeepSpeed's checkpoint tools that scripts call.
+
+Only `zero.checkpoint` reads and writes checkpoints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+
+from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
+from zero.checkpoint.export import copied_state_dict
+from zero.checkpoint.folder import MODEL_FILE
+from zero.checkpoint.manifest import read_manifest
+from zero.checkpoint.values import decode
+from zero.comm import world
+
+# The key in a checkpoint's `client_state` under which scripts describe it for DeepSpeed's universal
+# checkpoints. It is stored like all other keys; every checkpoint here loads on any number of ranks
+# without it.
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+
+
+def convert_to_universal(args: Namespace | None = None) -> None:
+    """Make the folder `args.output_folder`, as `ds_to_universal` does, out of the checkpoint
+    `args.input_folder`.
+
+    The files are hard links, or copies on another file system: every checkpoint here loads on any
+    number of ranks as it is. None: as the command line says. ValueError if the input is no
+    checkpoint, OSError if the output exists."""
+    if args is None:
+        parser = ArgumentParser(prog="ds_to_universal")
+        parser.add_argument("--input_folder", required=True)
+        parser.add_argument("--output_folder", required=True)
+        args, _ = (
+            parser.parse_known_args()
+        )  # DeepSpeed's other options say how to convert; nothing is converted
+    read_manifest(Path(args.input_folder))
+    shutil.copytree(args.input_folder, args.output_folder, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:
+    """The placeholder file of the model in a checkpoint's folder.
+
+    The values themselves are in slices.
+    """
+    return os.path.join(base_folder, MODEL_FILE.replace("00", mp_rank_str))
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a checkpoint's whole model in fp32 to `output_dir`, in files of at most
+    `max_shard_size` with an index.
+
+    The file is `model.safetensors` with `safe_serialization`, else `pytorch_model.bin`. Tied
+    weights are stored once. The model is held in host memory; `zero consolidate` needs less. Raises
+    ValueError for a missing or damaged checkpoint."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    size = sys.maxsize if max_shard_size is None else max_shard_size
+    os.makedirs(output_dir, exist_ok=True)
+    save_torch_state_dict(
+        state, output_dir, max_shard_size=size, safe_serialization=safe_serialization
+    )
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copy every tensor in nested mappings, lists and tuples to `device`; other values are passed
+    on as they are.
+
+    `torch.save` writes the whole storage behind a view; a copy has a storage of its own size. A
+    state dict is copied as `zero.checkpoint.export.copied_state_dict` says."""
+    if (
+        isinstance(item, Mapping)
+        and item
+        and all(isinstance(value, torch.Tensor) for value in item.values())
+    ):
+        return copied_state_dict(item, world.get_rank())
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)(
+            (key, clone_tensors_for_torch_save(value, device)) for key, value in item.items()
+        )
+    if isinstance(item, Sequence) and not isinstance(item, str | bytes):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+# Lightning makes one file of a checkpoint by the two functions below. Its converter reads the stage
+# from an optimizer file and `client_state` from a model file, both pickled. A checkpoint here has
+# no pickle files. These functions make them, and they are removed at the end of the process.
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike) -> list[str]:
+    """The path of a file with {"optimizer_state_dict": {"zero_stage": the stage that was trained
+    with}}.
+
+    Args: checkpoint_dir: the checkpoint's own folder, the one with `checkpoint.json`; ValueError if
+    it is none."""
+    stage = read_manifest(Path(checkpoint_dir)).stage
+    return [_write("optim_states.pt", {"optimizer_state_dict": {"zero_stage": stage}})]
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike, zero_stage: int) -> str:
+    """The path of a file with the `client_state` that was given to `save_checkpoint`; errors as
+    `get_optim_files`.
+    """
+    return _write("model_states.pt", decode(read_manifest(Path(checkpoint_dir)).client_state))
+
+
+def _write(name: str, content: dict) -> str:
+    folder = tempfile.mkdtemp(prefix="zero-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder, name)
+    torch.save(content, path)
+    return str(path)

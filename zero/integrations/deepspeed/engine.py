@@ -1,0 +1,327 @@
+"""`initialize`, and the engine that it returns: `ZeroEngine` with the methods that DeepSpeed's
+users know.
+
+This file makes objects from the configuration: an optimizer, a schedule, leaf modules. It does not
+know how an engine trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zero import monitor
+from zero.checkpoint.export import Weights, consolidated_state_dict
+from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
+from zero.comm import world
+from zero.comm.mesh import Mesh
+from zero.config import Config, load_config
+from zero.engine import ZeroEngine
+from zero.errors import FOLLOWED_RELEASE, UsageError
+from zero.integrations.deepspeed.leaf import mark_configured
+from zero.integrations.deepspeed.lr_schedules import build_scheduler
+from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
+from zero.integrations.deepspeed.optimizers import build_optimizer
+from zero.integrations.deepspeed.sequence import share_sequences
+from zero.integrations.deepspeed.tensor import follow, share_model
+from zero.parallel.sequence import MicroBatches, current_group
+
+logger = logging.getLogger("zero")
+
+
+class DeepSpeedEngine(ZeroEngine):
+    """`ZeroEngine` with DeepSpeed's names for its settings and its place. Made by `initialize`."""
+
+    optimizer_class = DeepSpeedOptimizer
+
+    def __init__(self, model: nn.Module, settings: Config, *args: object, **kwargs: object):
+        super().__init__(model, settings, *args, **kwargs)
+        offload = ParameterOffload(self.hooks)
+        if self.optimizer is not None:
+            self.optimizer.parameter_offload = offload
+            self.monitor = monitor.make(self)
+
+    _config = property(attrgetter("settings"), doc="The configuration.")
+    tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
+    device = property(
+        attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs."
+    )
+    global_rank = property(attrgetter("comm.job.rank"), doc="This rank's number.")
+    world_size = property(attrgetter("comm.job.world_size"), doc="The number of ranks.")
+    sequence_parallel_size = property(
+        attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence."
+    )
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many ranks, or groups of ranks that share sequences or the model, have batches of
+        their own.
+        """
+        return self.comm.world_size // self.sequence_parallel_size
+
+    @property
+    def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
+        """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at
+        stage 0 in fp32.
+
+        A schedule-free one is an exception: its `train()` and `eval()` change weights.
+        """
+        plain = (
+            self.settings.zero_optimization.stage == 0
+            and self.settings.compute_dtype == torch.float32
+        )
+        if self.optimizer is None or not plain or hasattr(self.optimizer.optimizer, "eval"):
+            return self.optimizer
+        return self.optimizer.optimizer
+
+    @property
+    def local_rank(self) -> int:
+        return self.comm.device.index or 0
+
+    def empty_partition_cache(self) -> None:
+        """Free all gathered parameters that are not in use."""
+        self.reshard()
+
+    def allreduce_gradients(self) -> None:
+        """Wait for the reductions that backward has started."""
+        self.reducer.drain()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return (
+            self.train_batch_size(),
+            self.train_micro_batch_size_per_gpu(),
+            self.gradient_accumulation_steps(),
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch size by changing the number of accumulation steps."""
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % per_step:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of micro batch x ranks = "
+                f"{per_step}"
+            )
+        self.settings.train_batch_size = train_batch_size
+        self.settings.gradient_accumulation_steps = train_batch_size // per_step
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size; the number of accumulation steps stays."""
+        self.settings.train_micro_batch_size_per_gpu = micro_batch_size
+        self.settings.train_batch_size = (
+            micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+        )
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.scaler is not None and self.scaler.dynamic
+
+    def loss_scale(self) -> float:
+        """The present factor on the loss; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    cur_scale = property(loss_scale)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[str | None]:
+        """The `type` entry of each parameter group, where the script gave one."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[float | tuple[float, float]]:
+        """The momentum, or Adam's betas, of each parameter group."""
+        return [
+            group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups
+        ]
+
+    def compile(
+        self,
+        backend: str | Callable = "inductor",
+        compile_kwargs: dict | None = None,
+        schedule: object | None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """As `ZeroEngine.compile`.
+
+        A `schedule`, which is one of DeepCompile's, and compiled autograd are refused.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise UsageError(
+                "compile: there is no DeepCompile, nor compiled autograd: leave out the last two "
+                "arguments"
+            )
+        super().compile(backend, compile_kwargs)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict | None:
+        if not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
+                "true to save a model"
+            )
+        weights = Weights(
+            self.module, self.groups, self.comm, exclude_frozen=exclude_frozen_parameters
+        )
+        return consolidated_state_dict(self.module, weights)
+
+    # accelerate calls this one where tensor parallelism is configured.
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    _change_recovery_script_permissions = staticmethod(make_executable)
+
+    def _get_optimizer_ckpt_name(
+        self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int
+    ) -> str:
+        """The placeholder file of a rank's optimizer state in a checkpoint.
+
+        The state itself is in slices.
+        """
+        return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
+
+
+def _setting(key: str) -> Callable[[DeepSpeedEngine], object]:
+    def read(self: DeepSpeedEngine) -> object:
+        return attrgetter(key)(self.settings)
+
+    read.__doc__ = f"The configuration's `{key}`, completed where it was left out."
+    return read
+
+
+# Methods without arguments. Each returns the value of a key of the configuration.
+for _name, _key in {
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "log_level": "log_level",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}.items():
+    setattr(DeepSpeedEngine, _name, _setting(_key))
+
+
+# Makes the engine of a script; `zero verify` sets another function here.
+make_engine: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
+
+
+def initialize(
+    args: object | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: object | None = None,
+    distributed_port: int | None = None,
+    mpu: object | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: object | None = None,
+    mesh_param: object | None = None,
+    config_params: object | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[
+    DeepSpeedEngine,
+    torch.optim.Optimizer | DeepSpeedOptimizer | None,
+    DataLoader | None,
+    object | None,
+]:
+    """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as
+    `deepspeed.initialize` does.
+
+    Args:
+        model: the model, ordinary or built under `Init`; its parameters are sharded in place.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes
+        one; it takes
+            precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all that
+        require grad. lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that
+        makes one. training_data: a dataset. The returned dataloader gives micro-batches of this
+        rank's part of it, made by
+            `collate_fn`.
+        mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
+        parallelism. config: the ds_config as path, dict or JSON; `config_params` and
+        `args.deepspeed_config` mean the same. mesh: a `DeviceMesh` with some of the dimensions `pp`
+        (see `zero.parallel.pipeline`), `replicate`, `shard` (its size is
+            `mics_shard_size`) and `tp` (`autotp_size`). Default: that of accelerate's
+            `ParallelismConfig`.
+
+    Raises:
+        ValueError: for a bad configuration or an argument that is not supported, by name.
+    """
+    if model is None:
+        raise UsageError("initialize: model is missing")
+    if mesh_param is not None:
+        raise UsageError(
+            "initialize: not supported: mesh_param; sequence_parallel_size is a key of the "
+            "configuration"
+        )
+    given = [
+        config,
+        config_params,
+        getattr(args, "deepspeed_config", None),
+        getattr(args, "deepscale_config", None),
+    ]
+    sources = [source for source in given if source is not None]
+    if not sources:
+        raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
+    settings = load_config(sources[0])
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level)
+    world.init_distributed()
+    share_sequences(model, settings, mpu)
+    comm, replaced = share_model(model, settings, mesh)
+    optimizer, model_parameters = follow(optimizer, model_parameters, replaced)
+    settings.resolve_batch(comm.world_size)
+    settings.zero_optimization.shards_over(comm.world_size)
+    if world.get_rank() == 0:
+        logger.info(
+            "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place",
+            FOLLOWED_RELEASE,
+        )
+    mark_configured(model, settings.zero_optimization.leaf_module)
+    optimizer = build_optimizer(settings, optimizer, model_parameters, model)
+    if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:
+        lr_scheduler = partial(build_scheduler, settings.scheduler)
+    engine = make_engine(model, settings, optimizer, lr_scheduler, comm)
+    loader = None if training_data is None else _data_loader(training_data, collate_fn, engine)
+    return engine, engine.returned_optimizer, loader, engine.lr_scheduler
+
+
+def _data_loader(
+    dataset: Dataset, collate_fn: Callable | None, engine: DeepSpeedEngine
+) -> DataLoader:
+    """Micro-batches of this rank's part of `dataset`.
+
+    `loader.sampler.set_epoch` shuffles it again.
+    """
+    sampler = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, engine.comm.world_size, engine.comm.rank)
+    loader = DataLoader(
+        dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
+    )
+    return (
+        loader
+        if engine.sequence_parallel_size == 1
+        else DataLoader(MicroBatches(loader, current_group()), None)
+    )

@@ -1,0 +1,134 @@
+"""The import hook: one object on `sys.meta_path` that answers to the name `deepspeed`.
+
+It follows two documented protocols of the import system: `find_spec` (for `import deepspeed` and
+`importlib.util.find_spec`) and `find_distributions` (for `importlib.metadata`). Nothing is patched.
+`names` has the meaning of each name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.metadata
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from zero.integrations.deepspeed.names import ABSENT, NAMES, REPORTED_VERSION
+
+PACKAGE = "deepspeed"
+_MISSING = object()
+
+
+def _instead(full_name: str) -> str:
+    return (
+        "; pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md"
+        if "pipe" in full_name.lower()
+        else ""
+    )
+
+
+def _absent(full_name: str) -> type:
+    """A class that nothing is an instance of, and that refuses to be called."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        text = f"{full_name} is not provided by zero: you may import it, but not call it"
+        raise NotImplementedError(text + _instead(full_name))
+
+    return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
+
+
+class FacadeModule(ModuleType):
+    """A module of the facade. It looks a name up in the table when the name is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        if full_name in NAMES:
+            return importlib.import_module(full_name)
+        names = NAMES[self.__name__]
+        module, _, attribute = names.get(name, f"{names.get('*', '')}:{name}").partition(":")
+        value = (
+            getattr(importlib.import_module(module), attribute, _MISSING) if module else _MISSING
+        )
+        if name in ABSENT.get(self.__name__, ()):
+            value = _absent(full_name)
+        if value is _MISSING:
+            raise AttributeError(
+                f"'{full_name}' is not provided by zero{_instead(full_name)}", name=name, obj=self
+            )
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *NAMES[self.__name__]} - {"*"})
+
+
+class FacadeDistribution(importlib.metadata.Distribution):
+    """The installed-package record of the facade."""
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            return (
+                f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {REPORTED_VERSION}\n"
+                "Summary: The zero engine, under the name that transformers and accelerate look "
+                "for\n"
+            )
+        if filename == "top_level.txt":
+            return f"{PACKAGE}\n"
+        return None
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / path
+
+
+class FacadeFinder(importlib.metadata.DistributionFinder):
+    """Finds the facade's modules and its distribution record, and loads the modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in NAMES:
+            is_package = any(name.startswith(f"{fullname}.") for name in NAMES)
+            return importlib.machinery.ModuleSpec(
+                fullname, self, origin="zero.integrations.deepspeed", is_package=is_package
+            )
+        if fullname.startswith(f"{PACKAGE}."):
+            raise ModuleNotFoundError(f"'{fullname}' is not provided by zero", name=fullname)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> FacadeModule:
+        return FacadeModule(spec.name, f"zero under the name {spec.name}")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run: the names are resolved at their first use."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """What `python -m fullname` runs. Raises ImportError for a module without a command."""
+        if "main" not in NAMES[fullname]:
+            raise ImportError(
+                f"{fullname} is no command of zero: it can be imported only", name=fullname
+            )
+        return compile(f"import {fullname} as module; module.main()", f"<{fullname}>", "exec")
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterable[importlib.metadata.Distribution]:
+        context = context or importlib.metadata.DistributionFinder.Context()
+        # A search in named folders is for what they contain. No folder contains the facade.
+        if context.path is sys.path and (context.name or PACKAGE).lower() == PACKAGE:
+            yield FacadeDistribution()
+
+
+def is_installed() -> bool:
+    """Whether the facade is on `sys.meta_path` of this process."""
+    return any(isinstance(finder, FacadeFinder) for finder in sys.meta_path)
+
+
+def install() -> FacadeFinder:
+    """Put the facade before every other finder: it is then found first, even if DeepSpeed is
+    installed.
+    """
+    facade = FacadeFinder()
+    sys.meta_path.insert(0, facade)
+    return facade

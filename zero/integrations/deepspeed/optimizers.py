@@ -1,0 +1,278 @@
+"""DeepSpeed's optimizer classes, with torch's numerics, and the choice of a class by the section
+`optimizer`.
+
+accelerate puts these classes in the place of a user's optimizer that is offloaded to the CPU.
+Scripts that were written for DeepSpeed make them too. The engine treats them as any other torch
+optimizer; this file knows nothing of the engine.
+
+Arguments common to all: `params` (`model_params`), parameters or param groups; `lr`, `eps`,
+`weight_decay`, `betas` as in torch; `set_grad_none`, without effect, as gradients are always freed;
+`**settings`, more arguments of the torch class. `fp32_optimizer_states` and `bias_correction` must
+be True (ValueError). On a GPU Adam is torch's fused one, unless `fused` or `foreach` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.comm.world import compute_device, get_world_size
+from zero.config import Config
+from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults, why_refused
+from zero.errors import UsageError
+from zero.optim import cpu_adam
+from zero.optim.elementwise import Lion, make_state_late, require_possible
+from zero.optim.muon import MuonWithAdamW, split_groups
+
+# Where torch has a fused Adam that is the fastest one. On a CPU, `cpu_adam` has the bits of the
+# unfused one.
+_FUSING = ("cuda", "xpu", "hpu")
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
+    for name, value in flags.items():
+        if not value:
+            raise ValueError(
+                f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True"
+            )
+
+
+# Settings in the param groups of optimizers that are not Adam.
+_NOT_ADAMS = set().union(
+    *map(optimizer_defaults, TYPES),
+    ("clip_threshold", "beta2_decay", "ns_steps", "d0", "weight_lr_power"),
+)
+_NOT_ADAMS -= {*optimizer_defaults("Adam"), *optimizer_defaults("AdamW"), "decoupled_weight_decay"}
+
+
+def _refuse_groups_of_another(params: Params) -> None:
+    """Raise UsageError for param groups of another optimizer: accelerate makes Adam of whatever is
+    offloaded.
+    """
+    for group in params if isinstance(params, list) else ():
+        if isinstance(group, dict):
+            other = sorted(_NOT_ADAMS & group.keys())
+            if other or ("maximize" in group and "amsgrad" not in group):
+                raise UsageError(
+                    "DeepSpeedCPUAdam got the param groups of another optimizer "
+                    f"({', '.join(other) or 'no amsgrad'}): "
+                    "accelerate puts Adam in the place of an optimizer that is offloaded. To keep "
+                    "yours, set "
+                    "zero_force_ds_cpu_optimizer to false in the configuration"
+                )
+
+
+@cpu_adam.computes_as_torch_adam
+class FusedAdam(torch.optim.Adam):
+    """Adam (arXiv 1412.6980) with an L2 term in the gradient, or with `adam_w_mode` AdamW (arXiv
+    1711.05101).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, bias_correction=bias_correction)
+        if (
+            not settings.keys() & {"fused", "foreach", "differentiable"}
+            and compute_device().type in _FUSING
+        ):
+            settings["fused"] = True
+        self.adam_w_mode = adam_w_mode
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adam_w_mode,
+            **settings,
+        )
+
+
+@cpu_adam.computes_as_torch_adam
+class DeepSpeedCPUAdam(FusedAdam):
+    """`FusedAdam`, whose `adam_w_mode` is called `adamw_mode` here."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        _refuse_groups_of_another(model_params)
+        super().__init__(
+            model_params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            adamw_mode,
+            weight_decay,
+            amsgrad,
+            **settings,
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad. Raises ValueError for `amsgrad=True`, which has no meaning here."""
+
+    def __init__(
+        self,
+        model_params: Params,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        **settings: Any,
+    ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        if amsgrad:
+            raise ValueError("DeepSpeedCPUAdagrad: amsgrad is a variant of Adam; leave it at False")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **settings)
+
+
+class FusedLion(Lion):
+    """`Lion` with DeepSpeed's arguments."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        fp32_optimizer_states: bool = True,
+    ):
+        _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(FusedLion):
+    """`Lion` with DeepSpeed's arguments."""
+
+
+def build_optimizer(
+    settings: Config,
+    given: torch.optim.Optimizer | Callable | None,
+    model_parameters: Iterable | None,
+    model: nn.Module,
+) -> torch.optim.Optimizer | None:
+    """The user's optimizer if there is one, else the configured one over `model_parameters`, else
+    None.
+
+    `given` is an optimizer, or a function of the parameters that makes one. Raises ValueError for
+    an optimizer that the configuration rules out, and for one that cannot work on so many ranks.
+    """
+    zero = settings.zero_optimization
+    if given is None and settings.optimizer is None:
+        return None
+    params = (
+        [p for p in model.parameters() if p.requires_grad]
+        if model_parameters is None
+        else list(model_parameters)
+    )
+    if given is None:
+        optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer, model)
+    else:
+        if not isinstance(given, torch.optim.Optimizer) and not callable(given):
+            refused = why_refused(type(given).__name__, get_world_size())
+            raise UsageError(
+                "optimizer "
+                f"{refused or f'of class {type(given).__name__} is no torch.optim.Optimizer'}"
+            )
+        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+    require_possible(optimizer, get_world_size())
+    known = type(optimizer).__module__.startswith(("torch.optim.", "zero."))
+    if not known and zero.stage > 0 and not settings.zero_allow_untested_optimizer:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer "
+            "is false: set it to "
+            "true, or take one of torch.optim"
+        )
+    ours = isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
+    forced = (
+        settings.zero_force_ds_cpu_optimizer
+        and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
+    )
+    if given is not None and zero.offloads_optimizer and forced and not ours:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} is offloaded, and zero_force_ds_cpu_optimizer "
+            "is true: take "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
+        )
+    make_state_late(optimizer)
+    return optimizer
+
+
+def _configured(
+    config: OptimizerConfig, params: list, offloaded: bool, model: nn.Module
+) -> torch.optim.Optimizer:
+    """The class that DeepSpeed would take, here with torch's numerics.
+
+    Adam is torch's own with `torch_adam`, else one with DeepSpeed's defaults: it decays no weights
+    unless told to."""
+    kind, settings = config.type, dict(config.params)
+    if kind in ("Adam", "AdamW"):
+        decoupled = settings.pop("adam_w_mode", True) or kind == "AdamW"
+        if settings.pop("torch_adam", False):
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)
+        if offloaded:
+            return DeepSpeedCPUAdam(params, adamw_mode=decoupled, **settings)
+        return FusedAdam(params, adam_w_mode=decoupled, **settings)
+    if kind == "Muon":
+        return _muon(settings, params, model)
+    classes = {
+        "Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+        "Lion": (FusedLion, DeepSpeedCPULion),
+    }
+    make = classes[kind][offloaded] if kind in classes else getattr(torch.optim, kind)
+    return make(params, **settings)
+
+
+def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:
+    """Muon for the hidden matrices of each group, AdamW for the rest;
+
+    `muon_lr` and `adam_lr` override `lr`.
+    """
+
+    def settings_of(keys: tuple[str, ...], rate: str) -> dict[str, Any]:
+        found = {key: settings[key] for key in ("lr", "weight_decay", *keys) if key in settings}
+        return found | ({"lr": settings[rate]} if rate in settings else {})
+
+    loose = [param for param in params if isinstance(param, torch.Tensor)]
+    groups = [group for group in params if isinstance(group, dict)] + [{"params": loose}] * bool(
+        loose
+    )
+    names = {param: name for name, param in model.named_parameters()}
+    if strangers := [param for group in groups for param in group["params"] if param not in names]:
+        raise UsageError(
+            f"optimizer Muon: {len(strangers)} of model_parameters are not the model's, the first "
+            "one of shape "
+            f"{tuple(strangers[0].shape)}"
+        )
+    halves = settings_of(("momentum",), "muon_lr"), settings_of(("betas", "eps"), "adam_lr")
+    return MuonWithAdamW(split_groups(groups, names, *halves), settings.get("adam_w_mode", True))

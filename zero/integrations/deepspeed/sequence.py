@@ -1,0 +1,151 @@
+"""DeepSpeed's names for sequence parallelism, as accelerate and the Trainer call them.
+`zero.parallel.sequence` does the work.
+
+An `mpu` is what `initialize` takes to know of other dimensions than data: this module's functions
+are one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from torch import nn
+
+from zero.comm import world
+from zero.config import Config
+from zero.errors import UsageError
+from zero.parallel.sequence import SequenceGroup, attach, current_group, detach, make_group
+
+logger = logging.getLogger("zero")
+
+
+def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    """Make the groups of neighbouring ranks that share sequences; all ranks must call it."""
+    world.init_distributed()
+    make_group(sequence_parallel_size)
+
+
+def sequence_group() -> SequenceGroup:
+    """The group that was made last. Raises UsageError if there is none."""
+    if (ranks := current_group()) is None:
+        raise UsageError(
+            "there is no sequence-parallel group: call "
+            "UlyssesSPAttentionHF.register_with_transformers"
+        )
+    return ranks
+
+
+def get_sequence_parallel_group() -> Any:
+    """The process group of the ranks that share sequences with this one."""
+    return sequence_group().group
+
+
+def get_sequence_parallel_world_size() -> int:
+    """How many ranks share a sequence."""
+    return sequence_group().size
+
+
+def get_sequence_parallel_rank() -> int:
+    """This rank's number among them."""
+    return sequence_group().rank
+
+
+class Mpu:
+    """The functions above as an object: what `register_with_transformers` returns, and `initialize`
+    takes.
+    """
+
+    in_eval = True
+    initialize_sequence_parallel = staticmethod(initialize_sequence_parallel)
+    get_sequence_parallel_group = get_model_parallel_group = staticmethod(
+        get_sequence_parallel_group
+    )
+    get_sequence_parallel_world_size = get_model_parallel_world_size = staticmethod(
+        get_sequence_parallel_world_size
+    )
+    get_sequence_parallel_rank = get_model_parallel_rank = staticmethod(get_sequence_parallel_rank)
+    get_sequence_data_parallel_group = staticmethod(world.get_world_group)
+    get_sequence_data_parallel_world_size = staticmethod(world.get_world_size)
+    get_sequence_data_parallel_rank = staticmethod(world.get_rank)
+
+
+class UlyssesSPAttentionHF:
+    """Where accelerate switches sequence parallelism on. It has no instances."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: nn.Module | str,
+        core_attn_implementation: str | None = None,
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Mpu | None:
+        """Make the groups, and return what `initialize` needs to attach them to a model. None for
+        one rank a sequence.
+
+        Args: core_attn_implementation: the model's own, which it must be (None: not checked).
+        disable_in_eval: a model that is not training gets whole sequences. The sizes of batches and
+        sequences may differ from batch to batch; what is said of them here has no effect."""
+        if sequence_parallel_size == 1:
+            return None
+        own = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
+        if core_attn_implementation is not None and own not in (None, core_attn_implementation):
+            raise UsageError(
+                "sp_attn_implementation (core_attn_implementation) is "
+                f"{core_attn_implementation!r}, and the model's "
+                f"attn_implementation is {own!r}: give both the same value"
+            )
+        initialize_sequence_parallel(sequence_parallel_size)
+        mpu = Mpu()
+        mpu.in_eval = not disable_in_eval
+        return mpu
+
+
+def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None:
+    """Attach the model to the group of `mpu`, or of `sequence_parallel_size`; complete that
+    setting.
+    """
+    size = settings.sequence_parallel_size
+    if mpu is not None:
+        if not hasattr(mpu, "get_sequence_parallel_world_size"):
+            raise UsageError(
+                "initialize: mpu has no get_sequence_parallel_world_size: no other mpu is supported"
+            )
+        of_mpu = mpu.get_sequence_parallel_world_size()
+        if size not in (1, of_mpu):
+            raise UsageError(
+                f"sequence_parallel_size: is {size}, and the mpu's is {of_mpu}; delete it"
+            )
+        size = of_mpu
+    detach(model)
+    if size > 1:
+        _warn_of_replicas()
+        vars(settings)["sequence_parallel_size"] = (
+            size  # not as an attribute, which would count as given
+        )
+        attach(model, make_group(size), in_eval=getattr(mpu, "in_eval", True))
+
+
+def _warn_of_replicas() -> None:
+    """accelerate makes no mesh of a `ParallelismConfig` with `sp_size`: nothing would tell the
+    engine of replicas.
+    """
+    state = sys.modules.get("accelerate.state")
+    parallel = (
+        state.AcceleratorState().parallelism_config
+        if state is not None and state.is_initialized()
+        else None
+    )
+    if getattr(parallel, "dp_replicate_size", 1) > 1 and world.get_rank() == 0:
+        logger.warning(
+            "ParallelismConfig: dp_replicate_size %d makes no replicas beside sp_size: ZeRO shards "
+            "over all processes. "
+            "Set zero_optimization.mics_shard_size for groups that hold all shards, and give "
+            "dp_shard_size instead",
+            parallel.dp_replicate_size,
+        )

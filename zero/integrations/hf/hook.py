@@ -1,0 +1,130 @@
+"""`enable()`: make transformers and accelerate find zero where they look for DeepSpeed.
+
+It sets up the process: environment variables, the import hook, the handling of exceptions. It knows
+nothing of the engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+from zero.comm import world
+from zero.device import accelerator
+from zero.errors import UsageError, end_process_on_exception
+from zero.integrations.deepspeed import finder
+from zero.integrations.hf.resume import guard_checkpoints
+
+# A folder for PYTHONPATH: every process that looks for DeepSpeed then calls `set_up`.
+STARTUP = str(Path(__file__).parent / "startup")
+
+# These modules look for DeepSpeed while they are imported, and keep the result.
+_ASK_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
+_LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+def enable() -> None:
+    """Make the name `deepspeed` mean zero in this process, for transformers, accelerate and every
+    other importer.
+
+    Call it before transformers or accelerate are imported; a second call does nothing. It also
+
+    - makes a script started by plain `python` the only rank: it sets the variables that a launcher
+    would set. A script
+      that imports Lightning is left alone, because Lightning starts the other ranks itself;
+    - on a machine without a CUDA device, has accelerate use the CPU;
+    - before transformers looks for the last checkpoint, sets aside what a killed run left
+    incomplete;
+    - in a job of several ranks, ends a rank's process when an exception reaches the top of its main
+    thread, so that the
+      launcher stops the others; if several ranks fail, one prints the exception.
+
+    Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was
+    imported, or after the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set
+    on a machine with a GPU."""
+    if finder.is_installed():
+        return
+    if finder.PACKAGE in sys.modules:
+        raise RuntimeError(
+            "the real deepspeed is already imported: call zero.hf.enable() before anything imports "
+            "it"
+        )
+    imported = [name for name in _ASK_AT_IMPORT if name in sys.modules]
+    if imported:
+        raise RuntimeError(
+            f"{' and '.join(imported)} already imported, and looked for deepspeed then: call "
+            "zero.hf.enable() before "
+            "importing transformers or accelerate, or start the script by `python -m zero run "
+            "SCRIPT.py`"
+        )
+    set_up()
+
+
+def set_up() -> finder.FacadeFinder:
+    """Do what `enable` says.
+
+    `startup/sitecustomize.py` calls this when DeepSpeed is looked for the first time.
+    """
+    _choose_device()
+    if not any(
+        name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    ) and not _LIGHTNING & {*sys.modules}:
+        sys.meta_path.insert(0, _WorldOfOne(world.become_world_of_one()))
+    _say_if_the_real_one_is_installed()
+    installed = finder.install()
+    guard_checkpoints()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        end_process_on_exception()
+    return installed
+
+
+class _WorldOfOne:
+    """Removes the variables when Lightning is imported: with them, Lightning would not start the
+    other ranks.
+    """
+
+    def __init__(self, variables: list[str]):
+        self.variables = variables
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname in _LIGHTNING and not world.is_initialized():
+            for name in self.variables:
+                os.environ.pop(name, None)
+
+
+def _choose_device() -> None:
+    """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where
+    there is none.
+    """
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
+        "1",
+        "true",
+        "t",
+        "yes",
+        "y",
+        "on",
+    )
+    if accelerator() is None:
+        # With this variable accelerate would ignore its DeepSpeed plugin, and wrap the model in DDP
+        # instead.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+    elif use_cpu:
+        raise UsageError(
+            "ACCELERATE_USE_CPU makes accelerate train without DeepSpeed: unset it, and to train "
+            "on the CPU of a "
+            'machine with GPUs set CUDA_VISIBLE_DEVICES="" instead'
+        )
+
+
+def _say_if_the_real_one_is_installed() -> None:
+    # A search in named folders finds only installed packages, not zero under DeepSpeed's name.
+    real = next(
+        iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None
+    )
+    if real is not None and os.environ.get("RANK", "0") == "0":
+        print(
+            f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place",
+            file=sys.stderr,
+        )

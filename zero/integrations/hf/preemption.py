@@ -1,0 +1,68 @@
+"""A Trainer that gets SIGTERM saves a checkpoint before it ends, so that the same command goes on
+where it stopped.
+
+trainer.add_callback(SaveOnSigterm())
+trainer.train(resume_from_checkpoint=find_resumable(args.output_dir))
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from zero.checkpoint import wait_for_background_saves
+from zero.checkpoint.preemption import EXIT_CODE, SigtermWatch
+
+
+class SaveOnSigterm(TrainerCallback):
+    """When SIGTERM comes to any rank while training, all save a checkpoint of the step at hand and
+    exit (code 143).
+
+    It is one of the Trainer's own checkpoints, like every other one. A scheduler must leave time
+    for one step and one save before it kills the job. Under torchrun, `--shutdown-timeout` sets the
+    seconds (30)."""
+
+    def __init__(self) -> None:
+        self.watch: SigtermWatch | None = None
+        self._stopping = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.watch = SigtermWatch()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.watch.seen():
+            self._stopping = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if not self._stopping:
+            return
+        wait_for_background_saves()
+        # Wait for all ranks: if one ended now, the launcher would stop rank 0, which writes the
+        # Trainer's own files.
+        self.watch.seen()
+        if args.process_index == 0:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            print(
+                f"zero: SIGTERM: stopped after step {state.global_step}; the checkpoint {folder} "
+                "is complete; "
+                "the same command goes on from there",
+                file=sys.stderr,
+                flush=True,
+            )
+        sys.exit(EXIT_CODE)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.watch.close()

@@ -1,0 +1,77 @@
+"""What an engine holds now on this rank: bytes by place and by kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from zero.engine import ZeroEngine
+from zero.offload.tiers import Tier
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, BUFFERS = (
+    "parameters", "gathered parameters", "gradients", "optimizer", "buffers",
+)  # fmt: skip
+
+Held = dict[str, dict[str, int]]
+
+
+def held(engine: ZeroEngine) -> Held:
+    """Bytes by place ("device", "host", "disk"), then by kind. On a machine without an accelerator
+    there is no device.
+
+    "buffers" are the model's, and those in which gradients are collected and reduced. Nothing is
+    waited for."""
+    found: dict[str, Counter[str]] = {DEVICE: Counter(), HOST: Counter(), DISK: Counter()}
+    seen: set[tuple[int, int]] = set()
+    for kind, place, tensor in tensors(engine):
+        key = tensor.data_ptr(), tensor.nbytes
+        if key not in seen:
+            seen.add(key)
+            found[place][kind] += tensor.nbytes
+    if engine.optimizer is not None and engine.reducer.buffered:
+        item = (engine.reducer.dtype or engine.settings.compute_dtype).itemsize
+        found[place_of(engine.comm.device)][BUFFERS] += engine.reducer.buffered * item
+    return {place: dict(kinds) for place, kinds in found.items() if kinds}
+
+
+def place_of(device: torch.device) -> str:
+    return HOST if device.type == "cpu" else DEVICE
+
+
+def tensors(engine: ZeroEngine) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(kind, place, tensor) of everything that the engine keeps; some come twice."""
+    for kind, tensor, tier in _with_tiers(engine):
+        if tensor.nbytes:
+            in_file = tier is not None and tier.holds_in_file(tensor)
+            yield kind, DISK if in_file else place_of(tensor.device), tensor
+
+
+def _with_tiers(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor, Tier | None]]:
+    for group in engine.groups:
+        if group.persistent:
+            yield PARAMETERS, group.full, group.tier
+        else:
+            yield PARAMETERS, group.shard, group.tier
+            if group.full.untyped_storage().nbytes():
+                yield GATHERED, group.full, None
+    yield from ((BUFFERS, buffer, None) for buffer in engine.module.buffers())
+    if engine.optimizer is None:
+        return
+    tiers = set()
+    for shard in engine.optimizer.shards.values():
+        tiers.add(shard.tier)
+        if shard.master is not None and not shard.shares_weights:
+            yield OPTIMIZER, shard.master, shard.tier
+        if shard.grad is not None:
+            yield GRADIENTS, shard.grad, shard.tier
+    # A late update may change the state meanwhile: copies of its lists can still be read.
+    in_file = next((tier for tier in tiers if tier.file is not None), None)
+    for state in list(engine.optimizer.optimizer.state.values()):
+        yield from (
+            (OPTIMIZER, value, in_file)
+            for value in list(state.values())
+            if isinstance(value, torch.Tensor)
+        )

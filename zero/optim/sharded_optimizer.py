@@ -1,0 +1,521 @@
+"""The optimizer step on shards. Element-wise optimizers update masters tile by tile, others as
+whole tensors.
+
+This file does not know how gradients are reduced, nor what an update computes
+(`zero/optim/update.py`).
+
+gradients (sum over ranks, times the loss scale)
+  -> global norm and overflow, the same on every rank -> per tile, now or during the next forward:
+  scale once (mean, unscale, clip) -> update the master -> round it into
+     the shard. Optimizers that are not element-wise: `zero.optim.whole_tensor`
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from zero.comm.communicator import Communicator
+from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
+from zero.core.gradients import GradientReducer
+from zero.core.optimizer_shard import OptimizerShard
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import is_copy
+from zero.device import is_accelerator
+from zero.errors import UsageError
+from zero.offload.pinned import HostMemory
+from zero.offload.tiers import Tier
+from zero.optim import cpu_adam
+from zero.optim.background import Updates
+from zero.optim.loss_scaler import LossScaler
+from zero.optim.placement import Placement
+from zero.optim.rounding import StochasticRounding
+from zero.optim.subgroups import Tile, TiledState
+from zero.optim.update import TileUpdate
+from zero.optim.whole_tensor import WholeTensorState
+
+logger = logging.getLogger("zero")
+
+_optimizer_of: WeakKeyDictionary[ParamGroup, weakref.ref[ZeroOptimizer]] = WeakKeyDictionary()
+
+
+def optimizer_of(param_group: ParamGroup) -> ZeroOptimizer | None:
+    """The optimizer that trains `group`, if there is one."""
+    return _optimizer_of.get(param_group, lambda: None)()
+
+
+def precise_values(param_group: ParamGroup) -> torch.Tensor:
+    """This rank's slice of the group (1-D) in the most precise form there is: the fp32 master, else
+    the shard.
+    """
+    param_group.wait_for_update()
+    optimizer = optimizer_of(param_group)
+    return param_group.shard if optimizer is None else optimizer.shards[param_group].master
+
+
+def param_group_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """The index of each parameter's param group."""
+    return {
+        param: index
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Gradients stayed non-finite at the smallest loss scale."""
+
+
+class ZeroOptimizer:
+    """Runs `optimizer`, which was made for the model's parameters, on this rank's masters.
+
+    The param groups stay the optimizer's own (learning-rate schedulers act on them). Their `params`
+    become tiles: 1-D fp32 views of the masters, of at most `sub_group_size` elements.
+    `zero.optim.cpu_adam` computes Adam on host memory. For an optimizer that is not element-wise
+    they become whole tensors, and all updates are made in `step`.
+
+    Args: placement: made the shards and decides where they live; elementwise: the update of an
+    element depends on nothing but its own history; clipping: the largest norm, 0 for none;
+    reduce_op: "mean" or "sum" over ranks; checks_overflow: a step with non-finite gradients is
+    skipped; overlap: groups on the host are updated during the next forward, unless they are
+    persistent; read_ahead, write_behind: as for `Updates`; forward_order: gives the groups in the
+    order of a forward, as far as known; rounding: rounds bf16 masters, None for fp32 ones;
+    state_dtype: see `TileUpdate`.
+
+    Attributes: shards: the `OptimizerShard` of each trainable group. tiles: the pieces of their
+    masters. whole: state of an optimizer of whole tensors, which has no tiles, or None. grad_norm,
+    overflow: of the last step. before_norm: functions to be called in each step, on all ranks, when
+    gradients are reduced."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        comm: Communicator,
+        placement: Placement,
+        *,
+        sub_group_size: int,
+        elementwise: bool = True,
+        clipping: float = 0.0,
+        scaler: LossScaler | None = None,
+        reduce_op: str = "mean",
+        checks_overflow: bool = True,
+        overlap: bool = False,
+        read_ahead: bool = False,
+        write_behind: bool = False,
+        forward_order: Callable[[], Sequence[ParamGroup]] = tuple,
+        rounding: StochasticRounding | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ):
+        self.optimizer = optimizer
+        self.reducer = reducer
+        self.comm = comm
+        self.shards = {shard.group: shard for shard in placement.shards}
+        self.clipping = clipping
+        self.scaler = scaler
+        self._placement = placement
+        self._overlap = overlap
+        self._forward_order = forward_order
+        self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
+        self._replicated = any(param_group.layout.replicated for param_group in self.shards)
+        self.overflow = False
+        self._checks_overflow = checks_overflow
+        self.grad_norm: float | None = None
+        self.before_norm: list[Callable[[], None]] = []
+        self.read_by_saves = (
+            threading.Event()
+        )  # not set while a save in the background still copies the state
+        self.read_by_saves.set()
+        self.model_params = [list(group["params"]) for group in optimizer.param_groups]
+        group_of = param_group_of(optimizer)
+        self._number_parameters(group_of)
+        on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
+        # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It
+        # gives the same bits.
+        offloaded = placement.offloads
+        self._has_kernel = (
+            elementwise
+            and on_host
+            and cpu_adam.serves(optimizer)
+            and (offloaded or cpu_adam.is_compiled())
+        )
+        self._rounding = rounding
+        self.state_dtype = state_dtype
+        self._rounded = HostMemory(pin=is_accelerator(comm.device))
+        self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
+        for param_group, shard in self.shards.items():
+            shard.make_master(self._updates, torch.float32 if rounding is None else torch.bfloat16)
+            _optimizer_of[param_group] = weakref.ref(self)
+        self.whole = (
+            None
+            if elementwise
+            else WholeTensorState(optimizer, placement.shards, group_of, comm, rounding)
+        )
+        self._state = self.whole or TiledState(
+            optimizer, placement.shards, group_of, sub_group_size
+        )
+
+    def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
+        """Number the trained parameters in the order of the param groups, and find this rank's
+        pieces of them.
+        """
+        names = {
+            p: name
+            for param_group in self.shards
+            for p, name in zip(param_group.params, param_group.param_names, strict=True)
+        }
+        idle = [name for param, name in names.items() if param not in group_of]
+        if idle and self.comm.job.rank == 0:
+            logger.warning(
+                "in no param group of the optimizer, and therefore never updated: %s",
+                ", ".join(idle),
+            )
+        self._names = [names[param] for param in group_of if param in names]
+        number_of = {
+            param: number
+            for number, param in enumerate(param for param in group_of if param in names)
+        }
+        self._numbered = list(number_of)
+        self._pieces = [
+            (
+                number_of[param_group.params[piece.slot]],
+                shard,
+                piece.start,
+                piece.start + piece.numel,
+            )
+            for param_group, shard in self.shards.items()
+            for piece in param_group.pieces
+            if param_group.params[piece.slot] in number_of
+        ]
+        self._piece_numbers = torch.tensor(
+            [number for number, *_ in self._pieces], device=self.comm.device
+        )
+
+    @property
+    def sharded_groups(self) -> list[ParamGroup]:
+        """The groups that are trained."""
+        return list(self.shards)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return self._state.tiles
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict:
+        self.wait()
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """The present factor on the loss; 1 without fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def gradient_factor(self) -> float:
+        """What a stored gradient must be multiplied by to be the gradient: the mean (or sum) over
+        ranks, unscaled.
+        """
+        return self._reduce_factor / self.loss_scale
+
+    # -- step
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Apply the accumulated gradients;
+
+        False if they were not finite and the step was skipped on every rank.
+        """
+        if len(self.param_groups) != len(self.model_params):
+            raise UsageError(
+                "a param group was added to the optimizer after zero.initialize, which has sharded "
+                "the others: "
+                "make all groups before, with a learning rate of 0 if they are to train later"
+            )
+        with self.comm.clock.waiting("optimizer"):
+            self.wait()
+        self.comm.require_same_path()
+        self.reducer.drain()
+        for param_group in self.shards:
+            self.reducer.collect_from_script(param_group)
+            self.reducer.complete(param_group)
+        self.reducer.drain()
+        for act in self.before_norm:
+            act()
+        self._place()
+        to_mean = self.gradient_factor
+        self.grad_norm = (
+            self.comm.watchdog.wait(self._global_norm, "the norm of the gradients") * to_mean
+        )
+        self.overflow = self._checks_overflow and not math.isfinite(self.grad_norm)
+        if self.overflow and self.scaler is not None and self.scaler.exhausted:
+            raise NonFiniteGradientError(self._explain_non_finite())
+        if self.overflow and self.scaler is None:
+            logger.warning(self._explain_non_finite())
+        if self.scaler is not None:
+            self.scaler.update(self.overflow)
+            if self.overflow:
+                self.grad_norm = math.inf  # also where inf - inf has made it NaN
+        if not self.overflow:
+            self._update(to_mean * self._clip_coefficient())
+        self.zero_grad()
+        return not self.overflow
+
+    def train(self) -> None:
+        """Show the weights for training.
+
+        Schedule-free optimizers have others for evaluation. Every rank must call.
+        """
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Show the weights for evaluation and for saving; see `train`."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        change = getattr(self.optimizer, mode, None)
+        if change is None or all(
+            group.get("train_mode") is (mode == "train") for group in self.param_groups
+        ):
+            return
+        if self.whole is None:
+            name, key = type(self.optimizer).__name__, "zero_optimization.elementwise_optimizer"
+            raise UsageError(
+                f"optimizer {name} has {mode}(), which needs whole tensors: delete {key}"
+            )
+        self.wait()
+        if self._rounding is not None:
+            self._rounding.begin_step()
+        self.whole.switch(change)
+        for param_group in self.shards:
+            param_group.refresh()
+
+    def wait(self) -> None:
+        """Block until the last step's update is complete. Raises the error of a late update that
+        failed.
+
+        The caller may change the state afterwards. So this also waits for a save that still has to
+        read it."""
+        self.read_by_saves.wait()
+        self._updates.wait()
+
+    def end_updates(self) -> None:
+        """Finish late updates, or forget them if they have failed: the values will be replaced or
+        freed.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            logger.warning("the last update was not finished: %s", error)
+        self._updates.drop()
+        for shard in self.shards.values():
+            shard.forget_writes()
+
+    def free(self) -> None:
+        """Free masters and gradients: the groups have no optimizer any more."""
+        for param_group, shard in self.shards.items():
+            shard.free()
+            _optimizer_of.pop(param_group, None)
+
+    def spoil(self, why: str) -> None:
+        """Mark the values as unusable: until `end_updates`, everything that waits for them raises
+        this error.
+        """
+        self._updates.fail(RuntimeError(why))
+
+    def _update(self, factor: float) -> None:
+        if self._rounding is not None:
+            self._rounding.begin_step()
+        if self.whole is not None:
+            try:
+                self.whole.update(factor)
+            except BaseException as error:
+                self._updates.fail(error)
+                raise
+            for param_group in self.shards:
+                param_group.refresh()
+            return
+        self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called
+        tile_update = TileUpdate(
+            self.optimizer,
+            factor,
+            # Checked in each step: scripts put hooks on their optimizers at any time.
+            by_kernel=self._has_kernel and cpu_adam.serves(self.optimizer),
+            # If the model computes on the CPU, updates have torch's bits, offloaded or not.
+            torch_sqrt=self.comm.device.type == "cpu",
+            rounded=self._rounded,
+            rounding=self._rounding,
+            state_dtype=self.state_dtype,
+        )
+        self._updates.run(
+            [tile for tile in self.tiles if not self._can_wait(tile.group)],
+            self._state,
+            tile_update,
+        )
+        for param_group in self.shards:
+            param_group.refresh()
+        place = {
+            param_group: number
+            for number, param_group in enumerate(
+                dict.fromkeys((*self._forward_order(), *self.shards))
+            )
+        }
+        later = [tile for tile in self.tiles if self._can_wait(tile.group)]
+        self._updates.start(
+            sorted(later, key=lambda tile: place[tile.group]), self._state, tile_update
+        )
+
+    def _can_wait(self, param_group: ParamGroup) -> bool:
+        """Whether the group may be updated after the step: not if all ranks gather it there, nor on
+        an accelerator.
+        """
+        return (
+            self._overlap
+            and not param_group.persistent
+            and not is_accelerator(self.shards[param_group].tier.device)
+        )
+
+    # -- moves
+
+    def _place(self) -> None:
+        """Move the shards that the placement wants on another tier."""
+        changes = self._placement.changes(self.comm, self._bytes_of)
+        for shard, tier in changes:
+            self._state.move(shard, tier)
+            shard.move(tier)
+        if changes:
+            self._state.follow_masters()
+
+    def _bytes_of(self, shard: OptimizerShard) -> int:
+        """Bytes of everything that moves with a shard: its own, the optimizer's state and the
+        weights.
+        """
+        tensors = [shard.master, shard.grad, None if shard.shares_weights else shard.group.shard]
+        return self._state.nbytes(shard) + sum(
+            tensor.nbytes for tensor in tensors if tensor is not None
+        )
+
+    def move(self, tier: Tier, *, gradients: bool, masters: bool, moments: bool) -> None:
+        """Move these parts of all shards that are not offloaded.
+
+        `move_weights` moves a master that is the shard.
+        """
+        for param_group, shard in self.shards.items():
+            if shard.is_offloaded:
+                continue
+            if gradients:
+                shard.move_gradient(tier)
+                self.reducer.move_carried([param_group], tier)
+            if masters:
+                shard.move_master(tier)
+            if moments:
+                self._state.move(shard, tier)
+        self._state.follow_masters()
+
+    def state_dict(self) -> dict:
+        """This rank's part of the state, as torch gives it.
+
+        `engine.save_checkpoint` saves all ranks' parts.
+        """
+        self.wait()
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the accumulated gradients."""
+        self.reducer.clear()
+        for shard in self.shards.values():
+            # A device keeps freed memory at hand, and the next forward can use it. Late updates,
+            # which still read their gradients, are of shards on the host.
+            if is_accelerator(shard.tier.device):
+                shard.free_gradient()
+
+    # -- norm
+
+    def _global_norm(self) -> float:
+        """2-norm of the reduced, still scaled gradient over all ranks: as in torch, the norm of
+        parameters' norms.
+        """
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
+        # The same reduction shows whether all ranks are about to take the same step. The number of
+        # tiles is left out: a rank may have no part of a small group.
+        facts = {
+            key: each
+            for key, each in hyper_parameters(self.param_groups).items()
+            if not key.endswith(", params")
+        }
+        facts["backwards since the last step"] = self.reducer.backwards
+        own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(
+            squares.device, non_blocking=True
+        )
+        if self._pieces and (
+            self._replicated or self.comm.replicate_group.rank == 0
+        ):  # each shard counts once
+            squares.index_copy_(
+                0, self._piece_numbers, torch.stack(self._norms_of_pieces()).to(torch.float64) ** 2
+            )
+        if self._replicated:
+            sums = self.comm.all_reduce(own)
+        else:
+            squares, sums = self.comm.all_reduce(torch.cat([squares, own])).split(
+                [len(squares), len(own)]
+            )
+        self._param_norms = squares.sqrt().float()
+        norm = torch.linalg.vector_norm(self._param_norms).double()
+        if (
+            self.comm.model is not None
+        ):  # parts of a parameter count once each, and copies not at all
+            copies = torch.tensor([is_copy(each) for each in self._numbered]).to(
+                squares.device, non_blocking=True
+            )
+            sums = self.comm.model.all_reduce(
+                torch.cat([squares.masked_fill(copies, 0).sum().view(1), sums])
+            )
+            norm, sums = sums[0].sqrt(), sums[1:]
+        # The one moment of a step at which the host waits for the device.
+        *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
+        if disagree(totals, self.comm.job.world_size):
+            require_same(self.comm.job, facts)
+        return norm
+
+    def _norms_of_pieces(self) -> list[torch.Tensor]:
+        """2-norms of this rank's pieces of gradients, scalars on the compute device."""
+        norms = [shard.known_norm(start) for _, shard, start, _ in self._pieces]
+        if unknown := [i for i, norm in enumerate(norms) if norm is None]:
+            parts = [
+                shard.grad[start:end] for _, shard, start, end in (self._pieces[i] for i in unknown)
+            ]
+            for i, norm in zip(
+                unknown, torch._foreach_norm(parts, dtype=torch.float32), strict=True
+            ):
+                norms[i] = norm
+        return [norm.to(self.comm.device) for norm in norms]
+
+    def _clip_coefficient(self) -> float:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+        return min(1.0, self.clipping / (self.grad_norm + 1e-6)) if self.clipping > 0 else 1.0
+
+    def _explain_non_finite(self) -> str:
+        """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
+        finite = self._param_norms.isfinite()
+        name = f"parameter {self._names[int(torch.argmin(finite.int()))]!r}"
+        if finite.all():
+            name = "a parameter of another pipeline stage"
+        if self.scaler is None:
+            return f"the gradient of {name} is not finite; this step was skipped on every rank"
+        return (
+            f"the gradient of {name} is not finite at the minimum loss scale {self.loss_scale:g}; "
+            "no step was taken. Models pre-trained in bf16, T5 among them, overflow in fp16: use "
+            "bf16 (--bf16) or "
+            "fp32; else look for a learning rate that is too high or for non-finite inputs"
+        )

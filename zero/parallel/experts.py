@@ -1,0 +1,229 @@
+"""Experts that do not fit into the memory for gathered weights are gathered and run in slices, some
+at a time.
+
+transformers packs the experts of a layer into parameters whose first dimension is the expert. A
+slice is a range of experts. It is run by the module's own forward, on a copy of the module that
+holds just these experts, in the way in which transformers runs the experts of one rank under expert
+parallelism: `num_experts` is that of the slice, and tokens of other experts get the index
+`num_experts`. The results of all slices are added.
+
+Backward gathers each slice again, and runs it again: nothing is kept between but the inputs. All
+ranks run the same slices in the same order, so their gathers match: all slices in training, whose
+many tokens choose nearly all experts. Without gradients, as in generation, the ranks agree on the
+experts that some token has chosen. The gradient of all experts is whole until it is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+
+from zero.comm.work import Pending
+from zero.core.gathered_parameters import gather_range
+from zero.core.gathering import Gathering
+from zero.core.layout import packs_experts
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import local
+
+
+def can_be_sliced(group: ParamGroup) -> bool:
+    """Whether the group is all experts of one module of transformers; small parameters may be in a
+    persistent group.
+    """
+    if group.persistent or len(group.modules) != 1 or not packs_experts(group.modules[0]):
+        return False
+    module = group.modules[0]
+    return hasattr(module, "_is_expert_parallel") and all(
+        len(local(param)) == module.num_experts
+        and (owning_group(param) is group or owning_group(param).persistent)
+        for param in module.parameters()
+    )
+
+
+def numel_of_one(group: ParamGroup) -> int:
+    """Elements of one expert."""
+    return group.layout.numel // group.modules[0].num_experts
+
+
+class SlicedExperts:
+    """Takes the place of the forward of a module of experts. The group's own hooks must not be
+    installed.
+
+    Args: group: for which `can_be_sliced`; most: elements of a slice, but at least one expert;
+    gathering: is told when a slice is about to be gathered."""
+
+    def __init__(self, group: ParamGroup, most: int, gathering: Gathering):
+        (self.module,) = group.modules
+        self.group = group
+        self._gathering = gathering
+        self.names, self.params = zip(*self.module.named_parameters(recurse=False), strict=True)
+        self._numel_of_one = numel_of_one(group)
+        self._step = max(1, most // self._numel_of_one)
+        group.modules.clear()
+        # Disabled here and not by a decorator, because that would import the compiler with this
+        # file.
+        self._run = torch.compiler.disable(partial(_InSlices.apply, self))
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        self.group.modules.append(self.module)
+        del self.module.forward
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The names are those of the forward in transformers."""
+        return self._run(
+            self._ranges(top_k_index), hidden_states, top_k_index, top_k_weights, *self.params
+        )
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        """A copy of the module has ordinary parameters, and its own forward."""
+        return MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def _ranges(self, index: torch.Tensor) -> list[tuple[int, int]]:
+        """(first expert, end) of each slice; equal on all ranks, which must all call this.
+
+        `index`: of the choices.
+        """
+        chosen = [1.0] * self.module.num_experts
+        if not torch.is_grad_enabled():
+            marks = torch.zeros(len(chosen), dtype=torch.float32, device=index.device)
+            marks[index.flatten()] = 1.0
+            chosen = self.group.comm.all_reduce(marks, of_shards=True).tolist()
+        found: list[tuple[int, int]] = []
+        for number in [number for number, mark in enumerate(chosen) if mark]:
+            first, end = found[-1] if found else (0, -1)
+            if number == end and number - first < self._step:
+                found[-1] = (first, number + 1)
+            else:
+                found.append((number, number + 1))
+        return found
+
+    def slices(
+        self, ranges: Iterable[tuple[int, int]]
+    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """(first expert, end, their part of each parameter), each in memory that is used again
+        after it.
+        """
+        for first, end in ranges:
+            numel = (end - first) * self._numel_of_one
+            self._gathering.before_part(self.group)
+            self.group.residency.add(numel)
+            try:
+                yield first, end, self._gather(first, end)
+            finally:
+                self.group.residency.remove(numel)
+
+    @torch.no_grad()
+    def _gather(self, first: int, end: int) -> list[torch.Tensor]:
+        found, works = [], []
+        for param in self.params:
+            if owning_group(param) is not self.group:
+                found.append(param.detach()[first:end])
+                continue
+            slot = self.group.layout.slots[self.group.index[param]]
+            row = slot.numel // self.module.num_experts
+            part = torch.empty(
+                (end - first) * row, dtype=self.group.dtype, device=self.group.comm.device
+            )
+            works.append(
+                gather_range(self.group, part, slot.offset + first * row, self.group.shard)
+            )
+            found.append(part.view(end - first, *slot.shape[1:]))
+        with self.group.comm.clock.waiting("gather"):
+            Pending(works).wait()
+        return found
+
+    def run(
+        self, first: int, end: int, values: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """What the experts from `first` to `end` add to the output;
+
+        `inputs` are those of the module's forward.
+        """
+        hidden, index, weights = inputs
+        there = (index >= first) & (index < end)
+        part = object.__new__(type(self.module))
+        part.__dict__ = {key: value for key, value in vars(self.module).items() if key != "forward"}
+        part._parameters = dict(zip(self.names, values, strict=True))
+        part.num_experts = end - first
+        part._is_expert_parallel = True
+        return part.forward(
+            hidden, torch.where(there, index - first, end - first), weights.masked_fill(~there, 0)
+        )
+
+
+class _InSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        experts: SlicedExperts,
+        ranges: list[tuple[int, int]],
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        *params: Any,
+    ) -> torch.Tensor:
+        ctx.experts = experts
+        ctx.ranges = ranges
+        ctx.autocast = _autocast(hidden.device.type)
+        ctx.save_for_backward(hidden, index, weights)
+        total = _zeros_for_a_sum(hidden)
+        for first, end, values in experts.slices(ranges):
+            total.add_(experts.run(first, end, values, (hidden, index, weights)))
+        return total.to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        experts, (hidden, index, weights) = ctx.experts, ctx.saved_tensors
+        of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
+        of_params = [
+            torch.zeros(param.shape, dtype=param.dtype, device=grad.device) if needed else None
+            for param, needed in zip(experts.params, ctx.needs_input_grad[5:], strict=True)
+        ]
+        for first, end, values in experts.slices(ctx.ranges):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
+                out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
+            if not out.requires_grad:
+                continue  # none of this rank's tokens chose one of these experts
+            targets = [
+                *of_inputs,
+                *(None if whole is None else whole[first:end] for whole in of_params),
+            ]
+            wanted = [number for number, target in enumerate(targets) if target is not None]
+            found = torch.autograd.grad(
+                out, [leaves[number] for number in wanted], grad, allow_unused=True
+            )
+            for number, each in zip(wanted, found, strict=True):
+                if each is not None:
+                    targets[number].add_(each)
+        return (
+            None,
+            None,
+            of_inputs[0].to(hidden.dtype),
+            None,
+            of_inputs[1].to(weights.dtype),
+            *of_params,
+        )
+
+
+def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
+    """Of the results of several slices: at least fp32."""
+    return torch.zeros(
+        like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+    )
+
+
+def _autocast(device_type: str) -> dict[str, Any]:
+    enabled = torch.is_autocast_enabled(device_type)
+    return {
+        "device_type": device_type,
+        "enabled": enabled,
+        "dtype": torch.get_autocast_dtype(device_type),
+    }

@@ -1,0 +1,428 @@
+"""Pipeline parallelism: a rank has some layers of the model, and one engine trains them over the
+ranks that share them.
+
+torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
+forwards and backwards of a model that lacks layers. All parameters keep the names that they have in
+the whole model. So checkpoints load into any number of stages. The engine's core does not know this
+file.
+
+    split     take from the model what other ranks have
+    Pipeline  run a schedule over the engine's model; a step is one call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from zero.comm.world import group_timeout
+from zero.core.layout import PIPELINE_PLACE
+from zero.core.param_group import ParamGroup, owning_group
+from zero.core.sharded_param import is_copy
+from zero.errors import UsageError
+from zero.integrations.deepspeed.engine import DeepSpeedEngine
+from zero.optim.param_access import GRADIENT, ParameterState
+
+IGNORED = -100  # a label that does not count
+
+
+class _Elsewhere(nn.Module):
+    """In place of a module that another stage has: gives its first argument back."""
+
+    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return hidden
+
+
+class Place:
+    """What one rank has of a model of `count` stages: those of the numbers `own`.
+
+    Attributes: is_tied: whether the embedding is also the weight of the head, which another rank
+    has. stage_of: the stage of each module that only one stage has, by name. switches: for each own
+    stage, (parent module, child's name, module) of each of them: the module itself, or one in its
+    place."""
+
+    def __init__(self, model: nn.Module, rank: int, ranks: int, per_rank: int):
+        self.rank = rank
+        self.ranks = ranks
+        self.count = ranks * per_rank
+        self.own = list(range(rank, self.count, ranks))
+        self.is_tied = False
+        self.stage_of = _stages_of_modules(model, self.count)
+        self.switches = {stage: self._modules(model, {stage}) for stage in self.own}
+
+    def _modules(
+        self, model: nn.Module, kept: Collection[int]
+    ) -> list[tuple[nn.Module, str, nn.Module]]:
+        found = []
+        for name, stage in self.stage_of.items():
+            parent, _, child = name.rpartition(".")
+            module = model.get_submodule(name) if stage in kept else _Elsewhere()
+            found.append((model.get_submodule(parent), child, module))
+        return found
+
+    def prune(self, model: nn.Module) -> None:
+        """Drop the modules of other ranks' stages."""
+        for parent, child, module in self._modules(model, self.own):
+            parent._modules[child] = module
+
+    def modules_of(self, stage: int) -> Iterator[nn.Module]:
+        """All modules that only this stage has."""
+        for *_, module in self.switches[stage]:
+            yield from module.modules()
+
+    @contextmanager
+    def only(self, stage: int) -> Iterator[None]:
+        """Context in which the model runs this stage alone."""
+        with _switched(self.switches[stage]):
+            yield
+
+    @torch.no_grad()
+    def require_nothing_else(self, model: nn.Module) -> None:
+        """Raise UsageError if the model changes hidden states outside of the modules that its plan
+        names.
+        """
+        weight = model.get_input_embeddings().weight
+        hidden = torch.randn(
+            1,
+            2,
+            model.config.get_text_config().hidden_size,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        with _switched(self._modules(model, ())):
+            found = model(inputs_embeds=hidden, use_cache=False).logits
+        if not torch.equal(found, hidden):
+            raise UsageError(
+                f"pipeline: {type(model).__name__} changes hidden states or logits outside of the "
+                "modules of its plan "
+                "for pipelines: each stage would do it again"
+            )
+
+
+@contextmanager
+def _switched(modules: list[tuple[nn.Module, str, nn.Module]]) -> Iterator[None]:
+    """Context in which parents have these modules as their children."""
+    before = [(parent, child, parent._modules[child]) for parent, child, _ in modules]
+    for parent, child, module in modules:
+        parent._modules[child] = module
+    try:
+        yield
+    finally:
+        for parent, child, module in before:
+            parent._modules[child] = module
+
+
+def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
+    """The stage of each module that only one stage has, by name: as transformers' plans for
+    pipelines list them.
+    """
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
+    whole = getattr(model, "_pp_plan", None) or {}
+    prefix = f"{model.base_model_prefix}." if plan else ""
+    head = [name for name in whole if not name.startswith(prefix)]
+    if not plan or not head:
+        raise UsageError(
+            f"pipeline: {type(model).__name__} has no plan for a pipeline (base_model_pp_plan, "
+            "_pp_plan), as causal "
+            "language models of transformers have. T5's stages would all need the encoder's output"
+        )
+    stages, last = {}, False
+    for name in plan:
+        module = model.get_submodule(prefix + name)
+        if isinstance(module, nn.ModuleList):
+            if len(module) % count:
+                raise UsageError(
+                    f"pipeline: {len(module)} layers ({prefix}{name}) do not divide into {count} "
+                    "stages"
+                )
+            stages |= {
+                f"{prefix}{name}.{i}": i // (len(module) // count) for i in range(len(module))
+            }
+            last = True
+        else:
+            stages[prefix + name] = count - 1 if last else 0
+    return stages | dict.fromkeys(head, count - 1)
+
+
+def _dimension(mesh: DeviceMesh) -> int:
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise UsageError(
+            f"pipeline: the mesh's dimensions are {mesh.mesh_dim_names}; one named 'pp' is missing"
+        )
+    return mesh.mesh_dim_names.index("pp")
+
+
+def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Module:
+    """Take from `model` what other ranks have; call it before `zero.initialize`, which gets the
+    same mesh.
+
+    The layers are cut into as many equal stages as the mesh's dimension `pp` has ranks, times
+    `stages_per_rank`. Rank r of P has the stages r, r + P, ... The first stage has the embedding
+    too, the last one the norm and the head.
+
+    Raises UsageError if the model has no plan for pipelines or does more than that says, if its
+    layers do not divide, or if it was built under `Init`."""
+    if sharded := next(
+        (name for name, param in model.named_parameters() if owning_group(param) is not None), None
+    ):
+        raise UsageError(
+            f"pipeline: zero.Init has sharded {sharded!r} over all ranks: build a model for a "
+            "pipeline without it"
+        )
+    at = _dimension(mesh)
+    rank, ranks = mesh.get_coordinate()[at], mesh.mesh.shape[at]
+    place = Place(model, rank, ranks, stages_per_rank)
+    place.require_nothing_else(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    place.is_tied = head is not None and head.weight is embedding.weight and ranks > 1
+    if place.is_tied and rank == ranks - 1:
+        # It keeps the embedding, for the name that the weight has in the whole model.
+        place.stage_of = {
+            name: at
+            for name, at in place.stage_of.items()
+            if model.get_submodule(name) is not embedding
+        }
+    place.prune(model)
+    # transformers cuts modules over `tp` by their names, and those that are elsewhere cannot be
+    # cut.
+    model._tp_plan = {
+        name: style
+        for name, style in (model._tp_plan or {}).items()
+        if place.stage_of.get(name, rank) in place.own
+    }
+    setattr(model, PIPELINE_PLACE, place)
+    return model
+
+
+class _Stage(nn.Module):
+    """One stage of the engine's model, as torch's schedules call it: ids or hidden states in,
+    hidden or logits out.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, place: Place, number: int, before: Callable[[int], None]
+    ):
+        super().__init__()
+        object.__setattr__(self, "engine", engine)  # not as a submodule
+        self.place = place
+        self.number = number
+        self.before = before
+
+    def forward(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.before(self.number)
+        name = "input_ids" if self.number == 0 else "inputs_embeds"
+        with self.place.only(self.number):
+            return self.engine(**{name: tensor}, use_cache=False, **kwargs).logits
+
+
+class _TorchStage(PipelineStage):
+    """torch's stage, which tells the pipeline of each backward."""
+
+    before_backward: Callable[[int], None]
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        if self.has_backward:  # schedules also call this in evaluation
+            self.before_backward(self.stage_index)
+        super().backward_one_chunk(*args, **kwargs)
+
+
+def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the cross-entropies of the next tokens; -100 does not count. (batch, length,
+    vocabulary), fp32.
+    """
+    logits, labels = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+
+
+def count_next_tokens(labels: torch.Tensor) -> torch.Tensor:
+    return (labels[:, 1:] != IGNORED).sum()
+
+
+class Pipeline:
+    """Trains an engine's model, which `split` has cut, by one of torch's schedules.
+
+    Args: engine: made with the same mesh. Its `gradient_accumulation_steps` is the number of
+    micro-batches of a schedule, of `train_micro_batch_size_per_gpu` rows each. length: of all
+    sequences. schedule: one of torch's classes with full backwards: `ScheduleGPipe`,
+    `Schedule1F1B`, `ScheduleInterleaved1F1B`. loss: from logits and labels to the sum over what
+    `count` counts in the labels.
+
+    Attributes: stages: torch's stages on this rank. schedule: torch's schedule.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        mesh: DeviceMesh,
+        length: int,
+        schedule: type = Schedule1F1B,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = next_token_loss,
+        count: Callable[[torch.Tensor], torch.Tensor] = count_next_tokens,
+    ):
+        place = getattr(engine.module, PIPELINE_PLACE, None)
+        if place is None:
+            raise UsageError(
+                "Pipeline: the model was not cut: call zero.parallel.pipeline.split before "
+                "zero.initialize"
+            )
+        self.engine = engine
+        self._place = place
+        self._loss = loss
+        self._count = count
+        self._micro_batches = engine.gradient_accumulation_steps()
+        multiple = issubclass(schedule, PipelineScheduleMulti)
+        if not multiple and len(place.own) > 1:
+            raise UsageError(
+                f"Pipeline: {schedule.__name__} runs one stage per rank, and split has made "
+                f"{len(place.own)}"
+            )
+        if self._micro_batches < place.ranks:
+            raise UsageError(
+                f"Pipeline: gradient_accumulation_steps is {self._micro_batches}; a pipeline of "
+                f"{place.ranks} ranks "
+                "needs as many micro-batches at least"
+            )
+        self._absent = {stage: self._absent_from(stage) for stage in place.own}
+        self.is_first = 0 in place.own
+        self.is_last = place.count - 1 in place.own
+        group = mesh.get_group(_dimension(mesh))
+        self.stages = [self._torch_stage(number, length, group) for number in place.own]
+        self.schedule = schedule(
+            self.stages if multiple else self.stages[0],
+            self._micro_batches,
+            self._scaled_loss,
+            scale_grads=False,
+        )
+        self._left = 0
+        self._factor = 1.0
+        if place.is_tied:
+            self._tie(mesh)
+
+    def _torch_stage(self, number: int, length: int, group: dist.ProcessGroup) -> _TorchStage:
+        """With the shapes of what it exchanges: torch would find them out by a forward and a
+        backward of its own.
+        """
+        engine, place = self.engine, self._place
+        config, rows = (
+            engine.module.config.get_text_config(),
+            engine.train_micro_batch_size_per_gpu(),
+        )
+        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        shape = {"dtype": engine.settings.compute_dtype, "device": "meta", "requires_grad": True}
+        hidden = torch.empty(rows, length, config.hidden_size, **shape)
+        logits = torch.empty(rows, length, config.vocab_size, **shape)
+        ends = ids if number == 0 else hidden, logits if number == place.count - 1 else hidden
+        module = _Stage(engine, place, number, self._tell_stage)
+        made = _TorchStage(module, number, place.count, engine.device, *ends, group=group)
+        made.before_backward = self._before_backward
+        return made
+
+    def _tie(self, mesh: DeviceMesh) -> None:
+        """Have the gradients of an embedding that is also the head's weight summed over its two
+        owners.
+        """
+        pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
+        ends, rest = pipelines[:, [0, -1]].tolist(), pipelines[:, 1:-1].flatten().tolist()
+        group, _ = dist.new_subgroups_by_enumeration(
+            [*ends, *([each] for each in rest)], timeout=group_timeout()
+        )
+        if self.is_first or self.is_last:
+            weight = self.engine.module.get_input_embeddings().weight
+            weight._zero_is_copy = is_copy(weight) or not self.is_first
+            self.engine.optimizer.before_norm.append(partial(_sum_gradient, weight, group))
+
+    def _tell_stage(self, stage: int) -> None:
+        """The engine's next forward or backward is one of this stage."""
+        if len(self._place.own) > 1:
+            self.engine.hooks.part = stage
+            self.engine.hooks.absent = self._absent[stage]
+
+    def _absent_from(self, stage: int) -> frozenset[ParamGroup]:
+        """The groups whose modules are all in other stages of this rank."""
+        others = {
+            each
+            for other in self._place.own
+            if other != stage
+            for each in self._place.modules_of(other)
+        }
+        return frozenset(
+            param_group
+            for param_group in self.engine.groups
+            if param_group.modules and others.issuperset(param_group.modules)
+        )
+
+    def _before_backward(self, stage: int) -> None:
+        self._left -= 1
+        if not self._left:  # the engine knows by this count that it is the last backward of a step
+            self.engine.micro_steps += self._micro_batches - 1
+        self.engine.expect_scaled_gradients()
+        self._tell_stage(stage)
+
+    def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self._loss(logits, labels) * self._factor
+        return self.engine.scale(loss) if loss.requires_grad else loss
+
+    def step(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
+        """Train on this rank's rows of a batch: all micro-batches, then an optimizer step. All
+        ranks must call.
+
+        Args: ids, labels: int64, (micro-batches * rows, length), equal on the ranks of one
+        pipeline; kwargs: of the same rows, given to each stage, such as `attention_mask`. Returns
+        the mean loss over what counts in the whole batch, on all ranks."""
+        losses = [
+            loss / self.engine.loss_scale()
+            for loss in self._run(self.schedule.step, ids, labels, kwargs)
+        ]
+        for loss in losses if self.engine.monitor is not None else ():
+            self.engine.monitor.loss(loss / self._micro_batches)
+        self.engine.step()
+        return self._mean(losses)
+
+    @torch.no_grad()
+    def evaluate(self, ids: torch.Tensor, labels: torch.Tensor, **kwargs: torch.Tensor) -> float:
+        """As `step`, but without a backward and an update; for `engine.eval()`."""
+        return self._mean(self._run(self.schedule.eval, ids, labels, kwargs))
+
+    def _run(
+        self, run: Callable, ids: torch.Tensor, labels: torch.Tensor, kwargs: dict
+    ) -> list[torch.Tensor]:
+        """The micro-batches' losses, on ranks with the last stage."""
+        engine = self.engine
+        tokens = self._count(labels).to(engine.device, torch.float64)
+        engine.comm.all_reduce(tokens)
+        # The engine divides by the number of micro-batches and of ranks with batches of their own.
+        self._factor = self._micro_batches * engine.comm.world_size / max(tokens.item(), 1)
+        self._left = self._micro_batches * len(self.stages)
+        losses: list[torch.Tensor] = []
+        target = labels.to(engine.device) if self.is_last else None
+        inputs = (ids.to(engine.device),) if self.is_first else ()
+        run(*inputs, target=target, losses=losses if self.is_last else None, **kwargs)
+        return [loss.detach() for loss in losses]
+
+    def _mean(self, losses: list[torch.Tensor]) -> float:
+        """The mean over what counts in the whole batch, on all ranks.
+
+        Ranks of tensor parallelism have equal losses.
+        """
+        total = sum(losses, torch.zeros((), device=self.engine.device)).double().view(1)
+        job = self.engine.comm.job.all_reduce(total)
+        return (
+            job.item() * self._place.ranks / (self._micro_batches * self.engine.comm.job.world_size)
+        )
+
+
+def _sum_gradient(param: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Make the reduced gradient of `param` the sum over `group`, whose ranks have equal parameters."""
+    state = ParameterState(param, GRADIENT)
+    grad = state.read_full()
+    dist.all_reduce(grad, group=group)
+    state.write_full(grad)

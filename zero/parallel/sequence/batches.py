@@ -1,0 +1,130 @@
+"""From the batches of each rank's data loader to pieces of sequences. This file knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from torch.utils.data import IterableDataset
+
+from zero.errors import UsageError
+from zero.parallel.sequence.group import IGNORED, SequenceGroup
+
+Batch = dict[str, Any]
+# What is added at the end of a sequence whose length the number of ranks does not divide; zeros
+# elsewhere. No token attends to a later one, so nothing before it changes.
+_FILLING = {"shift_labels": IGNORED}
+# Facts about packed sequences as a whole, which transformers finds in `position_ids` too.
+_DERIVED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+class MicroBatches(IterableDataset):
+    """Each batch of each rank's loader, cut along the sequence: every rank of the group gets its
+    piece of it.
+
+    One batch of every rank's loader makes `ranks.size` micro-batches here: the first is the batch
+    of the group's first rank, and so on. An epoch ends where the first loader ends.
+
+    A batch is a mapping. Its tensors are (batch, sequence, ...); other values are passed on.
+    `labels` are replaced by `shift_labels`: those of the next token, because that may lie in the
+    next piece. `position_ids` are added if they are missing, and what follows from them is left out
+    (`cu_seq_lens_q` and the like). A sequence is filled up to a multiple of `ranks.size`; what is
+    added counts nowhere.
+
+    Raises UsageError, naming the key, for a tensor without the sequence's length.
+    """
+
+    def __init__(self, loader: Any, ranks: SequenceGroup):
+        super().__init__()
+        self.loader = loader
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.ranks.size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle the loader again, if it can."""
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, None)
+            pieces = self._exchange(batch)
+            if pieces is None:
+                return
+            yield from pieces
+
+    def _cut(self, batch: Mapping[str, Any]) -> tuple[Batch, list[torch.Tensor]]:
+        """The batch with a `_Kind` in place of each tensor; and for each rank its pieces of all
+        tensors, as bytes.
+        """
+        batch = {key: value for key, value in batch.items() if key not in _DERIVED}
+        if "input_ids" not in batch:
+            raise UsageError(
+                f"sequence parallelism: a batch needs 'input_ids'; this one has {sorted(batch)}"
+            )
+        ids, size = batch["input_ids"], self.ranks.size
+        if "position_ids" not in batch:
+            batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(
+                ids.shape[:2]
+            )
+        if "labels" in batch:
+            labels = batch.pop("labels")
+            batch.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=IGNORED))
+        parts: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        for key, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if value.shape[:2] != ids.shape[:2]:
+                raise UsageError(
+                    f"sequence parallelism: {key!r} of shape {tuple(value.shape)} cannot be cut "
+                    "along the sequence: "
+                    f"'input_ids' is {tuple(ids.shape)}; leave it out of the batch"
+                )
+            pieces = _fill(key, value, -ids.shape[1] % size).chunk(size, dim=1)
+            batch[key] = _Kind(pieces[0].shape, value.dtype)
+            for part, piece in zip(parts, pieces, strict=True):
+                part.append(piece.contiguous().view(-1).view(torch.uint8))
+        return batch, [torch.cat(part) for part in parts]
+
+    def _exchange(self, batch: Mapping[str, Any] | None) -> list[Batch] | None:
+        """This rank's piece of each rank's batch. None if a loader has ended."""
+        own, parts = (None, []) if batch is None else self._cut(batch)
+        batches: list[Batch] = self.ranks.exchange_objects(own)
+        if None in batches:
+            return None
+        kinds = [
+            {key: kind for key, kind in each.items() if isinstance(kind, _Kind)} for each in batches
+        ]
+        sizes = [[kind.bytes for kind in each.values()] for each in kinds]
+        received = self.ranks.exchange_bytes(parts, [sum(each) for each in sizes])
+        for each, found, split, whole in zip(batches, kinds, sizes, received, strict=True):
+            for (key, kind), piece in zip(found.items(), whole.split(split), strict=True):
+                each[key] = piece.clone().view(kind.dtype).view(kind.shape)  # a copy is aligned
+        return batches
+
+
+class _Kind(NamedTuple):
+    """What a piece of a tensor is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def _fill(key: str, value: torch.Tensor, missing: int) -> torch.Tensor:
+    """`value`, with `missing` more places along dimension 1."""
+    if not missing:
+        return value
+    if key == "position_ids":
+        return torch.cat(
+            [value, value[:, -1:] + torch.arange(1, missing + 1, device=value.device)], dim=1
+        )
+    return pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=_FILLING.get(key, 0))

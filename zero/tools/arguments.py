@@ -1,0 +1,225 @@
+"""Command lines of the command `zero`: what cannot be read, or cannot start, is one line and exit
+code 2.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+from zero.config import load_config
+from zero.errors import UsageError
+
+_TICK = 0.5  # seconds between two looks of a line at the clock
+# Programs whose first argument that ends in .py is a script.
+LAUNCHERS = ("torchrun", "accelerate", "python", "python3")
+NOT_PYTHON = (".json", ".yaml", ".yml", ".toml", ".sh", ".txt", ".md", ".ipynb")
+
+
+class Parser(ArgumentParser):
+    """As argparse's, but a mistake raises UsageError with one line.
+
+    Each command has an example under `--help`.
+    """
+
+    def __init__(self, command: str, description: str, example: str, json: str):
+        """`json`: what the option `--json` prints as a JSON object."""
+        super().__init__(
+            prog=f"zero {command}",
+            description=description,
+            epilog=f"Example: zero {command} {example}",
+        )
+        self.add_argument("--json", action="store_true", help=f"print {json} as a JSON object")
+
+    def add_command(self) -> None:
+        """The rest of the line is a command of the user, kept as `command`."""
+        self.add_argument(
+            "command", nargs=REMAINDER, help="SCRIPT.py, LAUNCHER or -m MODULE, with its arguments"
+        )
+
+    def parse(self, arguments: list[str]) -> Namespace:
+        """As `parse_args`, for a parser with `add_command`: there must be a command."""
+        module = arguments.index("-m") if "-m" in arguments else len(arguments)
+        options = self.parse_args(
+            arguments[:module]
+        )  # argparse would look for an option -m of its own
+        options.command += arguments[module:]
+        if not options.command:
+            self.error("name a script or a launcher to run")
+        if options.command[0].startswith("-") and options.command[0] != "-m":
+            self.error(f"unknown option {options.command[0]}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog.removeprefix('zero ')}: {message}; see {self.prog} --help")
+
+
+class Working:
+    """Shows on stderr that a long step goes on: on a terminal a line with its seconds, else each
+    new text of `show`.
+    """
+
+    def __init__(self, text: str):
+        self._text = text
+        self._live = sys.stderr.isatty()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+
+    def __enter__(self) -> Working:
+        if self._live:
+            self._thread.start()
+        return self
+
+    def show(self, text: str) -> None:
+        if text != self._text and not self._live:
+            print(text, file=sys.stderr, flush=True)
+        self._text = text
+
+    def _tick(self) -> None:
+        start = time.monotonic()
+        while not self._done.wait(_TICK):
+            print(
+                f"\r\033[K{self._text}, {time.monotonic() - start:.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._live:
+            self._thread.join()
+
+
+def program(target: str) -> str | None:
+    """The path of a command;
+
+    None for a Python script. The virtual environment need not be activated.
+    """
+    beside = os.path.dirname(sys.executable)
+    path = os.pathsep.join([beside, os.environ.get("PATH", os.defpath)])
+    return None if target.endswith(".py") else shutil.which(target, path=path)
+
+
+def check_command(name: str, command: list[str]) -> None:
+    """Raise UsageError in one line if the user's command cannot start: no such script, module or
+    configuration.
+
+    name: of the command of `zero`, for the message.
+    """
+    target, *rest = command
+    if target == "-m":
+        _check_module(name, *rest[:1])
+    elif program(target) is None:
+        _check_script(name, target)
+    elif Path(target).name in LAUNCHERS and not {
+        "-m",
+        "--module",
+        "-c",
+        "--no-python",
+        "--no_python",
+    } & {*rest}:
+        for script in [word for word in rest if word.endswith(".py")][:1]:
+            _check_script(name, script)
+    for config in _configurations(rest):
+        load_config(config, allow_auto=True)
+
+
+def _check_module(name: str, module: str = "") -> None:
+    if not module:
+        raise UsageError(f"{name}: -m: name a module")
+    top = module.partition(".")[0]
+    if top == "deepspeed":  # the hook gives what is started a module of this name
+        return
+    if not (
+        find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
+    ):  # as Python, which looks there for `-m`
+        raise UsageError(f"{name}: -m {module}: there is no module {top}")
+
+
+def _check_script(name: str, script: str) -> None:
+    path = Path(script)
+    if not path.exists():
+        raise UsageError(f"{name}: {script}: no such file, and no such command")
+    if not path.is_file():
+        raise UsageError(f"{name}: {script}: not a file; name the script in it")
+    if path.suffix in NOT_PYTHON or not os.access(path, os.R_OK):
+        raise UsageError(
+            f"{name}: {script}: neither a Python script nor a command that you may execute"
+        )
+
+
+def _configurations(arguments: list[str]) -> Iterator[str]:
+    """The values of the options that name a configuration; to some scripts `--deepspeed` alone is a
+    switch.
+    """
+    for argument, following in pairwise([*arguments, "-"]):
+        option, equals, value = argument.partition("=")
+        if option in ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file"):
+            if equals:
+                yield value
+            elif not following.startswith("-"):
+                yield following
+
+
+def output_file(text: str, folder: Path | None = None) -> Path:
+    """The type of an option: a file that can be written. It is checked before the work, and not
+    made yet.
+
+    folder: must be writable; default: that of the file.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder; name a file")
+    try:
+        tempfile.TemporaryFile(dir=folder or path.resolve().parent).close()
+    except OSError as error:
+        raise ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return path
+
+
+def count(text: str) -> int:
+    """The type of an option: a whole number above 0."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """The type of an option: a TCP port."""
+    if (number := count(text)) > 65535:
+        raise ArgumentTypeError(f"{text} is no port: the largest is 65535")
+    return number
+
+
+def gibibytes(text: str) -> float:
+    """The type of an option: memory in GiB, as a number or with a group: 24, 24G, 24GiB, 512M."""
+    found = re.fullmatch(r"([\d.]+)([MGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ArgumentTypeError(f"{text} is no amount of memory, such as 24, 24G or 512M")
+    return above_zero(found[1]) * {"M": 2.0**-10, "T": 2.0**10}.get(found[2].upper(), 1.0)
+
+
+def above_zero(text: str) -> float:
+    """The type of an option: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise ArgumentTypeError(f"{text} is not a number above 0")
+    return number

@@ -1,0 +1,4 @@
+"""`zero doctor`: whether a machine, and the links between ranks, are fit to train on.
+
+Each fault has a remedy.
+"""

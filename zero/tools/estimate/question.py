@@ -1,0 +1,66 @@
+"""What is asked of `zero estimate`, and the mistakes in it that are found before transformers is
+imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zero.config import Config
+from zero.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is estimated.
+
+    `batch` and `length` are of one micro-batch on one rank; 0: activations are left out.
+    """
+
+    world_size: int
+    batch: int = 0
+    length: int = 0
+    checkpointing: bool = False
+
+
+def model_folder(source: str) -> Path:
+    """The folder of a model, which is named by itself or by its `config.json`.
+
+    UsageError where there is none.
+    """
+    folder = Path(source)
+    folder = folder.parent if folder.name == "config.json" else folder
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{source}: an adapter (adapter_config.json) is not estimated: give its base model's "
+            "folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
+    return folder
+
+
+def with_batch(config: Config, source: str, question: Question) -> tuple[Config, Question]:
+    """With the batch sizes that follow from the known ones. UsageError if they differ, or one is
+    missing for --seq.
+
+    source: the configuration's file, for the message.
+    """
+    given = config.train_micro_batch_size_per_gpu
+    if question.batch and given not in (None, question.batch):
+        raise UsageError(
+            f"--batch {question.batch}: {source} has train_micro_batch_size_per_gpu {given}; set "
+            'it to "auto" there'
+        )
+    micro = question.batch or given
+    if micro is not None or config.train_batch_size is not None:
+        config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
+        config = config.resolve_batch(question.world_size)
+    if question.length and not question.batch:
+        if config.train_micro_batch_size_per_gpu is None:
+            raise UsageError(
+                f"--seq: give --batch too, or train_micro_batch_size_per_gpu in {source}"
+            )
+        question = replace(question, batch=config.train_micro_batch_size_per_gpu)
+    return config, question

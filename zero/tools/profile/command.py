@@ -1,0 +1,163 @@
+"""The commands `zero trace` and `zero memory`: start the user's command for a few steps, and write
+what it recorded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+from zero.errors import UsageError
+from zero.tools.arguments import Parser, check_command, count, output_file
+from zero.tools.profile.picture import draw, peaks
+from zero.tools.profile.running import PROGRESS, run, what_went_wrong
+from zero.tools.report.pictures import pyplot
+from zero.tools.report.runs import size
+
+# The variables that `zero/__init__.py` reads.
+KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
+
+
+def trace(arguments: list[str]) -> int:
+    """Run `zero trace ARGUMENTS`. Returns the exit code."""
+    from zero.tools.profile.trace import merge  # it imports torch's profiler
+
+    parser = Parser(
+        "trace",
+        "Run a script to one optimizer step, write that step as a trace for "
+        "https://ui.perfetto.dev, and end. "
+        " Nothing is saved. All ranks of this machine are in one file.",
+        "--step 5 --out trace.json torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="the seconds by track",
+    )
+    options = _options(
+        parser, arguments, "trace.json", "the trace; .gz is compressed", (".json", ".gz")
+    )
+    with tempfile.TemporaryDirectory(prefix="zero-trace-") as temporary:
+        merged = merge(_record("trace", options, Path(temporary)))
+    _write(options.out, json.dumps(merged).encode())
+    seconds = _seconds(merged["traceEvents"])
+    if options.json:
+        print(json.dumps({"file": str(options.out), "seconds": seconds}, indent=2))
+        return 0
+    print(_table(seconds))
+    print(f"{options.out}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def memory(arguments: list[str]) -> int:
+    """Run `zero memory ARGUMENTS`. Returns the exit code."""
+    parser = Parser(
+        "memory",
+        "Run a script to one optimizer step, draw what rank 0 holds in it by kind, and end. "
+        "Nothing is saved.",
+        "--out memory.png torchrun --nproc_per_node 2 train.py --deepspeed ds_config.json",
+        json="each rank's peaks and samples",
+    )
+    options = _options(parser, arguments, "memory.png", "the picture", (".png", ".svg", ".pdf"))
+    pyplot()  # before the run, because it may be missing
+    with tempfile.TemporaryDirectory(prefix="zero-memory-") as temporary:
+        ranks = {
+            file.stem: json.loads(file.read_text())
+            for file in _record("memory", options, Path(temporary))
+        }
+    first = ranks.get("rank0", next(iter(ranks.values())))
+    draw(first, f"memory of rank 0 in step {options.step}", options.out)
+    highest = {rank: peaks(samples) for rank, samples in ranks.items()}
+    if options.json:
+        print(json.dumps({"file": str(options.out), "peaks": highest, "samples": ranks}))
+        return 0
+    for rank, places in highest.items():
+        for place, kinds in places.items():
+            print(
+                f"{rank}, {place}: "
+                + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
+            )
+    print(f"{options.out}: the picture of rank 0")
+    return 0
+
+
+def _options(
+    parser: Parser, arguments: list[str], out: str, about: str, formats: tuple[str, ...]
+) -> Namespace:
+    command = parser.prog.removeprefix("zero ")
+    parser.add_argument(
+        "--step", type=count, default=5, help="the optimizer step that is recorded, from 1 on (5)"
+    )
+    parser.add_argument(
+        "--out", type=output_file, default=out, metavar="F", help=f"{about} ({out})"
+    )
+    parser.add_command()
+    options = parser.parse(arguments)
+    if options.out.suffix not in formats:
+        parser.error(f"--out {options.out}: its name must end in {' or '.join(formats)}")
+    check_command(command, options.command)
+    return options
+
+
+def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
+    """Run the command. Returns the ranks' files."""
+    variables = {KIND: kind, FOLDER: str(folder), STEP: str(options.step)}
+    log, name = folder / "log", f"{kind}: the run"
+
+    def progress() -> str | None:
+        file = folder / PROGRESS
+        done = file.read_text() if file.exists() else ""
+        return f"{kind}: step {done} of {options.step}" if done else None
+
+    run(options.command, variables, log, name, progress)
+    files = sorted(folder.glob("rank*.json"))
+    if not files:
+        raise UsageError(
+            f"{name} made fewer than {options.step} optimizer steps by deepspeed.initialize or the "
+            "Trainer before it "
+            "ended or saved: name an earlier one by --step. Its last "
+            f"lines:\n{what_went_wrong(log)}"
+        )
+    return files
+
+
+def _write(out: Path, content: bytes) -> None:
+    out.write_bytes(gzip.compress(content) if out.suffix == ".gz" else content)
+
+
+def _seconds(events: list[dict]) -> dict[str, dict[str, float]]:
+    """Seconds in which something was going on, by process and track; lanes of one track count as
+    one.
+    """
+    names = {
+        (each["name"], each["pid"], each["tid"]): each["args"].get("name")
+        for each in events
+        if each["ph"] == "M"
+    }
+    spent: dict[str, Counter[str]] = {}
+    ends: Counter[tuple[str, str]] = Counter()
+    for event in sorted(
+        (event for event in events if event["ph"] == "X"), key=lambda event: event["ts"]
+    ):
+        pid, tid = event["pid"], event["tid"]
+        process, track = (
+            names["process_name", pid, tid],
+            names["thread_name", pid, tid].partition(" (")[0],
+        )
+        start, end = max(event["ts"], ends[process, track]), event["ts"] + event["dur"]
+        spent.setdefault(process, Counter())[track] += max(0.0, end - start) / 1e6
+        ends[process, track] = max(end, ends[process, track])
+    return {
+        process: {track: round(each, 6) for track, each in spent[process].items()}
+        for process in sorted(spent)
+    }
+
+
+def _table(seconds: dict[str, dict[str, float]]) -> str:
+    """A row for each track, a column for each process."""
+    tracks = dict.fromkeys(track for of_process in seconds.values() for track in of_process)
+    rows = [["seconds", *seconds]]
+    rows += [
+        [track, *(f"{each.get(track, 0.0):.4f}" for each in seconds.values())] for track in tracks
+    ]
+    return "\n".join(row[0].ljust(24) + "".join(cell.rjust(18) for cell in row[1:]) for row in rows)

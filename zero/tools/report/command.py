@@ -1,0 +1,45 @@
+"""The command `zero report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zero.tools.arguments import Parser, Working, output_file
+from zero.tools.report.page import page
+from zero.tools.report.runs import read
+
+
+def report(arguments: list[str]) -> int:
+    """Run `zero report ARGUMENTS`. Returns the exit code."""
+    parser = Parser(
+        "report",
+        "Make one HTML page, which needs no network, of what json_monitor wrote about a run, or of "
+        "two side by side.",
+        "output/run1 output/run2 --out report.html",
+        json="the summaries",
+    )
+    parser.add_argument(
+        "run", type=Path, help="the folder of json_monitor, or its file steps.jsonl"
+    )
+    parser.add_argument("other", type=Path, nargs="?", help="a second run, to be compared with")
+    parser.add_argument(
+        "--out", type=output_file, default="report.html", metavar="F", help="the page (report.html)"
+    )
+    options = parser.parse_args(arguments)
+    with Working("report: reading and drawing"):
+        runs = [read(path) for path in (options.run, options.other) if path is not None]
+        if len(runs) == 2 and runs[0].name == runs[1].name:
+            for number, run in enumerate(runs, start=1):
+                run.name += f" ({number})"
+        options.out.write_text(page(runs), encoding="utf-8")
+    if options.json:
+        print(
+            json.dumps(
+                {"file": str(options.out), "runs": {run.name: run.summary() for run in runs}},
+                indent=2,
+            )
+        )
+    else:
+        print(f"{options.out}: open it in a browser")
+    return 0

@@ -1,0 +1,156 @@
+"""Reads what `json_monitor` writes, and computes what the page shows.
+
+This file knows no pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from zero.errors import UsageError
+
+FILE = "steps.jsonl"
+# What a record of a step must have.
+_KEYS = {"step", "samples", "lr", "seconds", "waits", "memory", "ranks", "samples_per_second"}
+REST = "data and script"
+_PHASES = ("forward", "backward", "step")
+
+
+class Run:
+    """One run's records by step, in order. Of a step that was trained twice, after a resume, the
+    second one counts.
+
+    Attributes: name; records; facts: what `zero.monitor.facts` wrote at the last start, or {};
+    warnings: (step, text)."""
+
+    def __init__(self, name: str, records: list[dict[str, Any]]):
+        self.name = name
+        self.records = [
+            record for _, record in sorted({each["step"]: each for each in records}.items())
+        ]
+        self.facts = next((each["run"] for each in reversed(records) if "run" in each), {})
+        self.warnings = [
+            (each["step"], text) for each in records for text in each.get("warnings", ())
+        ]
+
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a number of the records; steps without it are left out."""
+        points = [(each["step"], each[key]) for each in self.records if each.get(key) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    @property
+    def _usual(self) -> list[dict[str, Any]]:
+        """The records but the first: in the first step memory is allocated and the schedule is
+        recorded.
+        """
+        return self.records[1:] or self.records
+
+    def step_seconds(self) -> tuple[list[int], list[float]]:
+        """Steps, and rank 0's seconds from the end of the step before to the end of this one."""
+        return [each["step"] for each in self.records], [_duration(each) for each in self.records]
+
+    def time_by_part(self) -> dict[str, float]:
+        """Mean seconds of a step on rank 0: what each phase computes, what is waited for, and the
+        rest.
+        """
+        total: Counter[str] = Counter(dict.fromkeys((*_PHASES, REST), 0))
+        for record in self._usual:
+            phases = {phase: record["seconds"].get(phase, 0.0) for phase in _PHASES}
+            rest = _duration(record) - sum(phases.values())
+            for name, spent in record["waits"].items():
+                phase, _, cause = name.partition("_")
+                total[f"wait: {cause.replace('_', ' ')}"] += spent
+                if phase in phases:
+                    phases[phase] -= spent
+                else:
+                    rest -= spent
+            total.update(phases | {REST: rest})
+        return {part: max(0.0, seconds) / len(self._usual) for part, seconds in total.items()}
+
+    def bytes_by_collective(self) -> dict[str, float]:
+        """Mean bytes of a step on rank 0."""
+        return self._mean_of("bytes")
+
+    def bytes_by_link(self) -> dict[str, float]:
+        """Mean bytes of a step on rank 0; without links over which nothing went."""
+        return {link: nbytes for link, nbytes in self._mean_of("links").items() if nbytes}
+
+    def _mean_of(self, group: str) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for record in self._usual:
+            total.update(record.get(group, {}))
+        return {name: count / len(self._usual) for name, count in total.items()}
+
+    def seconds_by_rank(self) -> list[float]:
+        """Mean seconds of a step in which each rank worked."""
+        return [
+            fmean(each)
+            for each in zip(
+                *(record["ranks"]["working_seconds"] for record in self._usual), strict=True
+            )
+        ]
+
+    def summary(self) -> dict[str, str]:
+        losses, seconds = self.curve("loss")[1], self.time_by_part()
+        waited = sum(spent for part, spent in seconds.items() if part.startswith("wait"))
+        memory = self.records[-1]["memory"]
+        found = {
+            "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
+            "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
+            "last loss": f"{losses[-1]:.5g}" if losses else "not known",
+            "samples a second (slowest rank)": f"{median(each['samples_per_second'] for each in self._usual):.4g}",
+            "seconds a step (rank 0)": f"{median(map(_duration, self._usual)):.4g}",
+            "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
+            "peak host memory": size(memory["host_bytes_peak"]),
+        }
+        if utilizations := [each["mfu"] for each in self._usual if each.get("mfu")]:
+            found["MFU"] = f"{median(utilizations):.1%}"
+        for name in ("read", "written"):
+            rates = [each.get("disk_bytes_per_second", {}).get(name) for each in self._usual]
+            if rates := [rate for rate in rates if rate]:
+                found[f"disk, {name} a second"] = size(median(rates))
+        if memory["device_bytes_peak"]:
+            found["peak device memory"] = size(memory["device_bytes_peak"])
+        if "parameters" in self.facts:
+            found["parameters"] = f"{self.facts['parameters']:,}"
+        return found
+
+
+def _duration(record: dict[str, Any]) -> float:
+    return record["ranks"]["working_seconds"][0] + sum(record["waits"].values())
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes for people."""
+    groups = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(nbytes, 1), 1024)), len(groups) - 1)
+    return f"{nbytes / 1024**power:.4g} {groups[power]}"
+
+
+def read(path: Path) -> Run:
+    """The run whose file, or folder with `steps.jsonl`, is `path`.
+
+    Raises UsageError with the line that is wrong.
+    """
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"report: {file}: there is no such file; json_monitor writes it")
+    records, lines = [], file.read_bytes().splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+        lines.pop()  # the run was killed, or the disk full, while it was written
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or _KEYS - record.keys():
+            raise UsageError(f"report: {file}, line {number}: this is no record of json_monitor")
+        records.append(record)
+    if not records:
+        raise UsageError(f"report: {file}: there is no step in it")
+    return Run(file.resolve().parent.name if file.name == FILE else file.stem, records)
