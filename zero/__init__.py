@@ -5,13 +5,13 @@ See `zero.hf.enable` for use under transformers and accelerate.
 
 import os
 
-from zero.checkpoint.streaming import stream_weights
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.init import Init
 from zero.core.layout import register_external_parameter, unregister_external_parameter
 from zero.engine import ZeroEngine
 from zero.integrations.deepspeed import fragments, labels, leaf, tiling
 from zero.integrations.deepspeed.engine import initialize
+from zero.streaming import stream_weights
 
 __version__ = "0.1.0"
 

@@ -145,7 +145,7 @@ def consolidate(
 
     def parts() -> Iterator[torch.Tensor]:
         with tqdm(
-            total=nbytes, group="B", unit_scale=True, desc="consolidate", disable=not progress
+            total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
         ) as bar:
             for key, tensor in tensors.items():
                 numel = tensor.shape.numel()
@@ -182,7 +182,7 @@ def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, An
     nbytes = sum(entry.bytes for entry in manifest.files.values())
     shown = None if progress else True  # None: on a terminal only
     with tqdm(
-        total=nbytes, group="B", unit_scale=True, desc="checksums", disable=shown, leave=False
+        total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False
     ) as bar:
         reader.verify(bar.update)
     for key, nbytes in reader.stored_bytes().items():

@@ -65,7 +65,7 @@ class Section(BaseModel):
 
     @classmethod
     def about(cls, key: str) -> dict[str, Any]:
-        """What `acts` or `unused` noted about a key: "unused", "needs", "auto", "group" and "says",
+        """What `acts` or `unused` noted about a key: "unused", "needs", "auto", "unit" and "says",
         where they apply.
         """
         return cls.model_fields[key].json_schema_extra or {}
@@ -102,7 +102,7 @@ def acts(
     *,
     needs: str = "",
     auto: str = "",
-    group: str = "",
+    unit: str = "",
     says: dict[Any, str] | None = None,
 ) -> Any:
     """A field for a key with an effect.
@@ -110,12 +110,12 @@ def acts(
     ``text`` says what it does; None: the docstring below the field does. ``needs`` names the
     setting without which the key does not act. ``auto`` names the argument of transformers or
     accelerate that replaces "auto"; without it "auto" is an error. For ``zero explain``: ``says``
-    has a sentence for a value, or for all "other" ones, with the value at `{}`; ``group`` is
+    has a sentence for a value, or for all "other" ones, with the value at `{}`; ``unit`` is
     "elements", "bytes" or "power of 2"."""
     return Field(
         default,
         description=text,
-        json_schema_extra={"needs": needs, "auto": auto, "group": group, "says": says or {}},
+        json_schema_extra={"needs": needs, "auto": auto, "unit": unit, "says": says or {}},
     )
 
 

@@ -68,14 +68,14 @@ class OffloadParamConfig(OffloadConfig):
         int(1e8),
         "See `buffer_count`. In elements.",
         needs=_FILES,
-        group="elements",
+        unit="elements",
         says={"other": "`buffer_count` times so many elements are read ahead of use."},
     )
     max_in_cpu: Count = acts(
         int(1e9),
         "At most this many elements of each process stay in host memory.",
         needs=_FILES,
-        group="elements",
+        unit="elements",
     )
 
 
@@ -118,7 +118,7 @@ class OffloadOptimizerConfig(OffloadConfig):
 class AioConfig(Section):
     """How files are read and written. The section acts if something is offloaded to `nvme`."""
 
-    block_size: Positive = acts(1 << 20, "Bytes of one block.", group="bytes")
+    block_size: Positive = acts(1 << 20, "Bytes of one block.", unit="bytes")
     queue_depth: Positive = acts(32, "Blocks that are read or written at the same time.")
     thread_count: Positive = acts(4, "Threads that read and write.")
     intra_op_parallelism: Positive | None = unused(None, "threads are counted by thread_count")

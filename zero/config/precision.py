@@ -33,7 +33,7 @@ class FP16Config(_SixteenBit):
     )
     # The scale is kept in fp32, whose largest power of two this is.
     initial_scale_power: integer(0, 127) = acts(
-        16, "The first scale is 2 to this power.", group="power of 2"
+        16, "The first scale is 2 to this power.", unit="power of 2"
     )
     loss_scale_window: Positive = acts(
         1000,

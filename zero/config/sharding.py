@@ -92,12 +92,12 @@ class ZeroConfig(Section):
     )
     """Reduce gradients while backward goes on. false: wait for each reduction at once. Default: true at stage 3."""
     reduce_bucket_size: Positive = acts(
-        int(5e8), auto="the square of the model's hidden size", group="elements"
+        int(5e8), auto="the square of the model's hidden size", unit="elements"
     )
     """Most gradient elements in one reduction, and in all reductions in flight. A larger group goes alone."""
     sub_group_size: Annotated[Count, AfterValidator(lambda size: size or sys.maxsize)] = acts(
         int(1e9),
-        group="elements",
+        unit="elements",
         says={
             sys.maxsize: "The optimizer updates all elements at once.",
             "other": "The optimizer updates so many elements at a time.",
@@ -114,7 +114,7 @@ class ZeroConfig(Section):
         int(5e7),
         needs=_STAGE_3,
         auto="0.9 x the square of the model's hidden size",
-        group="elements",
+        unit="elements",
         says={
             0: "Nothing is gathered ahead of its use: each block waits for its parameters.",
             "other": "At most so many elements are gathered ahead of their use.",
@@ -122,18 +122,18 @@ class ZeroConfig(Section):
     )
     """Most elements that are gathered ahead of their use. 0: none."""
     stage3_param_persistence_threshold: Count = acts(
-        int(1e5), needs=_STAGE_3, auto="10 x the hidden size", group="elements"
+        int(1e5), needs=_STAGE_3, auto="10 x the hidden size", unit="elements"
     )
     """Parameters of at most this many elements stay whole on every process."""
-    stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3, group="elements")
+    stage3_model_persistence_threshold: Count = acts(sys.maxsize, needs=_STAGE_3, unit="elements")
     """Most elements that all of these small parameters may have in sum."""
-    stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3, group="elements")
+    stage3_max_live_parameters: Count = acts(int(1e9), needs=_STAGE_3, unit="elements")
     """A block is gathered ahead, and stays gathered after its use, only while no more elements than this are gathered
     in all."""
     stage3_max_reuse_distance: Count = acts(
         int(1e9),
         needs=_STAGE_3,
-        group="elements",
+        unit="elements",
         says={
             0: "Each group is freed after its use, and gathered again.",
             "other": "A gathered group is kept if fewer elements are used before it is needed "

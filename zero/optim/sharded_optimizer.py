@@ -199,7 +199,7 @@ class ZeroOptimizer:
         )
 
     @property
-    def sharded_groups(self) -> list[ParamGroup]:
+    def groups(self) -> list[ParamGroup]:
         """The groups that are trained."""
         return list(self.shards)
 

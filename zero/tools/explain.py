@@ -153,17 +153,17 @@ def _effect(config: Config, key: str) -> str:
     if value and key in PACKAGES and find_spec(package := PACKAGES[key]) is None:
         more = f"The package {package} is not installed here: pip install {package}."
     else:
-        more = _processes(config) if key == "train_batch_size" else _size(value, about.get("group"))
+        more = _processes(config) if key == "train_batch_size" else _size(value, about.get("unit"))
     return f"{text} {more}".strip()
 
 
-def _size(value: Any, param_group: str | None) -> str:
-    """The value in groups for people."""
-    if param_group == "power of 2":
+def _size(value: Any, unit: str | None) -> str:
+    """The value in units for people."""
+    if unit == "power of 2":
         return f"That is {2**value:,}."
-    if not param_group or not 0 < value < 1 << 50:
+    if not unit or not 0 < value < 1 << 50:
         return ""
-    if param_group == "bytes":
+    if unit == "bytes":
         return f"That is {_amount(value)}."
     of_parameters = f"{_amount(value * 2)} in 16 bits, {_amount(value * 4)} in fp32"
     return f"That is {value:,} elements: {of_parameters}."

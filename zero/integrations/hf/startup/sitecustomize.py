@@ -33,8 +33,8 @@ class LazyFinder:
         return facade.find_distributions(context) if asked and (facade := self._facade()) else ()
 
     def _facade(self):
-        from zero.integrations.hf import hook
         from zero.integrations.deepspeed import finder  # here: these import torch
+        from zero.integrations.hf import hook
 
         return None if finder.is_installed() else hook.set_up()
 
