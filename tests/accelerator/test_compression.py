@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.accelerator import device
-from tests.dist.test_compression import FOUR_BITS, GRADIENTS, WEIGHTS, WHOLE, data, model
+from tests.dist.comm.test_compression import FOUR_BITS, GRADIENTS, WEIGHTS, WHOLE, data, model
 from tests.dist.training import Curve, assert_equal, curve_on, ds_config, start, train_zero
 
 HOST = {"offload_param": {"device": "cpu"}, "stage3_max_reuse_distance": 0}

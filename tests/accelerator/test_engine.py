@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import zero
 from tests.accelerator import device
-from tests.dist.test_checkpoint import load_train, train_save_train
+from tests.dist.checkpoint.test_checkpoint import load_train, train_save_train
 from tests.dist.training import (
     Batch,
     Curve,

@@ -14,7 +14,7 @@ import torch
 
 import zero
 from tests.accelerator.test_offload import ON_GPU, here
-from tests.dist.test_checkpoint import stored
+from tests.dist.checkpoint.test_checkpoint import stored
 from tests.dist.training import (
     Curve,
     assert_same_training,

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist import test_moments as coded
-from tests.dist import test_schedule_free as free
-from tests.dist import test_without_masters as bf16
+from tests.dist.optim import test_moments as coded
+from tests.dist.optim import test_schedule_free as free
+from tests.dist.optim import test_without_masters as bf16
 from tests.dist.training import assert_same_weights, relative
 from tests.processes import run_on
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import zero
 from tests.accelerator import device
-from tests.dist.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
+from tests.dist.core.test_own_loops import LR, ROWS, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close

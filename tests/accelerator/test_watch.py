@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.dist import test_memory, test_trace
-from tests.dist.test_memory import LAYER, LAYERS, OUTPUT, RANKS, SMALL
+from tests.dist.tools import test_memory, test_trace
+from tests.dist.tools.test_memory import LAYER, LAYERS, OUTPUT, RANKS, SMALL
 from tests.processes import run_on
 from zero.tools.profile.picture import peaks
 from zero.tools.profile.trace import merge

@@ -13,7 +13,7 @@ disk read, disk written
 
 A step has all of its micro-batches. Counted is what grows with the model: not the norm's sum, not
 orders on which ranks agree. The engine's counters have the same numbers (`zero/comm/traffic.py`):
-`tests/dist/test_estimate.py` compares them."""
+`tests/dist/tools/test_estimate.py` compares them."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_equal_numbers_agree_and_neighbours_do_not():
 
 UNEVEN = """
 import torch, zero
-from tests.dist.test_agreement import start_with
+from tests.dist.comm.test_agreement import start_with
 from tests.dist.toys import toy_batches
 zero.comm.world.init_distributed()
 engine = start_with()
@@ -173,7 +173,7 @@ for batch in toy_batches(2 + engine.global_rank):
 
 DYING = """
 import os, sys, zero
-from tests.dist.test_agreement import start_with
+from tests.dist.comm.test_agreement import start_with
 zero.comm.world.init_distributed()
 engine = start_with()
 if engine.global_rank == 1:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zero
-from tests.dist.test_sequence import llama
+from tests.dist.parallel.test_sequence import llama
 from tests.dist.training import ds_config, relative
 from tests.processes import run_on
 from zero.errors import UsageError

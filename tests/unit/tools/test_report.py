@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.test_hook import assert_refused
+from tests.unit.integrations.test_hook import assert_refused
 from zero.tools.cli import main
 from zero.tools.report.page import page
 from zero.tools.report.runs import REST, Run, read, size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
+from tests.dist.core.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
 from tests.processes import run_on, torchrun
 from zero.integrations.deepspeed import fragments
@@ -105,7 +105,7 @@ def test_ranks_may_use_different_experts_where_reductions_wait_for_each_other():
 
 DIVERGING = """
 import torch, zero
-from tests.dist.test_own_loops import Experts, engine_of, build
+from tests.dist.core.test_own_loops import Experts, engine_of, build
 zero.comm.world.init_distributed()
 engine = engine_of(build(Experts), watchdog_timeout=2)
 engine.backward(engine(torch.ones(2, 8), 1 + engine.global_rank))

@@ -19,7 +19,7 @@ import pytest
 from benchmarks import arguments as benchmark
 from tests.processes import REPOSITORY
 from tests.unit.checkpoints import flip, save
-from tests.unit.test_hook import assert_refused
+from tests.unit.integrations.test_hook import assert_refused
 from zero.hf import STARTUP
 from zero.tools import launch
 from zero.tools.arguments import Parser, Working, check_command, output_file

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.test_compression import GRADIENTS
+from tests.dist.comm.test_compression import GRADIENTS
 from tests.dist.training import Curve, adamw, assert_equal, curve_on, ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_whole_tensor import MAKE as MAKE_WHOLE

@@ -159,7 +159,7 @@ def test_a_folder_with_other_things_is_refused(run, capsys, tmp_path):
 
 
 def test_every_experiment_says_a_command_that_exists(tmp_path):
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     for experiment in reproduce.EXPERIMENTS:
         for quick in (True, False):
             for command in experiment.commands(Sizes(tmp_path, quick, tmp_path)):

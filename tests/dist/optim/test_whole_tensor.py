@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import zero
-from tests.dist.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
+from tests.dist.checkpoint.test_checkpoint import OTHER_CUTS, STEPS, assert_same_tensors, stored
 from tests.dist.training import (
     Curve,
     assert_equal,

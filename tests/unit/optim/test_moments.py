@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tests.unit.test_cpu_adam import COMPILER
+from tests.unit.optim.test_cpu_adam import COMPILER
 from zero.optim import adam8bit, cpu_adam
 from zero.optim.adam8bit import BLOCK, CodedSlice
 

@@ -14,7 +14,7 @@ from zero.tools.cli import main
 from zero.tools.doctor import checks, links
 from zero.tools.doctor.checks import FAILS, OK, SLOW
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -19,8 +19,8 @@ from zero.config.optim import OptimizerParams
 from zero.config.reading import section_of
 from zero.config.report import report
 
-PACKAGE = Path(__file__).parents[2] / "zero"
-SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
+PACKAGE = Path(__file__).parents[3] / "zero"
+SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
 
 def without_effect(raw):

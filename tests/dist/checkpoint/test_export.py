@@ -19,7 +19,7 @@ from torch import nn
 from transformers import T5ForConditionalGeneration
 
 import zero
-from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
+from tests.dist.checkpoint.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.toys import toy
 from tests.dist.training import ds_config, split, start, step, train_zero, weights_of
 from tests.parity.models import batches, build

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero
-from tests.dist.test_checkpoint import (
+from tests.dist.checkpoint.test_checkpoint import (
     OTHER_CUTS,
     STEPS,
     assert_same_tensors,

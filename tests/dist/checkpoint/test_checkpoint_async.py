@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from tests.dist.test_checkpoint_faults import lift_file_size_limit, limit_file_size
+from tests.dist.checkpoint.test_checkpoint_faults import lift_file_size_limit, limit_file_size
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import child_environment, kill_tree, run_on, torchrun

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import T5ForConditionalGeneration
 
-from tests.dist.test_export import Wide, limited_memory
+from tests.dist.checkpoint.test_export import Wide, limited_memory
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run, run_on

@@ -15,7 +15,7 @@ from zero.config.settings import Config
 from zero.tools.cli import main
 from zero.tools.explain import RULES, TRAINER, explain, explain_as_json
 
-SHIPPED = Path(__file__).parents[2] / "configs" / "ds_config_zero3.json"
+SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
 
 def leaves(value, path=""):
