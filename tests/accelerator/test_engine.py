@@ -50,7 +50,6 @@ from zero.core import activation_offload
 from zero.core.optimizer_shard import OptimizerShard
 from zero.device import new_stream
 from zero.offload import pinned, tiers
-from zero.optim import assignment
 
 STEPS = 5
 # A function that changes something in the process before the engine is made.
@@ -286,9 +285,6 @@ def test_stage_2_trains_as_plain_torch_does(tmp_path):
 
 
 def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) -> Curve:
-    assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = (
-        1  # so that tensors move while others are updated
-    )
     engine = engine_with(folder, sections, make=MAKE[name])
     curve = train_zero(engine, data_on_device())
     state = [

@@ -28,7 +28,6 @@ from tests.dist.training import (
 )
 from tests.parity.models import MODELS, batches, build
 from tests.parity.test_fp32 import SMALL
-from zero.optim import assignment
 from zero.optim.muon import MuonWithAdamW, is_hidden_matrix
 
 STEPS = 6
@@ -113,8 +112,6 @@ def reference(
 
 
 def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, grouping) -> Curve:
-    if stage == 3:
-        assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = 1  # the groups are updated in parts
     config = ds_config(
         clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage}
     )

@@ -263,7 +263,7 @@ def _whole_state(
             state[key] = rebuild(kind.whole[tensor.name], partial(target, stored))
         elif kind.numbers is not None and tensor.name in kind.numbers:
             state[key] = _number(
-                key, kind.numbers, [tensor.name], groups[tensor.group], tier.device
+                key, kind.numbers, [tensor.name], groups[tensor.group_index], tier.device
             )
         elif stored in reader.tensors:
             state[key] = target(stored, None, tensor.slot.shape)

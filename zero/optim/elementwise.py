@@ -17,9 +17,6 @@ import torch
 from zero.config.optim import ELEMENTWISE, why_refused
 from zero.errors import UsageError
 
-# What their classes keep for all tensors together are counts of steps, flags and learning rates.
-_KNOWN_PACKAGES = {"torch", "transformers", "torchao", "bitsandbytes", "schedulefree", "zero"}
-
 
 def require_possible(optimizer: torch.optim.Optimizer, world_size: int) -> None:
     """Raise UsageError, with the reason, for an optimizer that is known not to work on so many
@@ -36,13 +33,6 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     step = inspect.unwrap(type(optimizer).step)
     home, name = step.__module__, step.__qualname__.removesuffix(".step")
     return name in ELEMENTWISE and (home == Lion.__module__ or home.startswith("torch.optim."))
-
-
-def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the `step` that the optimizer runs is of a package whose classes may be called once
-    for each part.
-    """
-    return inspect.unwrap(type(optimizer).step).__module__.partition(".")[0] in _KNOWN_PACKAGES
 
 
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:

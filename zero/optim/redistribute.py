@@ -4,16 +4,14 @@ the shards.
     start            gradient and master of each tensor: from the shards to its owner     8 bytes an element, fp32
     wait             the owner has whole gradients and masters
     return_masters   the new masters: from the owners to the shards                       4 bytes an element
-    finish           they are in the shards
 
 Only tensors that do not lie on their owner as a whole move. This file does not know what an
 optimizer is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -24,9 +22,6 @@ from zero.core.layout import Piece, Slot
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
 
-# Fp32 elements that move to the owner for each element of the tensor: its gradient and its master.
-_MOVED = 2
-
 
 @dataclass(eq=False)
 class WholeTensor:
@@ -34,13 +29,13 @@ class WholeTensor:
 
     Ranks are places in the shard group.
 
-    Attributes: name: the model's. group: index of the param group. parts: {rank: the piece in its
-    shard}. rank: of this process. owner: the rank that updates it, or None if every rank does
-    (stage 0). param: what the optimizer has, fp32 and in the true shape. It shows NaN outside of
-    the step."""
+    Attributes: name: the model's. group_index: into the optimizer's `param_groups`. parts: {rank:
+    the piece in its shard}. rank: of this process. param: what the optimizer has, fp32 and in the
+    true shape. It shows NaN outside of the step. owner: the rank that updates it, or None if every
+    rank does (stage 0)."""
 
     name: str
-    group: int
+    group_index: int
     shard: OptimizerShard
     slot: Slot
     parts: dict[int, Piece]
@@ -65,10 +60,10 @@ class WholeTensor:
         piece = self.parts.get(self.rank)
         return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
 
-    def part_for(self, rank: int) -> torch.Tensor:
-        """The part of the updated values that belongs to `rank`, 1-D."""
+    def part_of_rank(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
+        """The part of `whole`, which has the tensor's shape, that belongs to `rank`, 1-D."""
         piece = self.parts[rank]
-        return self.param.data.reshape(-1)[piece.inside : piece.inside + piece.numel]
+        return whole.reshape(-1)[piece.inside : piece.inside + piece.numel]
 
     def hide(self) -> None:
         """Free the values and the gradient."""
@@ -76,159 +71,137 @@ class WholeTensor:
         self.param.data = placeholder(self.slot.shape, torch.float32, self.shard.group.comm.device)
 
 
-class Assembly:
-    """The tensors of some groups, assembled on their owners for one call of the optimizer.
+class GatheredForStep:
+    """The tensors of some groups, gathered on their owners for one call of the optimizer.
 
     Args: tensors: of each group, all that are trained; the same groups and tensors on all ranks of
     the shard group. Attributes: own: those that this rank updates. masters: {group: its master on
     the compute device, 1-D, fp32}."""
 
     def __init__(self, tensors: Mapping[OptimizerShard, Sequence[WholeTensor]], comm: Communicator):
-        self._tensors = tensors
         self._comm = comm
-        everything = [tensor for of_shard in tensors.values() for tensor in of_shard]
-        self.own = [tensor for tensor in everything if tensor.is_own]
-        self._moving = [tensor for tensor in everything if tensor.moves]
-        self.masters: dict[OptimizerShard, torch.Tensor] = {}
+        self._all = [tensor for of_shard in tensors.values() for tensor in of_shard]
+        self._moving = [tensor for tensor in self._all if tensor.moves]
+        self.own = [tensor for tensor in self._all if tensor.is_own]
+        self.masters: dict[OptimizerShard, torch.Tensor] = dict.fromkeys(tensors)
         self._grads: dict[OptimizerShard, torch.Tensor] = {}
-        self._loads: list[Pending] = []
-        self._exchange = Pending()
+        self._whole: dict[WholeTensor, torch.Tensor] = {}
+        self._works: list[Pending] = []
 
     def start(self) -> None:
         """Start to bring gradients and masters to the owners.
 
         If tensors move, it waits for offloaded ones.
         """
-        for shard in self._tensors:
-            self.masters[shard] = self._load(shard, shard.master)
-            zeros = partial(
-                torch.zeros, shard.master.numel(), dtype=torch.float32, device=self._comm.device
-            )
-            self._grads[shard] = zeros() if shard.grad is None else self._load(shard, shard.grad)
+        for shard in self.masters:
+            self.masters[shard], load = load_values(shard, shard.master)
+            self._works.append(load)
+            if shard.grad is None:
+                numel, device = shard.master.numel(), self._comm.device
+                self._grads[shard] = torch.zeros(numel, dtype=torch.float32, device=device)
+            else:
+                self._grads[shard], load = load_values(shard, shard.grad)
+                self._works.append(load)
         if self._moving:
-            self._wait_for_loads()
-            self._gather()
+            self._wait_for_works()
+            self._works.append(self._start_gather())
 
-    def _load(self, shard: OptimizerShard, values: torch.Tensor) -> torch.Tensor:
-        target, load = load_values(shard, values)
-        self._loads.append(load)
-        return target
-
-    def _wait_for_loads(self) -> None:
-        for load in self._loads:
-            load.wait()
-        self._loads.clear()
-
-    def _gather(self) -> None:
-        ranks, own = (
-            range(self._comm.shard_group.size),
-            [tensor for tensor in self._moving if tensor.is_own],
-        )
-        values = [
-            (each, (each.part(self._grads[each.shard]), each.part(self.masters[each.shard])))
-            for each in self._moving
-        ]
+    def _start_gather(self) -> Pending:
+        own = [tensor for tensor in self._moving if tensor.is_own]
+        for tensor in own:
+            shape = 2, *tensor.slot.shape
+            self._whole[tensor] = torch.empty(shape, dtype=torch.float32, device=self._comm.device)
         sent = [
-            [part for tensor, parts in values if tensor.owner == to for part in parts]
-            for to in ranks
+            [
+                tensor.part(values[tensor.shard])
+                for tensor in self._moving
+                if tensor.owner == to
+                for values in (self._grads, self.masters)
+            ]
+            for to in range(self._comm.shard_group.size)
         ]
-        sizes = [
-            _MOVED * sum(each.parts[src].numel for each in own if src in each.parts)
-            for src in ranks
+        places = [
+            [
+                tensor.part_of_rank(src, whole)
+                for tensor in own
+                if src in tensor.parts
+                for whole in self._whole[tensor].unbind()
+            ]
+            for src in range(self._comm.shard_group.size)
         ]
+        return self._start_exchange(sent, places)
 
-        def assemble(received: torch.Tensor) -> None:
-            position = 0
-            for tensor in own:
-                values = torch.empty(
-                    _MOVED, *tensor.slot.shape, dtype=torch.float32, device=received.device
-                )
-                tensor.param.grad, tensor.param.data = values.unbind()
-            for src in ranks:
-                for tensor in own:
-                    if (piece := tensor.parts.get(src)) is not None:
-                        for whole in (tensor.param.grad, tensor.param.data):
-                            part = received[position : position + piece.numel]
-                            whole.view(-1)[piece.inside : piece.inside + piece.numel].copy_(part)
-                            position += piece.numel
-
-        self._exchange = self._start_exchange(sent, sizes, assemble)
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
 
     def wait(self) -> None:
         """Block until this rank's tensors have their gradients and masters."""
         with self._comm.clock.waiting("whole tensors"):
-            self._wait_for_loads()
-            self._exchange.wait()
-        for shard, tensors in self._tensors.items():
-            master = self.masters[shard] = self.masters[shard].float()
-            for tensor in tensors:
-                if tensor.is_own and not tensor.moves:
-                    tensor.param.data = tensor.part(master).view(tensor.slot.shape)
-                    grad = tensor.part(self._grads[shard])
-                    tensor.param.grad = grad.to(torch.float32).view(tensor.slot.shape)
+            self._wait_for_works()
+        self.masters = {shard: master.float() for shard, master in self.masters.items()}
+        for tensor in self.own:
+            if tensor.moves:
+                tensor.param.grad, tensor.param.data = self._whole.pop(tensor).unbind()
+            else:
+                shape, grad = tensor.slot.shape, tensor.part(self._grads[tensor.shard])
+                tensor.param.data = tensor.part(self.masters[tensor.shard]).view(shape)
+                tensor.param.grad = grad.to(torch.float32).view(shape)
         self._grads.clear()
 
     def return_masters(self) -> None:
-        """Start to bring the new masters to the shards.
-
-        The optimizer's tensors lose their values.
-        """
-        rank, ranks = self._comm.shard_group.rank, range(self._comm.shard_group.size)
+        """Bring the new masters to the shards. The optimizer's tensors lose their values."""
+        ranks = range(self._comm.shard_group.size)
+        moved = Pending()
         if self._moving:
             sent = [
-                [each.part_for(to) for each in self._moving if each.is_own and to in each.parts]
+                [
+                    tensor.part_of_rank(to, tensor.param.data)
+                    for tensor in self._moving
+                    if tensor.is_own and to in tensor.parts
+                ]
                 for to in ranks
             ]
-            coming = [
-                each
+            places = [
+                [
+                    tensor.part(self.masters[tensor.shard])
+                    for tensor in self._moving
+                    if tensor.owner == src
+                ]
                 for src in ranks
-                for each in self._moving
-                if each.owner == src and rank in each.parts
             ]
-            sizes = [
-                sum(each.parts[rank].numel for each in coming if each.owner == src) for src in ranks
-            ]
-
-            def write(received: torch.Tensor) -> None:
-                places = [each.part(self.masters[each.shard]) for each in coming]
-                for place, values in zip(
-                    places, received.split([len(place) for place in places]), strict=True
-                ):
-                    place.copy_(values)
-
-            self._exchange = self._start_exchange(sent, sizes, write)
-        for shard, tensors in self._tensors.items():
-            for tensor in tensors:
-                place = tensor.part(self.masters[shard])
-                if (
-                    tensor.is_own
-                    and not tensor.moves
-                    and tensor.param.data_ptr() != place.data_ptr()
-                ):
-                    place.copy_(
-                        tensor.param.data.reshape(-1)
-                    )  # the optimizer has put another tensor there
-                tensor.hide()
-
-    def finish(self) -> None:
-        """Block until `masters` have all new values."""
+            moved = self._start_exchange(sent, places)
+        for tensor in self._all:
+            place = tensor.part(self.masters[tensor.shard])
+            stays = tensor.is_own and not tensor.moves
+            if stays and tensor.param.data_ptr() != place.data_ptr():
+                place.copy_(tensor.param.data.reshape(-1))  # the optimizer put another tensor there
+            tensor.hide()
         with self._comm.clock.waiting("whole tensors"):
-            self._exchange.wait()
+            moved.wait()
 
     def _start_exchange(
-        self, sent: list[list[torch.Tensor]], sizes: list[int], use: Callable[[torch.Tensor], None]
+        self, sent: list[list[torch.Tensor]], places: list[list[torch.Tensor]]
     ) -> Pending:
-        """Send the parts `sent[i]` to rank i, as fp32.
-
-        `use` gets what comes: for each rank i, `sizes[i]` elements.
+        """Send the parts `sent[i]` to rank i, as fp32, and write what comes from there to
+        `places[i]`.
         """
         device = self._comm.device
         parts = [part.to(torch.float32) for to_rank in sent for part in to_rank]
         packed = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device=device)
-        received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         sent_sizes = [sum(part.numel() for part in to_rank) for to_rank in sent]
+        sizes = [sum(place.numel() for place in of_rank) for of_rank in places]
+        received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         exchange = self._comm.start_all_to_all_of_parts(received, packed, sizes, sent_sizes)
-        return Pending([exchange], lambda: use(received))
+
+        def write() -> None:
+            targets = [place for of_rank in places for place in of_rank]
+            found = received.split([target.numel() for target in targets])
+            for target, values in zip(targets, found, strict=True):
+                target.copy_(values)
+
+        return Pending([exchange], write)
 
 
 def load_values(shard: OptimizerShard, values: torch.Tensor) -> tuple[torch.Tensor, Pending]:

@@ -284,8 +284,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
-        change = getattr(self.optimizer, mode, None)
-        if change is None or all(
+        if not hasattr(self.optimizer, mode) or all(
             group.get("train_mode") is (mode == "train") for group in self.param_groups
         ):
             return
@@ -297,7 +296,7 @@ class ZeroOptimizer:
         self.wait()
         if self._rounding is not None:
             self._rounding.begin_step()
-        self.whole.switch(change)
+        self.whole.switch(mode)
         for param_group in self.shards:
             param_group.refresh()
 

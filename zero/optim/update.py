@@ -17,6 +17,7 @@ from zero.optim import adam8bit, cpu_adam
 from zero.optim.background import TileInMemory
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import is_state_tensor
+from zero.optim.twin import twin_of
 
 
 class TileUpdate:
@@ -159,11 +160,7 @@ class TorchStep:
     same time in another thread."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: list[dict]):
-        self._twin = object.__new__(
-            type(optimizer)
-        )  # there is no way to copy an optimizer of any class
-        self._twin.__dict__ |= optimizer.__dict__ | {"param_groups": groups}
-        self._twin.__dict__.pop("step", None)  # torch's schedulers put a counting one there
+        self._twin = twin_of(optimizer, param_groups=groups)
 
     def __call__(self, values: TileInMemory, group: dict, factor: float) -> None:
         """Update `values.master` and `values.state` with `values.grad` times `factor`;

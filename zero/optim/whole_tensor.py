@@ -10,19 +10,17 @@ The optimizer sees a parameter for each of the model's, in the same groups and o
 model's names. It has a gradient on its owner alone, and torch's optimizers skip parameters without
 one. At stage 0 every rank has all masters, and updates all of them.
 
-[Note: overlap] `step()` is called once if there is one part of a step (`zero.optim.assignment`).
-Else each part has a call of its own, which begins with the same counts
-(`zero.optim.optimizer_counters`). Unknown classes have one part: they may keep anything. While one
-part is updated, gradients and masters of the next one are on their way to the owners, and new
-masters of the last one on their way back. So an owner holds what has moved of two parts, not of
-all. Groups that are offloaded have calls of their own, as each has to be on the compute device.
+`step()` is called once for all groups on the compute device. A group that is offloaded has a call
+of its own, because each has to be on the compute device meanwhile. While it is updated, the next
+one is read. All calls but one are made on a twin (`zero.optim.twin`), so that a step counts once.
 
 This file does not know how gradients are reduced, nor when a step is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,13 +32,12 @@ from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim.assignment import owners, parts
-from zero.optim.elementwise import steps_in_parts
-from zero.optim.optimizer_counters import counts_of, flat, restore
-from zero.optim.redistribute import Assembly, WholeTensor, load_values
+from zero.optim.assignment import owners
+from zero.optim.redistribute import GatheredForStep, WholeTensor, load_values
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import Tile
 from zero.optim.tensor_subclass_state import closed, opened
+from zero.optim.twin import counting_twin, counts_of
 
 # Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask
 # for them.
@@ -97,28 +94,20 @@ class WholeTensorState:
         self._is_divided = comm.shard_group.size > 1 and not any(
             shard.group.layout.replicated for shard in shards
         )
-        self._part_of = dict.fromkeys(shards, 0)
         if self._is_divided:
-            self._find_owners(shards)
-        self.moved = sum(each.slot.numel for each in self.tensors if each.moves)
+            ranks = range(comm.shard_group.size)
+            held = [
+                [tensor.parts[rank].numel if rank in tensor.parts else 0 for rank in ranks]
+                for tensor in self.tensors
+            ]
+            groups = [tensor.group_index for tensor in self.tensors]
+            for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
+                tensor.owner = owner
+        self.moved = sum(tensor.slot.numel for tensor in self.tensors if tensor.moves)
         self._of_shard = {
-            shard: [each for each in self.tensors if each.shard is shard] for shard in shards
+            shard: [tensor for tensor in self.tensors if tensor.shard is shard] for shard in shards
         }
         self._replace_params()
-
-    def _find_owners(self, shards: Sequence[OptimizerShard]) -> None:
-        ranks = range(self._comm.shard_group.size)
-        if steps_in_parts(self._optimizer):
-            self._part_of = dict(
-                zip(shards, parts([shard.group.layout for shard in shards]), strict=True)
-            )
-        held = [
-            [each.parts[rank].numel if rank in each.parts else 0 for rank in ranks]
-            for each in self.tensors
-        ]
-        groups = [(self._part_of[each.shard], each.group) for each in self.tensors]
-        for tensor, owner in zip(self.tensors, owners(held, groups), strict=True):
-            tensor.owner = owner
 
     def _replace_params(self) -> None:
         """Give the optimizer the whole tensors in the place of the model's parameters, with the
@@ -167,132 +156,97 @@ class WholeTensorState:
         it was given, such as Prodigy's estimate. A number that counts steps is the same everywhere.
         """
         before = counts_of(self._optimizer)
-        former = after = flat(before)
-        found = []
-        for assembly in self._assemblies():
-            restore(self._optimizer, before)
-            if factor != 1.0:
-                for tensor in assembly.own:
-                    tensor.param.grad.mul_(factor)
-            self._change(assembly, self._optimizer.step)
-            after = flat(counts_of(self._optimizer))
-            found.append(after)
+        of_calls = list(self._call("step", factor))
+        after = of_calls[-1] if of_calls else before
         unequal = [
-            f"{key}: {each.get(key)}, then {value}"
-            for each in found
+            f"{key}: {counts.get(key)}, then {value}"
+            for counts in of_calls
             for key, value in after.items()
-            if each.get(key) != value
+            if counts.get(key) != value
         ]
         if self._is_divided:
-            unequal += differences(
-                self._comm, {key: after[key] for key in after if after[key] != former.get(key)}
-            )
+            changed = {key: value for key, value in after.items() if value != before.get(key)}
+            unequal += differences(self._comm, changed)
         if unequal:
             raise UsageError(
                 f"optimizer {type(self._optimizer).__name__} keeps a global value that depends on "
-                "which tensors this "
-                f"rank has ({unequal[0]}), and tensors are divided among ranks or groups: train in "
-                "one process without "
-                "offload_optimizer, or take an optimizer that keeps such numbers in its state"
+                f"which tensors this rank has ({unequal[0]}), and tensors are divided among ranks "
+                "or groups: train in one process without offload_optimizer, or take an optimizer "
+                "that keeps such numbers in its state"
             )
 
-    def switch(self, change: Callable[[], object]) -> None:
-        """Let the optimizer change the weights:
-
-        `train()` or `eval()` of a schedule-free one. Every rank must call.
+    def switch(self, mode: str) -> None:
+        """Let the optimizer change the weights: `mode` is the method "train" or "eval" of a
+        schedule-free one. Every rank must call.
         """
-        before, state = counts_of(self._optimizer), self._optimizer.state
-        for assembly in self._assemblies():
-            restore(self._optimizer, before)
-            # Unlike `step()`, these functions look at tensors without a gradient.
-            present = set(assembly.own)
-            absent = {
-                t.param: state.pop(t.param)
-                for t in self.own
-                if t not in present and t.param in state
-            }
-            self._change(assembly, change)
-            state.update(absent)
+        for _ in self._call(mode):
+            pass
 
-    def _assemblies(self) -> Iterator[Assembly]:
-        """The tensors of all groups, some groups at a time, each ready to be updated.
-
-        See the note on overlap.
+    def _call(self, method: str, factor: float = 1.0) -> Iterator[dict[str, str]]:
+        """Call the optimizer's `method` for the tensors of all groups, with their gradients times
+        `factor`; yields what is counted after each call. The last one is the optimizer's own.
         """
-        assemblies = [
-            Assembly({shard: self._of_shard[shard] for shard in part}, self._comm)
-            for part in self._calls()
+        together = [shard for shard in self._of_shard if not shard.is_offloaded]
+        alone = [[shard] for shard in self._of_shard if shard.is_offloaded]
+        coming = [
+            GatheredForStep({shard: self._of_shard[shard] for shard in shards}, self._comm)
+            for shards in (*alone, together)
+            if shards
         ]
-        last = None
-        for number, assembly in enumerate(assemblies):
-            if number == 0:
-                assembly.start()
-            assembly.wait()
-            if number + 1 < len(assemblies):
-                assemblies[number + 1].start()
-            yield assembly
-            assembly.return_masters()
-            if last is not None:
-                self._store(last)
-            last, assemblies[number] = assembly, None
-        if last is not None:
-            self._store(last)
+        for gathered in coming[:1]:
+            gathered.start()
+        while coming:
+            gathered = coming.pop(0)
+            gathered.wait()
+            for following in coming[:1]:
+                following.start()
+            for tensor in gathered.own if factor != 1.0 else ():
+                tensor.param.grad.mul_(factor)
+            yield self._call_for(gathered.own, method, by_twin=bool(coming))
+            gathered.return_masters()
+            self._store(gathered)
 
-    def _calls(self) -> Iterator[list[OptimizerShard]]:
-        """The groups that are updated by one call: those of a part, without offloaded ones, which
-        come one by one.
+    def _call_for(
+        self, tensors: Sequence[WholeTensor], method: str, by_twin: bool
+    ) -> dict[str, str]:
+        """Call `method` for these tensors, of which the optimizer has the state alone: `train()`,
+        unlike `step()`, also looks at tensors without a gradient.
         """
-        for part in sorted(set(self._part_of.values())):
-            if here := [
-                shard
-                for shard, own in self._part_of.items()
-                if own == part and not shard.is_offloaded
-            ]:
-                yield here
-        yield from ([shard] for shard in self._of_shard if shard.is_offloaded)
+        optimizer, state, counted = self._optimizer, self._optimizer.state, {}
+        present = {tensor.param for tensor in tensors}
+        hidden = {
+            key: state.pop(key)
+            for key in list(state)
+            if isinstance(key, torch.Tensor) and key not in present
+        }
+        if by_twin:
+            optimizer = counting_twin(optimizer)
+            counted = {key: value for key, value in state.items() if key not in present}
+            state.update(copy.deepcopy(counted))
+        former = {tensor: self.of(tensor) for tensor in tensors}
+        for tensor in tensors:
+            if former[tensor]:
+                self.put(tensor, closed(self._loaded(tensor)))
+        getattr(optimizer, method)()
+        for tensor in tensors:
+            if self.of(tensor):
+                self._keep_state(tensor, former[tensor])
+        counts = counts_of(optimizer)
+        if by_twin:
+            for key in [key for key in state if not isinstance(key, torch.Tensor)]:
+                del state[key]
+        state.update(counted | hidden)
+        return counts
 
-    def _change(self, assembly: Assembly, change: Callable[[], object]) -> None:
-        """Call the optimizer's method `change` for the tensors of an assembly."""
-        places = [self._load_state(tensor) for tensor in assembly.own]
-        for tensor in assembly.own:
-            self._change_state(tensor, closed)
-        change()
-        for tensor in assembly.own:
-            self._change_state(tensor, opened)
-            self._separate(tensor)
-        for tensor, of_state in zip(assembly.own, places, strict=True):
-            self._store_state(tensor, of_state)
-
-    def _store(self, assembly: Assembly) -> None:
-        """Keep the new masters of an assembly, and round them into the weights."""
-        assembly.finish()
-        for shard, master in assembly.masters.items():
+    def _store(self, gathered: GatheredForStep) -> None:
+        """Keep the new masters, and round them into the weights."""
+        for shard, master in gathered.masters.items():
             if self._rounding is not None:
                 wide, master = master, torch.empty_like(master, dtype=shard.master.dtype)
                 self._rounding.store(master, wide, shard, 0)
             if master is not shard.master:
                 shard.tier.store(shard.master, master).wait()
             shard.round_into_shard(0, master).wait()
-
-    def _separate(self, tensor: WholeTensor) -> None:
-        """Copy state that is the gradient or the parameter itself: their memory is used again after
-        the step.
-        """
-        used = {
-            each.untyped_storage().data_ptr()
-            for each in (tensor.param, tensor.param.grad)
-            if each is not None
-        }
-
-        def copied(value: torch.Tensor) -> torch.Tensor:
-            return (
-                value.clone()
-                if value.dim() and value.untyped_storage().data_ptr() in used
-                else value
-            )
-
-        if state := self.of(tensor):
-            state.update(tree_map_only(torch.Tensor, copied, dict(state)))
 
     # -- state
 
@@ -303,10 +257,6 @@ class WholeTensorState:
     def put(self, tensor: WholeTensor, state: dict) -> None:
         """Replace the tensor's state."""
         self._optimizer.state[tensor.param] = state
-
-    def _change_state(self, tensor: WholeTensor, change: Callable[[dict], dict]) -> None:
-        if state := self.of(tensor):
-            self.put(tensor, change(dict(state)))
 
     def nbytes(self, shard: OptimizerShard) -> int:
         """Bytes of the state tensors of one group."""
@@ -328,44 +278,45 @@ class WholeTensorState:
     def follow_masters(self) -> None:
         """The masters have moved: nothing to do, as each step takes them from where they are."""
 
-    def _load_state(self, tensor: WholeTensor) -> list[object]:
-        """Bring the state of an offloaded tensor to the compute device.
-
-        Returns the tensors that held it before.
-        """
-        state = self.of(tensor)
-        if not (state and tensor.shard.is_offloaded):
-            return []
+    def _loaded(self, tensor: WholeTensor) -> dict:
+        """The state of a tensor on the compute device: a copy if it is offloaded."""
 
         def load(value: torch.Tensor) -> torch.Tensor:
-            target, loaded = load_values(tensor.shard, value)
-            loaded.wait()
+            if not value.dim():
+                return value
+            target, loading = load_values(tensor.shard, value)
+            loading.wait()
             return target
 
-        self.put(
-            tensor,
-            tree_map_only(
-                torch.Tensor, lambda value: load(value) if value.dim() else value, dict(state)
-            ),
-        )
-        return tree_leaves(state)
+        return tree_map_only(torch.Tensor, load, dict(self.of(tensor)))
 
-    def _store_state(self, tensor: WholeTensor, places: list[object]) -> None:
-        """Write the state of an offloaded tensor back to `places`, or to new ones if it has changed
-        its form.
-        """
-        if not tensor.shard.is_offloaded:
-            return
-        tier, (values, form) = tensor.shard.tier, tree_flatten(dict(self.of(tensor)))
+    def _keep_state(self, tensor: WholeTensor, former: dict) -> None:
+        """Keep the state that a call has left: on the tensor's tier, in the memory of the `former`
+        state where that has the same form.
+
+        A state that is the gradient or the parameter itself is copied, because their memory is used
+        again after the step."""
+        reused = {
+            values.untyped_storage().data_ptr()
+            for values in (tensor.param, tensor.param.grad)
+            if values is not None
+        }
+        tier, places = tensor.shard.tier, tree_leaves(former)
+        values, form = tree_flatten(opened(dict(self.of(tensor))))
         for index, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and value.dim():
-                place = places[index] if len(places) == len(values) else None
-                if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == (
-                    value.shape,
-                    value.dtype,
-                ):
-                    tier.store(place.view(-1), value.reshape(-1)).wait()
-                    values[index] = place
-                else:
-                    values[index] = tier.keep(value.reshape(-1)).view(value.shape)
+            if not (isinstance(value, torch.Tensor) and value.dim()):
+                continue
+            if not tensor.shard.is_offloaded:
+                if value.untyped_storage().data_ptr() in reused:
+                    values[index] = value.clone()
+                continue
+            place = places[index] if len(places) == len(values) else None
+            if isinstance(place, torch.Tensor) and (place.shape, place.dtype) == (
+                value.shape,
+                value.dtype,
+            ):
+                tier.store(place.view(-1), value.reshape(-1)).wait()
+                values[index] = place
+            else:
+                values[index] = tier.keep(value.reshape(-1)).view(value.shape)
         self.put(tensor, tree_unflatten(values, form))

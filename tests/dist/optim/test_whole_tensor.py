@@ -39,8 +39,8 @@ from zero.integrations.deepspeed.fragments import (
     safe_set_full_optimizer_state,
 )
 from zero.offload import tiers
-from zero.optim import assignment
-from zero.optim.redistribute import Assembly
+from zero.optim.muon import MuonWithAdamW
+from zero.optim.redistribute import GatheredForStep
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -137,38 +137,40 @@ def test_work_and_state_are_spread_and_whole_tensors_stay():
         )
 
 
-def order_of_a_step(rank: int, world_size: int, least: int) -> str:
-    """The letters of what happens: exchanges start, `step()` is called, masters go back, they have
-    arrived.
-    """
-    assignment.LEAST_ELEMENTS = assignment.LEAST_MATRICES = least
+def order_of_a_step(rank: int, world_size: int, folder: str | None) -> str:
+    """The letters of what happens: exchanges start, `step()` is called, masters go back."""
     happened = []
-    engine, optimizer = start(
-        build("llama"), ds_config(stage3_param_persistence_threshold=0), make=MAKE["Muon"]
-    )
+    nvme = {} if folder is None else {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    config = ds_config(stage3_param_persistence_threshold=0, **nvme)
+    engine, optimizer = start(build("llama"), config, make=MAKE["Muon"])
     train_zero(engine, batches("llama", 1))
+    step = MuonWithAdamW.step
 
-    def note(owner: object, name: str, letter: str) -> None:
+    def noted_step(optimizer):
+        happened.append("U")
+        return step(optimizer)
+
+    def note(owner: type, name: str) -> None:
         original = getattr(owner, name)
 
         def noted(*args):
-            happened.append(letter)
+            happened.append(name[0])
             return original(*args)
 
         setattr(owner, name, noted)
 
-    note(optimizer.optimizer, "step", "U")
-    for name in ("start", "return_masters", "finish"):
-        note(Assembly, name, name[0])
+    MuonWithAdamW.step = noted_step
+    note(GatheredForStep, "start")
+    note(GatheredForStep, "return_masters")
     train_zero(engine, batches("llama", 1))
     assert engine.comm.clock.waits["step", "whole tensors"] > 0
     return "".join(happened)
 
 
-def test_tensors_move_while_those_of_other_groups_are_updated():
-    assert run_on(2, order_of_a_step, 1 << 20) == ["sUrf"] * 2
-    first, second = run_on(2, order_of_a_step, 1)
-    assert first == second and re.fullmatch("s(sUrf?)+Urff", first) and first.count("U") > 2
+def test_step_is_called_once_and_offloaded_groups_are_read_while_others_are_updated(tmp_path):
+    assert run_on(2, order_of_a_step, None) == ["sUr"] * 2
+    first, second = run_on(2, order_of_a_step, str(tmp_path))
+    assert first == second and re.fullmatch("s(sUr)+Ur", first)
 
 
 # -- offload

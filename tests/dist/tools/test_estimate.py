@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ from zero.comm.communicator import Communicator
 from zero.config import load_config
 from zero.config.optim import TYPES
 from zero.offload.nvme import ScratchFile
-from zero.optim import assignment
 from zero.tools.cli import main
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import DEVICE, DISK, HOST, estimate, fill_in, read_config
@@ -210,10 +208,6 @@ HYBRID_TRAFFIC = {
 }
 
 
-# Small models, too, are updated in parts.
-IN_PARTS = partial(mock.patch.multiple, assignment, LEAST_ELEMENTS=1, LEAST_MATRICES=1)
-
-
 def make(name: str) -> torch.nn.Module:
     if name != "large":
         return build(name)
@@ -243,7 +237,7 @@ def moved(
         mock.patch.object(Communicator, "_exchange", send),
         mock.patch.object(ScratchFile, "_start", transfer),
     )
-    with counts[0], counts[1], IN_PARTS():
+    with counts[0], counts[1]:
         return {
             case: _moved_by(rank, world_size, sent, *settings) for case, settings in cases.items()
         }
@@ -287,8 +281,7 @@ def _moved_by(
 def test_the_traffic_is_what_a_rank_sends_reads_and_writes(cases, ranks):
     every = run_on(ranks, moved, cases)
     for case, (name, settings) in cases.items():
-        with IN_PARTS():
-            links = estimate(make(name), load_config(settings), Question(ranks)).traffic.links
+        links = estimate(make(name), load_config(settings), Question(ranks)).traffic.links
         predicted = links[NETWORK] + Counter(
             {link: links[link].total() for link in (READ, WRITTEN)}
         )

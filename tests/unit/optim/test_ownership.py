@@ -1,10 +1,6 @@
 """Which rank owns which whole tensor: pure arithmetic."""
 
-import pytest
-import torch
-
-from zero.core.layout import GroupLayout
-from zero.optim.assignment import LEAST_ELEMENTS, PARTS, SLACK, owners, parts
+from zero.optim.assignment import SLACK, owners
 
 
 def test_a_tensor_in_one_shard_stays_there():
@@ -48,31 +44,3 @@ def test_no_rank_owns_much_more_than_its_share():
 
 def test_without_tensors_there_are_no_owners():
     assert owners([], []) == []
-
-
-def layouts(groups, elements, matrices, ranks):
-    """Return so many groups: a vector, and small matrices in it, of so many elements together."""
-    shapes = [torch.Size((2, 2))] * matrices + [torch.Size((elements - 4 * matrices,))]
-    return [GroupLayout(shapes, ranks)] * groups
-
-
-def test_parts_are_consecutive_and_about_equal():
-    found = parts(layouts(40, LEAST_ELEMENTS, 7, 4))
-    assert found == sorted(found) and {found.count(part) for part in range(PARTS)} == {5}
-
-
-@pytest.mark.parametrize(
-    ("elements", "matrices", "ranks", "count"),
-    [
-        (LEAST_ELEMENTS // 10, 7, 2, 1),  # too small
-        (LEAST_ELEMENTS, 7, 64, 1),  # 70 matrices on 64 ranks
-        (LEAST_ELEMENTS, 7, 6, 2),  # 24 matrices are the least of a part
-        (LEAST_ELEMENTS, 0, 2, 1),
-    ],
-)
-def test_a_part_is_worth_its_call_and_can_be_balanced(elements, matrices, ranks, count):
-    assert set(parts(layouts(10, elements, matrices, ranks))) == set(range(count))
-
-
-def test_without_groups_there_are_no_parts():
-    assert parts([]) == []

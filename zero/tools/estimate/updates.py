@@ -2,8 +2,7 @@
 estimate`.
 
 Element-wise optimizers update one tile at a time. All others update whole tensors, which come to
-their owners (`zero/optim/redistribute.py`): while one part is updated, the next one comes and the
-last one goes back."""
+their owners (`zero/optim/redistribute.py`), each offloaded group by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.optim.adam8bit import PIECE, nbytes
-from zero.optim.assignment import owners, parts
+from zero.optim.assignment import owners
 from zero.optim.muon import BATCH
 from zero.tools.estimate.buffers import Staging
 from zero.tools.estimate.states import DEVICE, DISK, Kept, moment_count
@@ -89,20 +88,15 @@ def whole_tensors(
         [],
         [param_group for param_group in sharded_groups if param_group.trainable],
     )
-    for param_group, part in zip(
-        trained, parts([param_group.layout for param_group in trained]), strict=True
-    ):
+    for param_group in trained:
         ranks = 1 if param_group.layout.replicated else param_group.layout.world_size
-        part = part if ranks > 1 else 0
         of_slots = [[0] * ranks for _ in param_group.layout.slots]
         for rank in range(ranks):
             for piece in param_group.layout.pieces(rank):
                 of_slots[piece.slot][rank] = piece.numel
         held += of_slots
-        of += [
-            (param_group, part, group_of[param], param.shape) for param in param_group.plan.params
-        ]
-    found = owners(held, [(part, group) for _, part, group, _ in of])
+        of += [(param_group, 0, group_of[param], param.shape) for param in param_group.plan.params]
+    found = owners(held, [group for _, _, group, _ in of])
     return [Tensor(*known, *each) for known, *each in zip(of, held, found, strict=True)]
 
 
