@@ -5,11 +5,12 @@ See `zero.hf.enable` for use under transformers and accelerate.
 
 import os
 
+from zero import fragments
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.init import Init
 from zero.core.layout import register_external_parameter, unregister_external_parameter
 from zero.engine import ZeroEngine
-from zero.integrations.deepspeed import fragments, labels, leaf, tiling
+from zero.integrations.deepspeed import labels, leaf
 from zero.integrations.deepspeed.engine import initialize
 from zero.streaming import stream_weights
 
@@ -35,6 +36,5 @@ __all__ = [
     "leaf",
     "register_external_parameter",
     "stream_weights",
-    "tiling",
     "unregister_external_parameter",
 ]

@@ -22,7 +22,7 @@ import zero
 from tests.dist.training import ds_config
 from tests.processes import run_on
 from tests.tolerance import assert_close
-from zero.integrations.deepspeed import fragments
+from zero import fragments
 
 WIDTH, ROWS = 8, 4
 # About the inner lengths of a few layers, of the loss and of the sum over rows, in forward and

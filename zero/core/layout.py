@@ -138,9 +138,6 @@ class GroupPlan:
 # `register_external_parameter` set them. The first has DeepSpeed's name, because scripts set it
 # too.
 LEAF_FLAG = "_z3_leaf"
-# Marks the tiles of `zero.integrations.deepspeed.tiling.TiledLinear`. They are groups of their own,
-# also inside a block, but not inside a leaf.
-TILE_FLAG = "_zero_tile"
 EXTERNAL_PARAMETERS = "_zero_external_parameters"
 # Of a model that `zero.parallel.pipeline` has split, and that lacks what other ranks have.
 PIPELINE_PLACE = "_zero_pipeline"
@@ -248,9 +245,7 @@ def plan_groups(
     block_of: dict[nn.Module, nn.Module] = {}
     for block in blocks:
         for module in block.modules():
-            if module in in_leaves or not (
-                getattr(module, TILE_FLAG, False) or packs_experts(module)
-            ):
+            if module in in_leaves or not packs_experts(module):
                 block_of.setdefault(module, block)
 
     owners: dict[nn.Parameter, list[nn.Module]] = {}

@@ -35,7 +35,7 @@ from zero.comm.work import Pending
 from zero.core.layout import GroupLayout
 from zero.core.schedule import Residency
 from zero.core.sharded_param import ReadHook, local, owner_of, placeholder, set_owner, take_over
-from zero.core.views import ParameterViews, Shown
+from zero.core.views import ParameterViews
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
 
@@ -154,7 +154,6 @@ class ParamGroup:
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
         self._views = ParameterViews(self.params, self.layout, self.full, owner=self)
-        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
         if self.persistent:
             residency.add_persistent(self.layout.numel)
             self._views.show_values()
@@ -309,7 +308,6 @@ class ParamGroup:
         else:
             self.shard = tier.keep(self.shard)
             self.tier = tier
-        self._views.shard_was_placed(self.shard, self.pieces, self.persistent)
 
     # -- transitions
 
@@ -324,7 +322,6 @@ class ParamGroup:
         self.residency.add(self.layout.numel)
         with torch.no_grad(), label(f"all-gather of {self.name}"):
             self._gather = self._start_all_gather()
-        self._views.say(Shown.NAN_UNTIL_GATHERED)
         self.state = State.GATHERING
 
     def _start_all_gather(self) -> Pending:
@@ -344,7 +341,6 @@ class ParamGroup:
         assert self.state is State.GATHERING, self.describe()
         with self.comm.clock.waiting("file" if self.tier.file is not None else "gather"):
             self._gather.wait()
-        self._views.say(Shown.NAN)
         self.state = State.GATHERED
 
     def unshard(self) -> None:

@@ -29,7 +29,7 @@ from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
-from zero.integrations.deepspeed.fragments import (
+from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

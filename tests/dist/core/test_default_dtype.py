@@ -15,7 +15,7 @@ from tests.dist.comm.test_compression import GRADIENTS
 from tests.dist.training import Curve, adamw, assert_equal, curve_on, ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.parity.test_whole_tensor import MAKE as MAKE_WHOLE
-from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param
+from zero.fragments import safe_get_full_fp32_param
 
 MAKE = {"AdamW": adamw, "Muon": MAKE_WHOLE["Muon"]}
 

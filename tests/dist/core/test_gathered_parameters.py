@@ -22,7 +22,7 @@ from tests.dist.training import (
 )
 from tests.processes import run_on
 from zero.core.param_group import ParamGroup, owning_group
-from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param
+from zero.fragments import safe_get_full_fp32_param
 from zero.offload import tiers
 
 SOME_PERSISTENT = ds_config(stage3_param_persistence_threshold=30)

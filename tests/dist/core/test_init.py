@@ -27,7 +27,7 @@ from tests.parity.test_variants import variant
 from tests.processes import run_on
 from zero.core.param_group import owning_group
 from zero.errors import UsageError
-from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param
+from zero.fragments import safe_get_full_fp32_param
 
 STEPS = 4
 

@@ -11,7 +11,7 @@ from torch import nn
 from tests.dist.core.test_own_loops import LR, ROWS, SMALL, WIDTH, Experts, build, engine_of
 from tests.dist.training import ds_config
 from tests.processes import run_on, torchrun
-from zero.integrations.deepspeed import fragments
+from zero import fragments
 from zero.integrations.deepspeed.labels import ZeroParamStatus
 from zero.integrations.deepspeed.leaf import set_z3_leaf_modules
 
@@ -25,9 +25,6 @@ def chosen_by_rank(rank: int, world_size: int, stage: int) -> None:
         )
     set_z3_leaf_modules(model, [nn.ModuleList])
     engine = engine_of(model, stage)
-    assert {leaf: len(params) for leaf, params in engine.optimizer.leaf_parameters.items()} == {
-        model.experts: 6
-    }
     for step in range(4):
         batches = [torch.full((ROWS - part, WIDTH), 0.1 * (step + 1)) for part in range(world_size)]
         engine.backward(engine(batches[rank], rank if step else 0))

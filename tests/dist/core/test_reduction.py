@@ -16,7 +16,7 @@ from tests.processes import run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.gradients import GradientReducer
-from zero.integrations.deepspeed.fragments import safe_get_full_grad, safe_set_full_grad
+from zero.fragments import safe_get_full_grad, safe_set_full_grad
 from zero.offload import tiers
 
 WHOLE = {"stage3_param_persistence_threshold": 0}

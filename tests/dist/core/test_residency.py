@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-import zero
 from tests.dist.toys import BLOCK, after_each, gathered, toy, toy_batches
 from tests.dist.training import adamw, ds_config, start, step, train_zero
 from tests.parity.test_variants import data, variant
 from tests.processes import run_on
 from zero.core.param_group import ParamGroup, State
 from zero.engine import ZeroEngine
-from zero.integrations.deepspeed.fragments import safe_get_full_grad
-from zero.integrations.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
 
 LIMITS = [0, 1500, 12000, 10**9]
 
@@ -174,69 +170,3 @@ def left_over(rank: int, world_size: int) -> int:
         for param in model.parameters()
     }
     return sum(storages.values()) // 4
-
-
-class Tiled(nn.Module):
-    """One block with a layer of 16 x 24, whole or in six tiles of 8 x 8."""
-
-    def __init__(self, tiled: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        whole = nn.Linear(16, 24)
-        layer = (
-            TiledLinear(16, 24, in_splits=2, out_splits=3, init_linear=whole) if tiled else whole
-        )
-        self.blocks = nn.ModuleList([nn.Sequential(layer, nn.Tanh())])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](x).square().mean()
-
-
-def tile_by_tile(rank: int, world_size: int, under_init: bool) -> tuple[int, int]:
-    with zero.Init(enabled=under_init):
-        model = Tiled(True)
-    config = ds_config(stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    engine, _ = start(model, config)
-    reference, x = Tiled(False), torch.randn(4, 16)
-    loss, expected = engine(x), reference(x)
-    torch.testing.assert_close(loss, expected)
-    engine.backward(loss)
-    expected.backward()
-    layer, whole = model.blocks[0][0], reference.blocks[0][0]
-    rows = [
-        torch.cat([safe_get_full_grad(tile.weight) for tile in row], dim=1) for row in layer.linears
-    ]
-    torch.testing.assert_close(torch.cat(rows), whole.weight.grad)
-    biases = torch.cat([safe_get_full_grad(row[-1].bias) for row in layer.linears])
-    torch.testing.assert_close(biases, whole.bias.grad)
-    return engine.residency.peak, len(engine.groups)
-
-
-@pytest.mark.parametrize("under_init", [False, True])
-def test_a_tiled_layer_is_gathered_tile_by_tile(under_init):
-    assert run_on(2, tile_by_tile, under_init) == [(8 * 8 + 8, 6)] * 2
-
-
-def test_more_tiles_than_features_are_refused():
-    with pytest.raises(RuntimeError, match="in_splits must lie between 1 and in_features 2: 3"):
-        TiledLinear(2, 2, in_splits=3)
-
-
-def test_tiles_of_layers_that_return_their_bias():
-    class ReturnsBias(nn.Linear):
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight), self.bias
-
-    whole, x = nn.Linear(3, 4), torch.randn(2, 3)
-    for bias in (True, False):
-        layer = TiledLinearReturnBias(3, 4, bias, in_splits=2, out_splits=2, linear_cls=ReturnsBias)
-        for row, rows in zip(layer.linears, whole.weight.data.split(2), strict=True):
-            for tile, columns in zip(row, rows.split([2, 1], dim=1), strict=True):
-                tile.weight.data.copy_(columns)
-        output, given = layer(x)
-        torch.testing.assert_close(output, nn.functional.linear(x, whole.weight))
-        assert (
-            (given is None)
-            if not bias
-            else torch.equal(given, torch.cat([row[-1].bias for row in layer.linears]))
-        )

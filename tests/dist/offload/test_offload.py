@@ -26,7 +26,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero import device
-from zero.integrations.deepspeed.fragments import (
+from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,

@@ -14,7 +14,7 @@ import zero
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import ds_config, start, train_zero, trainable
 from tests.processes import run_on
-from zero.integrations.deepspeed.fragments import (
+from zero.fragments import (
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
 )

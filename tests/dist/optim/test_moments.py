@@ -27,7 +27,7 @@ from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.checkpoint.background import wait_for_background_saves
 from zero.errors import UsageError
-from zero.integrations.deepspeed.fragments import (
+from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

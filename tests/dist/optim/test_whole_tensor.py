@@ -32,7 +32,7 @@ from tests.parity.test_whole_tensor import MAKE, SECTIONS
 from tests.processes import run_on
 from tests.tolerance import rounding
 from zero.errors import UsageError
-from zero.integrations.deepspeed.fragments import (
+from zero.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
     safe_get_local_optimizer_state,
@@ -373,7 +373,9 @@ def fragments(rank: int, world_size: int, stage: int) -> dict:
     safe_set_full_optimizer_state(param, before + 1, "momentum_buffer")
     assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), before + 1)
     assert safe_get_full_optimizer_state(param, "exp_avg") is None
-    parts = sum(part.numel() for part in optimizer.fp32_partitioned_groups_flat)
+    optimizer.wait()
+    whole = optimizer.whole
+    parts = sum(tensor.part(tensor.shard.master).numel() for tensor in whole.tensors)
     own = optimizer.state_dict()["state"]
     return {
         "momentum": before,

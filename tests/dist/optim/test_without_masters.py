@@ -13,7 +13,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.processes import run_on
 from zero.errors import UsageError
-from zero.integrations.deepspeed.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero.fragments import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero.offload import tiers
 
 STEPS = 4

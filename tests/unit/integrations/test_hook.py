@@ -78,21 +78,22 @@ def test_transformers_and_accelerate_find_it(tmp_path):
 def test_every_name_of_the_table_resolves(tmp_path):
     done = python(
         """
-        import importlib, zero, zero.comm.communicator, zero.hf
-        from zero.integrations.deepspeed.names import ABSENT, NAMES
+        import importlib, torch, zero, zero.comm.communicator, zero.hf
+        from zero.integrations.deepspeed.names import NAMES
         zero.hf.enable()
         for module, names in NAMES.items():
             imported = importlib.import_module(module)
             for name in names.keys() - {"*"}:
                 getattr(imported, name)
                 assert name in dir(imported)
-            for name in ABSENT.get(module, ()):
-                assert isinstance(getattr(imported, name), type)
         import deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine
         assert DeepSpeedEngine is deepspeed.DeepSpeedEngine and issubclass(DeepSpeedEngine, zero.ZeroEngine)
         assert deepspeed.initialize is zero.initialize and deepspeed.zero.Init is zero.Init
         assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+        assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
+        import zero.fragments
+        assert deepspeed.utils.safe_get_full_grad is zero.fragments.safe_get_full_grad
         """,
         tmp_path,
     )
@@ -110,10 +111,8 @@ def test_missing_name_is_an_error_that_says_so(tmp_path):
             deepspeed.ops.adam.OneBitAdam
         with pytest.raises(ModuleNotFoundError, match="'deepspeed.inference' is not provided by zero"):
             import deepspeed.inference
-        from deepspeed.moe.layer import MoE
-        assert not isinstance(deepspeed, MoE)
-        with pytest.raises(NotImplementedError, match="deepspeed.moe.layer.MoE is not provided by zero"):
-            MoE(hidden_size=4)
+        with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe' is not provided by zero"):
+            from deepspeed.moe.layer import MoE
         """,
         tmp_path,
     )

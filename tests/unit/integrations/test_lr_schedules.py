@@ -2,16 +2,14 @@
 again here.
 """
 
-import inspect
 import math
-from argparse import ArgumentParser
 
 import pytest
 import torch
 
 from zero.config import load_config
-from zero.config.optim import SCHEDULE_KEYS, SchedulerParams
-from zero.integrations.deepspeed import lr_schedules
+from zero.config.optim import SCHEDULE_KEYS
+from zero.errors import UsageError
 from zero.integrations.deepspeed.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
@@ -93,7 +91,7 @@ def test_cosine_over_30_steps(kind):
     ratio = [0, *(warmup(i, 0.2, 1.0, 10, kind) for i in range(1, 11))]
     ratio += [0.55 + 0.45 * math.cos(math.pi * min(i - 10, 15) / 15) for i in range(11, 30)]
     assert rates_over(scheduler, 30) == pytest.approx([0.5 * value for value in ratio], rel=1e-12)
-    assert scheduler.get_lr_ratio() == pytest.approx(0.1)
+    assert scheduler.get_lr() == pytest.approx([0.05])
 
 
 def test_a_cosine_without_room_after_the_warmup_stays_at_its_end():
@@ -124,7 +122,6 @@ def test_one_cycle_goes_up_and_down_and_decays():
         cycle_second_step_size=2,
         decay_step_size=2,
     )
-    assert scheduler.step_ratio == 4 / 6
     cycle = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
     assert rates_over(scheduler, 10) == pytest.approx(
         [*cycle, *(0.1 / (1 + 0.5 * i / 2) for i in (1, 2, 3))], rel=1e-12
@@ -192,27 +189,12 @@ NEEDED = {
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps: .* at least 0 steps, got -5"),
-        (
-            "WarmupCosineLR",
-            {"warmup_num_steps": None},
-            "warmup_num_steps: .* at least 0 steps, got None",
-        ),
-        (
-            "LRRangeTest",
-            {"lr_range_test_step_size": 0},
-            "lr_range_test_step_size: .* at least 1 steps, got 0",
-        ),
-        (
-            "OneCycle",
-            {"cycle_first_step_size": 0},
-            "cycle_first_step_size: .* at least 1 steps, got 0",
-        ),
-        (
-            "OneCycle",
-            {"cycle_second_step_size": -1},
-            "cycle_second_step_size: .* at least 0 steps, got -1",
-        ),
+        ("WarmupLR", {"warmup_num_steps": -5}, "warmup_num_steps"),
+        ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type"),
+        ("WarmupCosineLR", {"warmup_num_steps": None}, "warmup_num_steps"),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
+        ("OneCycle", {"cycle_first_step_size": 0}, "cycle_first_step_size"),
+        ("OneCycle", {"cycle_second_step_size": -1}, "cycle_second_step_size"),
         (
             "OneCycle",
             {"cycle_max_mom": [0.9, 0.8]},
@@ -223,13 +205,6 @@ NEEDED = {
 def test_impossible_settings_are_refused(name, params, message):
     with pytest.raises(ValueError, match=message):
         VALID_LR_SCHEDULES[name](optimizer(), **{**NEEDED[name], **params})
-
-
-def test_an_unknown_kind_of_warmup_acts_as_log(caplog):
-    assert rates_over(WarmupLR(optimizer(), 0, 1, 10, "cosine"), 12) == rates_over(
-        WarmupLR(optimizer(), 0, 1, 10), 12
-    )
-    assert "warmup_type 'cosine' is neither 'log' nor 'linear'" in caplog.text
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -244,28 +219,13 @@ def test_a_tensor_rate_is_filled_in_place(name, shape):
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_the_configuration_has_the_settings_of_the_schedule_and_its_defaults(name):
-    signature = inspect.signature(VALID_LR_SCHEDULES[name]).parameters
-    assert SCHEDULE_KEYS[name] == signature.keys() - {"optimizer"}
-    for key in SCHEDULE_KEYS[name]:
-        differs = name == "WarmupDecayLR" and key == "warmup_max_lr"
-        default = SchedulerParams.model_fields[key].default
-        assert differs or key in NEEDED[name] or default == signature[key].default
-
-
-def test_names_as_in_deepspeeds_module():
-    names = {lr_schedules.ONE_CYCLE, lr_schedules.LR_RANGE_TEST, lr_schedules.WARMUP_LR}
-    assert (
-        names | {lr_schedules.WARMUP_DECAY_LR, lr_schedules.WARMUP_COSINE_LR}
-        == VALID_LR_SCHEDULES.keys()
-    )
-    for kind in VALID_LR_SCHEDULES.values():
-        for key in inspect.signature(kind).parameters.keys() - {
-            "optimizer",
-            "last_batch_iteration",
-            "cycle_momentum",
-        }:
-            assert getattr(lr_schedules, key.upper()) == key
+def test_the_configuration_has_the_settings_of_the_schedule(name):
+    assert SCHEDULE_KEYS[name] == {*VALID_LR_SCHEDULES[name].parameters, "last_batch_iteration"}
+    with pytest.raises(TypeError, match=f"{name}: its arguments are optimizer, "):
+        VALID_LR_SCHEDULES[name](optimizer(), **NEEDED[name], warmup_steps=5)
+    if NEEDED[name]:
+        with pytest.raises(UsageError, match=f"is required by {name}"):
+            VALID_LR_SCHEDULES[name](optimizer())
 
 
 @pytest.mark.parametrize("name", NEEDED)
@@ -318,10 +278,6 @@ def test_defaults_differ_as_in_deepspeed():
         assert build_scheduler(section, optimizer(0.5)).max_lrs == [top]
 
 
-def test_no_scheduler_section_means_no_schedule():
-    assert build_scheduler(load_config({}).scheduler, optimizer()) is None
-
-
 def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
     with pytest.raises(
         ValueError, match="scheduler.type: expected one of 'WarmupLR', 'WarmupDecayLR', .* or "
@@ -329,31 +285,3 @@ def test_an_unknown_type_or_parameter_is_an_error_of_the_configuration():
         load_config({"scheduler": {"type": "WarmupDecay"}})
     with pytest.raises(ValueError, match="did you mean scheduler.params.warmup_num_steps?"):
         load_config({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}})
-
-
-@pytest.mark.parametrize("name", lr_schedules.OPTIONS)
-def test_a_schedule_can_be_given_on_the_command_line(name):
-    parser = lr_schedules.add_tuning_arguments(ArgumentParser())
-    assert set(lr_schedules.OPTIONS[name]) <= set(SCHEDULE_KEYS[name])
-    arguments = [
-        "--lr_schedule",
-        name,
-        "--cycle_momentum",
-        "--lr_range_test_staircase",
-        "--warmup_num_steps",
-        "7",
-    ]
-    section, problem = lr_schedules.get_config_from_args(parser.parse_args(arguments))
-    assert problem is None and section["type"] == name
-    given = {"cycle_momentum": True, "lr_range_test_staircase": True, "warmup_num_steps": 7}
-    expected = {key: given.get(key, value) for key, value in lr_schedules.OPTIONS[name].items()}
-    assert section["params"] == {key: value for key, value in expected.items() if value is not None}
-    rate, problem = lr_schedules.get_lr_from_config(section)
-    assert (rate is None) == (name == "WarmupCosineLR") == bool(problem)
-
-
-def test_no_schedule_on_the_command_line_is_said_so():
-    section, problem = lr_schedules.get_config_from_args(
-        lr_schedules.add_tuning_arguments(ArgumentParser()).parse_args([])
-    )
-    assert section is None and "--lr_schedule" in problem

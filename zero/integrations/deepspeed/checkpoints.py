@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint tools that scripts call.
+"""DeepSpeed's checkpoint tools that accelerate, Lightning and others call.
 
 Only `zero.checkpoint` reads and writes checkpoints.
 """
@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,48 +19,9 @@ from huggingface_hub import save_torch_state_dict
 
 from zero.checkpoint import get_fp32_state_dict_from_zero_checkpoint
 from zero.checkpoint.export import copied_state_dict
-from zero.checkpoint.folder import MODEL_FILE
 from zero.checkpoint.manifest import read_manifest
 from zero.checkpoint.values import decode
 from zero.comm import world
-
-# The key in a checkpoint's `client_state` under which scripts describe it for DeepSpeed's universal
-# checkpoints. It is stored like all other keys; every checkpoint here loads on any number of ranks
-# without it.
-UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
-
-
-def convert_to_universal(args: Namespace | None = None) -> None:
-    """Make the folder `args.output_folder`, as `ds_to_universal` does, out of the checkpoint
-    `args.input_folder`.
-
-    The files are hard links, or copies on another file system: every checkpoint here loads on any
-    number of ranks as it is. None: as the command line says. ValueError if the input is no
-    checkpoint, OSError if the output exists."""
-    if args is None:
-        parser = ArgumentParser(prog="ds_to_universal")
-        parser.add_argument("--input_folder", required=True)
-        parser.add_argument("--output_folder", required=True)
-        args, _ = (
-            parser.parse_known_args()
-        )  # DeepSpeed's other options say how to convert; nothing is converted
-    read_manifest(Path(args.input_folder))
-    shutil.copytree(args.input_folder, args.output_folder, copy_function=_link_or_copy)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike, mp_rank_str: str) -> str:
-    """The placeholder file of the model in a checkpoint's folder.
-
-    The values themselves are in slices.
-    """
-    return os.path.join(base_folder, MODEL_FILE.replace("00", mp_rank_str))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -92,18 +52,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
     `torch.save` writes the whole storage behind a view; a copy has a storage of its own size. A
     state dict is copied as `zero.checkpoint.export.copied_state_dict` says."""
-    if (
-        isinstance(item, Mapping)
-        and item
-        and all(isinstance(value, torch.Tensor) for value in item.values())
-    ):
-        return copied_state_dict(item, world.get_rank())
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
-        return type(item)(
-            (key, clone_tensors_for_torch_save(value, device)) for key, value in item.items()
-        )
+        if item and all(isinstance(value, torch.Tensor) for value in item.values()):
+            return copied_state_dict(item, world.get_rank())
+        copies = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
+        return type(item)(copies)
     if isinstance(item, Sequence) and not isinstance(item, str | bytes):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item

@@ -1,8 +1,7 @@
-"""The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm.communicator` does not
-have. No collective is here.
+"""The names of `deepspeed.comm` and `deepspeed.utils.groups` that `zero.comm.world` does not have.
+No collective is here.
 
-Ranks may share sequences (`zero.parallel.sequence`). There is no other kind of model parallelism:
-its groups have one rank."""
+Ranks may share sequences (`zero.parallel.sequence`); the other groups are those of all ranks."""
 
 from __future__ import annotations
 
@@ -48,11 +47,6 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _get_data_parallel_group_ranks() -> range:
-    """The ranks of the data-parallel group: all."""
-    return range(world.get_world_size())
-
-
 def _get_sequence_parallel_group() -> object:
     """The ranks that share sequences with this one.
 
@@ -64,18 +58,10 @@ def _get_sequence_parallel_group() -> object:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    return 1 if current_group() is None else current_group().size
+    ranks = current_group()
+    return 1 if ranks is None else ranks.size
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0 if current_group() is None else current_group().rank
-
-
-def one() -> int:
-    """The size of a group of another kind of parallelism."""
-    return 1
-
-
-def zero() -> int:
-    """The rank in such a group; also the rank from which values are broadcast."""
-    return 0
+    ranks = current_group()
+    return 0 if ranks is None else ranks.rank

@@ -7,10 +7,8 @@ know how an engine trains."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -18,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero import monitor
 from zero.checkpoint.export import Weights, consolidated_state_dict
-from zero.checkpoint.folder import OPTIMIZER_FILE, make_executable
 from zero.comm import world
 from zero.comm.mesh import Mesh
 from zero.config import Config, load_config
@@ -47,23 +44,42 @@ class DeepSpeedEngine(ZeroEngine):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
 
-    _config = property(attrgetter("settings"), doc="The configuration.")
-    tput_timer = property(attrgetter("throughput"), doc="Samples per second.")
-    device = property(
-        attrgetter("comm.device"), doc="Where the engine computes, and expects its inputs."
-    )
-    global_rank = property(attrgetter("comm.job.rank"), doc="This rank's number.")
-    world_size = property(attrgetter("comm.job.world_size"), doc="The number of ranks.")
-    sequence_parallel_size = property(
-        attrgetter("settings.sequence_parallel_size"), doc="Ranks that share a sequence."
-    )
+    @property
+    def device(self) -> torch.device:
+        """Where the engine computes, and expects its inputs."""
+        return self.comm.device
 
     @property
-    def dp_world_size(self) -> int:
-        """How many ranks, or groups of ranks that share sequences or the model, have batches of
-        their own.
-        """
-        return self.comm.world_size // self.sequence_parallel_size
+    def local_rank(self) -> int:
+        """The index of the device."""
+        return self.comm.device.index or 0
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return self.comm.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.comm.job.world_size
+
+    # The configuration's keys, completed where they were left out.
+
+    def train_batch_size(self) -> int:
+        return self.settings.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.settings.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.settings.gradient_accumulation_steps
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     @property
     def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
@@ -72,84 +88,23 @@ class DeepSpeedEngine(ZeroEngine):
 
         A schedule-free one is an exception: its `train()` and `eval()` change weights.
         """
-        plain = (
-            self.settings.zero_optimization.stage == 0
-            and self.settings.compute_dtype == torch.float32
-        )
+        settings = self.settings
+        plain = settings.zero_optimization.stage == 0 and settings.compute_dtype == torch.float32
         if self.optimizer is None or not plain or hasattr(self.optimizer.optimizer, "eval"):
             return self.optimizer
         return self.optimizer.optimizer
-
-    @property
-    def local_rank(self) -> int:
-        return self.comm.device.index or 0
 
     def empty_partition_cache(self) -> None:
         """Free all gathered parameters that are not in use."""
         self.reshard()
 
-    def allreduce_gradients(self) -> None:
-        """Wait for the reductions that backward has started."""
-        self.reducer.drain()
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
-        return (
-            self.train_batch_size(),
-            self.train_micro_batch_size_per_gpu(),
-            self.gradient_accumulation_steps(),
-        )
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size by changing the number of accumulation steps."""
-        per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size % per_step:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not a multiple of micro batch x ranks = "
-                f"{per_step}"
-            )
-        self.settings.train_batch_size = train_batch_size
-        self.settings.gradient_accumulation_steps = train_batch_size // per_step
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the number of accumulation steps stays."""
-        self.settings.train_micro_batch_size_per_gpu = micro_batch_size
-        self.settings.train_batch_size = (
-            micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
-        )
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() >= 3
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.scaler is not None and self.scaler.dynamic
-
     def loss_scale(self) -> float:
         """The present factor on the loss; 1 without fp16."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    cur_scale = property(loss_scale)
-
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_type(self) -> list[str | None]:
-        """The `type` entry of each parameter group, where the script gave one."""
-        return [group.get("type") for group in self.optimizer.param_groups]
-
-    def get_mom(self) -> list[float | tuple[float, float]]:
-        """The momentum, or Adam's betas, of each parameter group."""
-        return [
-            group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups
-        ]
 
     def compile(
         self,
@@ -185,40 +140,6 @@ class DeepSpeedEngine(ZeroEngine):
     # accelerate calls this one where tensor parallelism is configured.
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
-    _change_recovery_script_permissions = staticmethod(make_executable)
-
-    def _get_optimizer_ckpt_name(
-        self, checkpoints_path: str | os.PathLike, tag: str, expp_rank: int
-    ) -> str:
-        """The placeholder file of a rank's optimizer state in a checkpoint.
-
-        The state itself is in slices.
-        """
-        return os.path.join(checkpoints_path, str(tag), OPTIMIZER_FILE.format(expp_rank))
-
-
-def _setting(key: str) -> Callable[[DeepSpeedEngine], object]:
-    def read(self: DeepSpeedEngine) -> object:
-        return attrgetter(key)(self.settings)
-
-    read.__doc__ = f"The configuration's `{key}`, completed where it was left out."
-    return read
-
-
-# Methods without arguments. Each returns the value of a key of the configuration.
-for _name, _key in {
-    "train_batch_size": "train_batch_size",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "log_level": "log_level",
-    "fp16_enabled": "fp16.enabled",
-    "bfloat16_enabled": "bf16.enabled",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}.items():
-    setattr(DeepSpeedEngine, _name, _setting(_key))
-
 
 # Makes the engine of a script; `zero verify` sets another function here.
 make_engine: Callable[..., DeepSpeedEngine] = DeepSpeedEngine
@@ -250,20 +171,20 @@ def initialize(
 
     Args:
         model: the model, ordinary or built under `Init`; its parameters are sharded in place.
-        optimizer: a torch optimizer over its parameters, or a function of the parameters that makes
-        one; it takes
-            precedence over the configuration's `optimizer`.
-        model_parameters: parameters or param groups for the configured optimizer; default: all that
-        require grad. lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that
-        makes one. training_data: a dataset. The returned dataloader gives micro-batches of this
-        rank's part of it, made by
-            `collate_fn`.
+        optimizer: a torch optimizer over its parameters, or a function of the parameters that
+            makes one; it takes precedence over the configuration's `optimizer`.
+        model_parameters: parameters or param groups for the configured optimizer; default: all
+            that require grad.
+        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that makes one.
+        training_data: a dataset. The returned dataloader gives micro-batches of this rank's part
+            of it, made by `collate_fn`.
         mpu: what `UlyssesSPAttentionHF.register_with_transformers` has returned, for sequence
-        parallelism. config: the ds_config as path, dict or JSON; `config_params` and
-        `args.deepspeed_config` mean the same. mesh: a `DeviceMesh` with some of the dimensions `pp`
-        (see `zero.parallel.pipeline`), `replicate`, `shard` (its size is
-            `mics_shard_size`) and `tp` (`autotp_size`). Default: that of accelerate's
-            `ParallelismConfig`.
+            parallelism.
+        config: the ds_config as path, dict or JSON; `config_params` and `args.deepspeed_config`
+            mean the same.
+        mesh: a `DeviceMesh` with some of the dimensions `pp` (see `zero.parallel.pipeline`),
+            `replicate`, `shard` (its size is `mics_shard_size`) and `tp` (`autotp_size`).
+            Default: that of accelerate's `ParallelismConfig`.
 
     Raises:
         ValueError: for a bad configuration or an argument that is not supported, by name.
@@ -275,16 +196,12 @@ def initialize(
             "initialize: not supported: mesh_param; sequence_parallel_size is a key of the "
             "configuration"
         )
-    given = [
-        config,
-        config_params,
-        getattr(args, "deepspeed_config", None),
-        getattr(args, "deepscale_config", None),
-    ]
-    sources = [source for source in given if source is not None]
-    if not sources:
+    for source in (config, config_params, getattr(args, "deepspeed_config", None)):
+        if source is not None:
+            settings = load_config(source)
+            break
+    else:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
-    settings = load_config(sources[0])
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()
@@ -320,8 +237,7 @@ def _data_loader(
     loader = DataLoader(
         dataset, engine.train_micro_batch_size_per_gpu(), sampler=sampler, collate_fn=collate_fn
     )
-    return (
-        loader
-        if engine.sequence_parallel_size == 1
-        else DataLoader(MicroBatches(loader, current_group()), None)
-    )
+    ranks = current_group()
+    if engine.settings.sequence_parallel_size == 1 or ranks is None:
+        return loader
+    return DataLoader(MicroBatches(loader, ranks), None)

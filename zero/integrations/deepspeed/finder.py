@@ -12,31 +12,12 @@ import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from zero.integrations.deepspeed.names import ABSENT, NAMES, REPORTED_VERSION
+from zero.integrations.deepspeed.names import NAMES, REPORTED_VERSION
 
 PACKAGE = "deepspeed"
-_MISSING = object()
-
-
-def _instead(full_name: str) -> str:
-    return (
-        "; pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md"
-        if "pipe" in full_name.lower()
-        else ""
-    )
-
-
-def _absent(full_name: str) -> type:
-    """A class that nothing is an instance of, and that refuses to be called."""
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        text = f"{full_name} is not provided by zero: you may import it, but not call it"
-        raise NotImplementedError(text + _instead(full_name))
-
-    return type(full_name.rpartition(".")[2], (), {"__init__": refuse})
 
 
 class FacadeModule(ModuleType):
@@ -47,15 +28,15 @@ class FacadeModule(ModuleType):
         if full_name in NAMES:
             return importlib.import_module(full_name)
         names = NAMES[self.__name__]
-        module, _, attribute = names.get(name, f"{names.get('*', '')}:{name}").partition(":")
-        value = (
-            getattr(importlib.import_module(module), attribute, _MISSING) if module else _MISSING
-        )
-        if name in ABSENT.get(self.__name__, ()):
-            value = _absent(full_name)
-        if value is _MISSING:
+        rest = "" if name.startswith("__") else names.get("*", "")
+        home, _, attribute = names.get(name, f"{rest}:{name}").partition(":")
+        value = getattr(importlib.import_module(home), attribute, None) if home else None
+        if value is None:
+            hint = ""
+            if "pipe" in full_name.lower():
+                hint = "; pipelines are in zero.parallel.pipeline, see docs/pipeline_parallelism.md"
             raise AttributeError(
-                f"'{full_name}' is not provided by zero{_instead(full_name)}", name=name, obj=self
+                f"'{full_name}' is not provided by zero{hint}", name=name, obj=self
             )
         setattr(self, name, value)
         return value
@@ -102,14 +83,6 @@ class FacadeFinder(importlib.metadata.DistributionFinder):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing to run: the names are resolved at their first use."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        """What `python -m fullname` runs. Raises ImportError for a module without a command."""
-        if "main" not in NAMES[fullname]:
-            raise ImportError(
-                f"{fullname} is no command of zero: it can be imported only", name=fullname
-            )
-        return compile(f"import {fullname} as module; module.main()", f"<{fullname}>", "exec")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

@@ -1,21 +1,22 @@
 """The attributes by which scripts know a sharded parameter: `ds_status`, `ds_tensor` and the like.
 
-The engine reads none of them. `zero.core.views` calls two functions of this file when values are
-shown or hidden, and when a group's shard has a new place. How groups are made and gathered is not
-known here."""
+The engine sets and reads none of them. They are properties of torch's tensors, computed from the
+parameter's group whenever a script reads them. A tensor without a group does not have them:
+`hasattr(tensor, "ds_id")` is False."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
 
-from zero.core import views
-from zero.core.layout import Piece
+from zero.core.param_group import ParamGroup, State, owning_group
+from zero.core.sharded_param import ShardedParameter
 
 _ids = itertools.count()
 
@@ -28,49 +29,54 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3  # not available, and being gathered
 
 
-_STATUS = {
-    views.Shown.VALUES: ZeroParamStatus.AVAILABLE,
-    views.Shown.NAN: ZeroParamStatus.NOT_AVAILABLE,
-    views.Shown.NAN_UNTIL_GATHERED: ZeroParamStatus.INFLIGHT,
+def _status(param: nn.Parameter, group: ParamGroup | None) -> ZeroParamStatus:
+    if group is None or not isinstance(param, ShardedParameter):
+        return ZeroParamStatus.AVAILABLE
+    is_gathering = group.state is State.GATHERING
+    return ZeroParamStatus.INFLIGHT if is_gathering else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _shard(param: nn.Parameter, group: ParamGroup | None) -> torch.Tensor:
+    """This rank's part of the parameter, 1-D and possibly empty.
+
+    For the only parameter of a group it is the whole shard, padding included: there a new
+    `ds_tensor.data` replaces the values. A persistent shard is a part of the unsharded buffer, and
+    must stay one."""
+    if group is None:
+        return param.detach().view(-1)
+    if len(group.params) == 1:
+        return group.shard[:] if group.persistent else group.shard
+    slot = group.index[param]
+    piece = next((piece for piece in group.pieces if piece.slot == slot), None)
+    if piece is None:
+        return group.shard[:0]
+    return group.shard[piece.start : piece.start + piece.numel]
+
+
+_LABELS: dict[str, Callable[[nn.Parameter, ParamGroup | None], Any]] = {
+    "ds_id": lambda param, group: vars(param).setdefault("_ds_id", next(_ids)),
+    "ds_status": _status,
+    "ds_tensor": _shard,
+    "ds_shape": lambda param, group: param.shape,
+    "ds_numel": lambda param, group: param.numel(),
+    "ds_persist": lambda param, group: group is None or group.persistent,
+    "partition_numel": lambda param, group: functools.partial(_shard(param, group).numel),
 }
 
 
-def _set_status(param: nn.Parameter, shown: views.Shown) -> None:
-    param.ds_status = _STATUS[shown]
-
-
-def _label(
-    params: Sequence[nn.Parameter], shard: torch.Tensor, pieces: Sequence[Piece], persistent: bool
-) -> None:
-    """Set the attributes that do not change with the state; `pieces` is what `shard` holds.
-
-    `ds_tensor` is this rank's part of the parameter, 1-D and possibly empty, and
-    `partition_numel()` its size. For the only parameter of a group it is the whole shard, padding
-    included: there a new `ds_tensor.data` replaces the values."""
-    for param in params:
-        if not hasattr(param, "ds_id"):
-            param.ds_id = next(_ids)
-        param.ds_numel = param.numel()
-        param.ds_shape = param.shape
-        param.ds_persist = persistent
-        param.ds_tensor = shard[:0]
-    for piece in pieces:
-        params[piece.slot].ds_tensor = shard[piece.start : piece.start + piece.numel]
-    if len(params) == 1:
-        # A persistent shard is a part of the unsharded buffer, and must stay one.
-        params[0].ds_tensor = shard[:] if persistent else shard
-    for param in params:
-        param.partition_numel = functools.partial(
-            int, param.ds_tensor.numel()
-        )  # no reference to the shard
-
-
 def label_whole(param: nn.Parameter) -> None:
-    """Set the attributes of an ordinary parameter, which shows its values always."""
-    _label([param], param.detach().view(-1), [], persistent=True)
-    _set_status(param, views.Shown.VALUES)
+    """Give an ordinary parameter, which shows its values always, the same attributes."""
+    vars(param)["_ds_whole"] = True
+
+
+def _read(name: str, param: nn.Parameter) -> Any:
+    group = owning_group(param)
+    if group is None and not hasattr(param, "_ds_whole"):
+        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}")
+    return _LABELS[name](param, group)
 
 
 def register() -> None:
-    """From now on, sharded parameters get these attributes, whoever makes their group."""
-    views.observe(_set_status, _label)
+    """From now on, sharded parameters have these attributes, whoever makes their group."""
+    for name in _LABELS:
+        setattr(torch.Tensor, name, property(functools.partial(_read, name)))

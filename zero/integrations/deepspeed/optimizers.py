@@ -36,9 +36,8 @@ Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 def _refuse_false(optimizer: torch.optim.Optimizer, **flags: bool) -> None:
     for name, value in flags.items():
         if not value:
-            raise ValueError(
-                f"{type(optimizer).__name__}: {name}=False is not supported; leave it at True"
-            )
+            kind = type(optimizer).__name__
+            raise ValueError(f"{kind}: {name}=False is not supported; leave it at True")
 
 
 # Settings in the param groups of optimizers that are not Adam.
@@ -54,16 +53,16 @@ def _refuse_groups_of_another(params: Params) -> None:
     offloaded.
     """
     for group in params if isinstance(params, list) else ():
-        if isinstance(group, dict):
-            other = sorted(_NOT_ADAMS & group.keys())
-            if other or ("maximize" in group and "amsgrad" not in group):
-                raise UsageError(
-                    "DeepSpeedCPUAdam got the param groups of another optimizer "
-                    f"({', '.join(other) or 'no amsgrad'}): "
-                    "accelerate puts Adam in the place of an optimizer that is offloaded. To keep "
-                    "yours, set "
-                    "zero_force_ds_cpu_optimizer to false in the configuration"
-                )
+        if not isinstance(group, dict):
+            continue
+        other = sorted(_NOT_ADAMS & group.keys())
+        if other or ("maximize" in group and "amsgrad" not in group):
+            raise UsageError(
+                "DeepSpeedCPUAdam got the param groups of another optimizer "
+                f"({', '.join(other) or 'no amsgrad'}): accelerate puts Adam in the place of an "
+                "optimizer that is offloaded. To keep yours, set zero_force_ds_cpu_optimizer to "
+                "false in the configuration"
+            )
 
 
 @cpu_adam.computes_as_torch_adam
@@ -86,27 +85,17 @@ class FusedAdam(torch.optim.Adam):
         **settings: Any,
     ):
         _refuse_false(self, bias_correction=bias_correction)
-        if (
-            not settings.keys() & {"fused", "foreach", "differentiable"}
-            and compute_device().type in _FUSING
-        ):
+        chosen = settings.keys() & {"fused", "foreach", "differentiable"}
+        if not chosen and compute_device().type in _FUSING:
             settings["fused"] = True
         self.adam_w_mode = adam_w_mode
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=adam_w_mode,
-            **settings,
-        )
+        settings["decoupled_weight_decay"] = adam_w_mode
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
 
 
 @cpu_adam.computes_as_torch_adam
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam`, whose `adam_w_mode` is called `adamw_mode` here."""
+    """`FusedAdam` with another order of arguments, and `adam_w_mode` under another name."""
 
     def __init__(
         self,
@@ -124,16 +113,9 @@ class DeepSpeedCPUAdam(FusedAdam):
         _refuse_false(self, fp32_optimizer_states=fp32_optimizer_states)
         _refuse_groups_of_another(model_params)
         super().__init__(
-            model_params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            adamw_mode,
-            weight_decay,
-            amsgrad,
+            model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad,
             **settings,
-        )
+        )  # fmt: skip
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
@@ -172,7 +154,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """`Lion` with DeepSpeed's arguments."""
+    """The one for an optimizer that is offloaded: `zero_force_ds_cpu_optimizer` asks for it."""
 
 
 def build_optimizer(
@@ -188,41 +170,37 @@ def build_optimizer(
     an optimizer that the configuration rules out, and for one that cannot work on so many ranks.
     """
     zero = settings.zero_optimization
-    if given is None and settings.optimizer is None:
-        return None
-    params = (
-        [p for p in model.parameters() if p.requires_grad]
-        if model_parameters is None
-        else list(model_parameters)
-    )
-    if given is None:
+    if model_parameters is None:
+        params = [param for param in model.parameters() if param.requires_grad]
+    else:
+        params = list(model_parameters)
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif callable(given):
+        optimizer = given(params)
+    elif given is not None:
+        kind = type(given).__name__
+        refused = why_refused(kind, get_world_size())
+        raise UsageError(f"optimizer {refused or f'of class {kind} is no torch.optim.Optimizer'}")
+    elif settings.optimizer is not None:
         optimizer = _configured(settings.optimizer, params, zero.offloads_optimizer, model)
     else:
-        if not isinstance(given, torch.optim.Optimizer) and not callable(given):
-            refused = why_refused(type(given).__name__, get_world_size())
-            raise UsageError(
-                "optimizer "
-                f"{refused or f'of class {type(given).__name__} is no torch.optim.Optimizer'}"
-            )
-        optimizer = given if isinstance(given, torch.optim.Optimizer) else given(params)
+        return None
     require_possible(optimizer, get_world_size())
-    known = type(optimizer).__module__.startswith(("torch.optim.", "zero."))
+    kind = type(optimizer)
+    known = kind.__module__.startswith(("torch.optim.", "zero."))
     if not known and zero.stage > 0 and not settings.zero_allow_untested_optimizer:
         raise UsageError(
-            f"optimizer {type(optimizer).__name__} is untested, and zero_allow_untested_optimizer "
-            "is false: set it to "
-            "true, or take one of torch.optim"
+            f"optimizer {kind.__name__} is untested, and zero_allow_untested_optimizer is false: "
+            "set it to true, or take one of torch.optim"
         )
-    ours = isinstance(optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
-    forced = (
-        settings.zero_force_ds_cpu_optimizer
-        and "zero_force_ds_cpu_optimizer" in settings.model_fields_set
-    )
+    ours = issubclass(kind, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
+    given_key = "zero_force_ds_cpu_optimizer" in settings.model_fields_set
+    forced = settings.zero_force_ds_cpu_optimizer and given_key
     if given is not None and zero.offloads_optimizer and forced and not ours:
         raise UsageError(
-            f"optimizer {type(optimizer).__name__} is offloaded, and zero_force_ds_cpu_optimizer "
-            "is true: take "
-            "deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
+            f"optimizer {kind.__name__} is offloaded, and zero_force_ds_cpu_optimizer is true: "
+            "take deepspeed.ops.adam.DeepSpeedCPUAdam or the like, or leave the key out"
         )
     make_state_late(optimizer)
     return optimizer
@@ -245,12 +223,11 @@ def _configured(
         return FusedAdam(params, adam_w_mode=decoupled, **settings)
     if kind == "Muon":
         return _muon(settings, params, model)
-    classes = {
-        "Adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-        "Lion": (FusedLion, DeepSpeedCPULion),
-    }
-    make = classes[kind][offloaded] if kind in classes else getattr(torch.optim, kind)
-    return make(params, **settings)
+    if kind == "Adagrad" and offloaded:
+        return DeepSpeedCPUAdagrad(params, **settings)
+    if kind == "Lion":
+        return (DeepSpeedCPULion if offloaded else FusedLion)(params, **settings)
+    return getattr(torch.optim, kind)(params, **settings)
 
 
 def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithAdamW:
@@ -259,20 +236,19 @@ def _muon(settings: dict[str, Any], params: list, model: nn.Module) -> MuonWithA
     `muon_lr` and `adam_lr` override `lr`.
     """
 
-    def settings_of(keys: tuple[str, ...], rate: str) -> dict[str, Any]:
-        found = {key: settings[key] for key in ("lr", "weight_decay", *keys) if key in settings}
-        return found | ({"lr": settings[rate]} if rate in settings else {})
+    def half(rate: str, *keys: str) -> dict[str, Any]:
+        own = {key: settings[key] for key in ("lr", "weight_decay", *keys) if key in settings}
+        return own | ({"lr": settings[rate]} if rate in settings else {})
 
     loose = [param for param in params if isinstance(param, torch.Tensor)]
-    groups = [group for group in params if isinstance(group, dict)] + [{"params": loose}] * bool(
-        loose
-    )
+    groups = [group for group in params if isinstance(group, dict)]
+    if loose:
+        groups.append({"params": loose})
     names = {param: name for name, param in model.named_parameters()}
     if strangers := [param for group in groups for param in group["params"] if param not in names]:
         raise UsageError(
             f"optimizer Muon: {len(strangers)} of model_parameters are not the model's, the first "
-            "one of shape "
-            f"{tuple(strangers[0].shape)}"
+            f"one of shape {tuple(strangers[0].shape)}"
         )
-    halves = settings_of(("momentum",), "muon_lr"), settings_of(("betas", "eps"), "adam_lr")
+    halves = half("muon_lr", "momentum"), half("adam_lr", "betas", "eps")
     return MuonWithAdamW(split_groups(groups, names, *halves), settings.get("adam_w_mode", True))

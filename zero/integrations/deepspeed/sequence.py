@@ -1,29 +1,22 @@
 """DeepSpeed's names for sequence parallelism, as accelerate and the Trainer call them.
-`zero.parallel.sequence` does the work.
-
-An `mpu` is what `initialize` takes to know of other dimensions than data: this module's functions
-are one."""
+`zero.parallel.sequence` does the work."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero.comm import world
 from zero.config import Config
 from zero.errors import UsageError
-from zero.parallel.sequence import SequenceGroup, attach, current_group, detach, make_group
+from zero.parallel.sequence import SequenceGroup, attach, current_group, detach, make_group, tiled
 
 logger = logging.getLogger("zero")
-
-
-def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Make the groups of neighbouring ranks that share sequences; all ranks must call it."""
-    world.init_distributed()
-    make_group(sequence_parallel_size)
 
 
 def sequence_group() -> SequenceGroup:
@@ -36,38 +29,24 @@ def sequence_group() -> SequenceGroup:
     return ranks
 
 
-def get_sequence_parallel_group() -> Any:
-    """The process group of the ranks that share sequences with this one."""
-    return sequence_group().group
-
-
-def get_sequence_parallel_world_size() -> int:
-    """How many ranks share a sequence."""
-    return sequence_group().size
-
-
-def get_sequence_parallel_rank() -> int:
-    """This rank's number among them."""
-    return sequence_group().rank
-
-
 class Mpu:
-    """The functions above as an object: what `register_with_transformers` returns, and `initialize`
-    takes.
+    """What `register_with_transformers` returns, and `initialize` takes to know of other dimensions
+    than data.
     """
 
     in_eval = True
-    initialize_sequence_parallel = staticmethod(initialize_sequence_parallel)
-    get_sequence_parallel_group = get_model_parallel_group = staticmethod(
-        get_sequence_parallel_group
-    )
-    get_sequence_parallel_world_size = get_model_parallel_world_size = staticmethod(
-        get_sequence_parallel_world_size
-    )
-    get_sequence_parallel_rank = get_model_parallel_rank = staticmethod(get_sequence_parallel_rank)
-    get_sequence_data_parallel_group = staticmethod(world.get_world_group)
-    get_sequence_data_parallel_world_size = staticmethod(world.get_world_size)
-    get_sequence_data_parallel_rank = staticmethod(world.get_rank)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """The process group of the ranks that share sequences with this one."""
+        return sequence_group().group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """How many ranks share a sequence."""
+        return sequence_group().size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """This rank's number among them."""
+        return sequence_group().rank
 
 
 class UlyssesSPAttentionHF:
@@ -100,10 +79,29 @@ class UlyssesSPAttentionHF:
                 f"{core_attn_implementation!r}, and the model's "
                 f"attn_implementation is {own!r}: give both the same value"
             )
-        initialize_sequence_parallel(sequence_parallel_size)
+        world.init_distributed()
+        make_group(sequence_parallel_size)
         mpu = Mpu()
         mpu.in_eval = not disable_in_eval
         return mpu
+
+
+class TiledMLP:
+    """DeepSpeed's name for `zero.parallel.sequence.tiled`: `fn(self, x)` for parts of x along its
+    last dimension but one.
+
+    DeepSpeed's is an autograd function, of which scripts call `apply`. `compute_params` has no
+    effect: the engine gets one gradient of each parameter anyway."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        self: nn.Module,
+        x: torch.Tensor,
+        shards: int,
+        compute_params: Any = None,
+    ) -> torch.Tensor:
+        return tiled(lambda part: fn(self, part), x, tiles=shards, dim=-2)
 
 
 def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None:

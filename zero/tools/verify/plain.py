@@ -168,7 +168,7 @@ class PlainEngine(DeepSpeedEngine):
                     if total is None
                     else total.contiguous()
                 )
-                self._sums[each] = self.comm.all_reduce(total) / (whole * self.cur_scale)
+                self._sums[each] = self.comm.all_reduce(total) / (whole * self.loss_scale())
             self._are_reduced = True
         return self._sums[param]
 

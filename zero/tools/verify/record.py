@@ -105,7 +105,7 @@ class Recorder(BriefRun):
         done |= {
             "norm": engine.get_global_grad_norm(),
             "applied": engine.was_step_applied(),
-            "scale": engine.cur_scale,
+            "scale": engine.loss_scale(),
         }
         self.losses = []
         if engine.comm.rank == 0:
