@@ -28,8 +28,8 @@ from zero.comm.world import group_timeout
 from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup, owning_group
 from zero.core.sharded_param import is_copy
+from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.param_access import GRADIENT, ParameterState
 
 IGNORED = -100  # a label that does not count
@@ -209,7 +209,7 @@ class _Stage(nn.Module):
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, place: Place, number: int, before: Callable[[int], None]
+        self, engine: ZeroEngine, place: Place, number: int, before: Callable[[int], None]
     ):
         super().__init__()
         object.__setattr__(self, "engine", engine)  # not as a submodule
@@ -261,7 +261,7 @@ class Pipeline:
 
     def __init__(
         self,
-        engine: DeepSpeedEngine,
+        engine: ZeroEngine,
         mesh: DeviceMesh,
         length: int,
         schedule: type = Schedule1F1B,
@@ -278,7 +278,7 @@ class Pipeline:
         self._place = place
         self._loss = loss
         self._count = count
-        self._micro_batches = engine.gradient_accumulation_steps()
+        self._micro_batches = engine.settings.gradient_accumulation_steps
         multiple = issubclass(schedule, PipelineScheduleMulti)
         if not multiple and len(place.own) > 1:
             raise UsageError(
@@ -314,7 +314,7 @@ class Pipeline:
         engine, place = self.engine, self._place
         config, rows = (
             engine.module.config.get_text_config(),
-            engine.train_micro_batch_size_per_gpu(),
+            engine.settings.train_micro_batch_size_per_gpu,
         )
         ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
         shape = {"dtype": engine.settings.compute_dtype, "device": "meta", "requires_grad": True}
@@ -322,7 +322,7 @@ class Pipeline:
         logits = torch.empty(rows, length, config.vocab_size, **shape)
         ends = ids if number == 0 else hidden, logits if number == place.count - 1 else hidden
         module = _Stage(engine, place, number, self._tell_stage)
-        made = _TorchStage(module, number, place.count, engine.device, *ends, group=group)
+        made = _TorchStage(module, number, place.count, engine.comm.device, *ends, group=group)
         made.before_backward = self._before_backward
         return made
 
@@ -378,10 +378,9 @@ class Pipeline:
         Args: ids, labels: int64, (micro-batches * rows, length), equal on the ranks of one
         pipeline; kwargs: of the same rows, given to each stage, such as `attention_mask`. Returns
         the mean loss over what counts in the whole batch, on all ranks."""
-        losses = [
-            loss / self.engine.loss_scale()
-            for loss in self._run(self.schedule.step, ids, labels, kwargs)
-        ]
+        scaler = self.engine.scaler
+        scale = 1.0 if scaler is None else scaler.scale
+        losses = [loss / scale for loss in self._run(self.schedule.step, ids, labels, kwargs)]
         for loss in losses if self.engine.monitor is not None else ():
             self.engine.monitor.loss(loss / self._micro_batches)
         self.engine.step()
@@ -397,14 +396,14 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """The micro-batches' losses, on ranks with the last stage."""
         engine = self.engine
-        tokens = self._count(labels).to(engine.device, torch.float64)
+        tokens = self._count(labels).to(engine.comm.device, torch.float64)
         engine.comm.all_reduce(tokens)
         # The engine divides by the number of micro-batches and of ranks with batches of their own.
         self._factor = self._micro_batches * engine.comm.world_size / max(tokens.item(), 1)
         self._left = self._micro_batches * len(self.stages)
         losses: list[torch.Tensor] = []
-        target = labels.to(engine.device) if self.is_last else None
-        inputs = (ids.to(engine.device),) if self.is_first else ()
+        target = labels.to(engine.comm.device) if self.is_last else None
+        inputs = (ids.to(engine.comm.device),) if self.is_first else ()
         run(*inputs, target=target, losses=losses if self.is_last else None, **kwargs)
         return [loss.detach() for loss in losses]
 
@@ -413,7 +412,7 @@ class Pipeline:
 
         Ranks of tensor parallelism have equal losses.
         """
-        total = sum(losses, torch.zeros((), device=self.engine.device)).double().view(1)
+        total = sum(losses, torch.zeros((), device=self.engine.comm.device)).double().view(1)
         job = self.engine.comm.job.all_reduce(total)
         return (
             job.item() * self._place.ranks / (self._micro_batches * self.engine.comm.job.world_size)
