@@ -281,7 +281,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     )
     found["device"] = error_of(lambda: engine.to("meta"))
     found["loss"] = error_of(lambda: engine.backward(torch.ones(2)))
-    found["compile"] = error_of(lambda: engine.compile(schedule=[(0, [])]))
     assert (
         engine.to("cpu") is engine
         and engine.float() is engine
@@ -316,7 +315,6 @@ def test_what_is_refused_says_what_to_do():
         "dtype": "torch.bfloat16",
         "device": "meta",
         "loss": "scalar tensor",
-        "compile": "no DeepCompile",
         "step": "optimizer",
         "numbers of its own, None": "that depends on which tensors this rank has (param group 0, "
         "d: ",

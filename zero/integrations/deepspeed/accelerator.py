@@ -6,31 +6,13 @@ own, and nothing to wait for. `zero.comm.world` decides which device the engine 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
-from zero.comm import world
-
 
 class Accelerator:
-    """This rank's device. Names that are not here are those of `torch.accelerator`; on a CPU
-    `memory_allocated` and the like are 0, and `synchronize` and `empty_cache` do nothing.
-    """
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if not hasattr(torch.accelerator, name):
-            raise AttributeError(
-                f"get_accelerator().{name} is not provided by zero", name=name, obj=self
-            )
-        if torch.accelerator.is_available():
-            return getattr(torch.accelerator, name)
-        return lambda *args, **kwargs: 0
-
-    def is_available(self) -> bool:
-        return True
+    """This rank's device, by the few names that others use; `torch.accelerator` has all else."""
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """The kind of device ("cuda", "cpu"), or with an index that device ("cuda:1", "cpu")."""
@@ -51,10 +33,6 @@ class Accelerator:
     def device(self, device_index: int | None = None) -> torch.device:
         """This rank's device, or the one with this index; also a context of torch."""
         return torch.device(self.device_name(device_index))
-
-    def communication_backend_name(self) -> str:
-        """The backend of `torch.distributed` for this device: "nccl" or "gloo"."""
-        return world.default_backend(self.device())
 
 
 @cache

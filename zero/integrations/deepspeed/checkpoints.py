@@ -26,7 +26,7 @@ from zero.comm import world
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike,
-    output_dir: str | os.PathLike,
+    output_dir: str | Path,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -58,9 +58,10 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         if item and all(isinstance(value, torch.Tensor) for value in item.values()):
             return copied_state_dict(item, world.get_rank())
         copies = {key: clone_tensors_for_torch_save(value, device) for key, value in item.items()}
-        return type(item)(copies)
+        return type(item)(copies)  # pyright: ignore[reportCallIssue] a dict, or made as one
     if isinstance(item, Sequence) and not isinstance(item, str | bytes):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        copies = [clone_tensors_for_torch_save(value, device) for value in item]
+        return type(item)(copies)  # pyright: ignore[reportCallIssue] a list or a tuple
     return item
 
 
@@ -86,7 +87,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike, zero_stage: int) -> 
     return _write("model_states.pt", decode(read_manifest(Path(checkpoint_dir)).client_state))
 
 
-def _write(name: str, content: dict) -> str:
+def _write(name: str, content: object) -> str:
     folder = tempfile.mkdtemp(prefix="zero-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,8 @@ from zero.integrations.deepspeed.lr_schedules import build_scheduler
 from zero.integrations.deepspeed.optimizer import DeepSpeedOptimizer, ParameterOffload
 from zero.integrations.deepspeed.optimizers import build_optimizer
 from zero.integrations.deepspeed.sequence import share_sequences
-from zero.integrations.deepspeed.tensor import follow, share_model
+from zero.integrations.deepspeed.tensor import share_model, with_new_parameters
+from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.parallel.sequence import MicroBatches, current_group
 
 logger = logging.getLogger("zero")
@@ -37,10 +39,10 @@ class DeepSpeedEngine(ZeroEngine):
 
     optimizer_class = DeepSpeedOptimizer
 
-    def __init__(self, model: nn.Module, settings: Config, *args: object, **kwargs: object):
+    def __init__(self, model: nn.Module, settings: Config, *args: Any, **kwargs: Any):
         super().__init__(model, settings, *args, **kwargs)
         offload = ParameterOffload(self.hooks)
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.parameter_offload = offload
             self.monitor = monitor.make(self)
 
@@ -48,11 +50,6 @@ class DeepSpeedEngine(ZeroEngine):
     def device(self) -> torch.device:
         """Where the engine computes, and expects its inputs."""
         return self.comm.device
-
-    @property
-    def local_rank(self) -> int:
-        """The index of the device."""
-        return self.comm.device.index or 0
 
     @property
     def global_rank(self) -> int:
@@ -67,13 +64,13 @@ class DeepSpeedEngine(ZeroEngine):
     # The configuration's keys, completed where they were left out.
 
     def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
+        return self.settings.train_batch_size  # pyright: ignore[reportReturnType] completed
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.train_micro_batch_size_per_gpu
+        return self.settings.train_micro_batch_size_per_gpu  # pyright: ignore[reportReturnType]
 
     def gradient_accumulation_steps(self) -> int:
-        return self.settings.gradient_accumulation_steps
+        return self.settings.gradient_accumulation_steps  # pyright: ignore[reportReturnType]
 
     def zero_optimization_stage(self) -> int:
         return self.settings.zero_optimization.stage
@@ -82,7 +79,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     @property
-    def returned_optimizer(self) -> torch.optim.Optimizer | DeepSpeedOptimizer | None:
+    def returned_optimizer(self) -> torch.optim.Optimizer | ZeroOptimizer | None:
         """What `initialize` returns. As with DeepSpeed, nothing wraps the script's optimizer at
         stage 0 in fp32.
 
@@ -103,26 +100,8 @@ class DeepSpeedEngine(ZeroEngine):
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def compile(
-        self,
-        backend: str | Callable = "inductor",
-        compile_kwargs: dict | None = None,
-        schedule: object | None = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """As `ZeroEngine.compile`.
-
-        A `schedule`, which is one of DeepCompile's, and compiled autograd are refused.
-        """
-        if schedule is not None or compiled_autograd_enabled:
-            raise UsageError(
-                "compile: there is no DeepCompile, nor compiled autograd: leave out the last two "
-                "arguments"
-            )
-        super().compile(backend, compile_kwargs)
+        """The learning rate of each of the optimizer's `param_groups`."""
+        return [] if self.optimizer is None else [g["lr"] for g in self.optimizer.param_groups]
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -132,9 +111,8 @@ class DeepSpeedEngine(ZeroEngine):
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save is false: set it to "
                 "true to save a model"
             )
-        weights = Weights(
-            self.module, self.groups, self.comm, exclude_frozen=exclude_frozen_parameters
-        )
+        excluded = exclude_frozen_parameters
+        weights = Weights(self.module, self.groups, self.comm, exclude_frozen=excluded)
         return consolidated_state_dict(self.module, weights)
 
     # accelerate calls this one where tensor parallelism is configured.
@@ -156,16 +134,11 @@ def initialize(
     mpu: object | None = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable | None = None,
-    config: object | None = None,
+    config: Any = None,
     mesh_param: object | None = None,
-    config_params: object | None = None,
+    config_params: Any = None,
     mesh: Mesh | None = None,
-) -> tuple[
-    DeepSpeedEngine,
-    torch.optim.Optimizer | DeepSpeedOptimizer | None,
-    DataLoader | None,
-    object | None,
-]:
+) -> tuple[DeepSpeedEngine, Any, DataLoader | None, Any]:
     """Shard `model` and return (engine, optimizer, dataloader, lr_scheduler), as
     `deepspeed.initialize` does.
 
@@ -192,10 +165,8 @@ def initialize(
     if model is None:
         raise UsageError("initialize: model is missing")
     if mesh_param is not None:
-        raise UsageError(
-            "initialize: not supported: mesh_param; sequence_parallel_size is a key of the "
-            "configuration"
-        )
+        key = "sequence_parallel_size is a key of the configuration"
+        raise UsageError(f"initialize: not supported: mesh_param; {key}")
     for source in (config, config_params, getattr(args, "deepspeed_config", None)):
         if source is not None:
             settings = load_config(source)
@@ -207,14 +178,11 @@ def initialize(
     world.init_distributed()
     share_sequences(model, settings, mpu)
     comm, replaced = share_model(model, settings, mesh)
-    optimizer, model_parameters = follow(optimizer, model_parameters, replaced)
+    optimizer, model_parameters = with_new_parameters(optimizer, model_parameters, replaced)
     settings.resolve_batch(comm.world_size)
     settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:
-        logger.info(
-            "DeepSpeed info: version=%s, git-hash=none, git-branch=none; zero in its place",
-            FOLLOWED_RELEASE,
-        )
+        logger.info("DeepSpeed info: version=%s; zero in its place", FOLLOWED_RELEASE)
     mark_configured(model, settings.zero_optimization.leaf_module)
     optimizer = build_optimizer(settings, optimizer, model_parameters, model)
     if lr_scheduler is None and settings.scheduler is not None and optimizer is not None:

@@ -7,10 +7,11 @@ It follows two documented protocols of the import system: `find_spec` (for `impo
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.metadata
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,36 +50,28 @@ class FacadeDistribution(importlib.metadata.Distribution):
     """The installed-package record of the facade."""
 
     def read_text(self, filename: str) -> str | None:
-        if filename == "METADATA":
-            return (
-                f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {REPORTED_VERSION}\n"
-                "Summary: The zero engine, under the name that transformers and accelerate look "
-                "for\n"
-            )
-        if filename == "top_level.txt":
-            return f"{PACKAGE}\n"
-        return None
+        metadata = f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {REPORTED_VERSION}\n"
+        return {"METADATA": metadata, "top_level.txt": f"{PACKAGE}\n"}.get(filename)
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).parent / path
 
 
-class FacadeFinder(importlib.metadata.DistributionFinder):
+class FacadeFinder(importlib.metadata.DistributionFinder, Loader):
     """Finds the facade's modules and its distribution record, and loads the modules."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         if fullname in NAMES:
             is_package = any(name.startswith(f"{fullname}.") for name in NAMES)
-            return importlib.machinery.ModuleSpec(
-                fullname, self, origin="zero.integrations.deepspeed", is_package=is_package
-            )
+            origin = "zero.integrations.deepspeed"
+            return ModuleSpec(fullname, self, origin=origin, is_package=is_package)
         if fullname.startswith(f"{PACKAGE}."):
             raise ModuleNotFoundError(f"'{fullname}' is not provided by zero", name=fullname)
         return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> FacadeModule:
+    def create_module(self, spec: ModuleSpec) -> FacadeModule:
         return FacadeModule(spec.name, f"zero under the name {spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:

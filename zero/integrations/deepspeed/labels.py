@@ -42,15 +42,14 @@ def _shard(param: nn.Parameter, group: ParamGroup | None) -> torch.Tensor:
     For the only parameter of a group it is the whole shard, padding included: there a new
     `ds_tensor.data` replaces the values. A persistent shard is a part of the unsharded buffer, and
     must stay one."""
-    if group is None:
+    if group is None or group.shard is None:
         return param.detach().view(-1)
     if len(group.params) == 1:
         return group.shard[:] if group.persistent else group.shard
-    slot = group.index[param]
-    piece = next((piece for piece in group.pieces if piece.slot == slot), None)
-    if piece is None:
-        return group.shard[:0]
-    return group.shard[piece.start : piece.start + piece.numel]
+    for piece in group.pieces:
+        if piece.slot == group.index[param]:
+            return group.shard[piece.start : piece.start + piece.numel]
+    return group.shard[:0]
 
 
 _LABELS: dict[str, Callable[[nn.Parameter, ParamGroup | None], Any]] = {

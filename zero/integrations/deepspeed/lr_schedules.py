@@ -110,6 +110,7 @@ class WarmupLR(Schedule):
 
     def _prepare(self) -> None:
         self._steps = max(2, self.params.warmup_num_steps)
+        self._total = self.params.total_num_steps or 0
         self.min_lrs = self._per_group("warmup_min_lr")
         if self.params.warmup_max_lr is not None:
             self.max_lrs = self._per_group("warmup_max_lr")
@@ -141,8 +142,7 @@ class WarmupDecayLR(WarmupLR):
     default_max_lr = 0.001
 
     def _after_warmup(self, n: int) -> float:
-        total = self.params.total_num_steps
-        return max(0.0, (total - n) / max(1.0, total - self._steps))
+        return max(0.0, (self._total - n) / max(1.0, self._total - self._steps))
 
 
 class WarmupCosineLR(WarmupLR):
@@ -157,7 +157,7 @@ class WarmupCosineLR(WarmupLR):
     )  # fmt: skip
 
     def _after_warmup(self, n: int) -> float:
-        length = max(1, self.params.total_num_steps - self._steps)
+        length = max(1, self._total - self._steps)
         cosine = math.cos(math.pi * min(1.0, (n - self._steps + 1) / length))
         lowest = self.params.cos_min_ratio
         return max(0.0, lowest + (1.0 - lowest) * (1.0 + cosine) / 2)
@@ -205,7 +205,8 @@ class OneCycle(Schedule):
 
     def _prepare(self) -> None:
         params = self.params
-        self._rise, self._rise_stairs = params.cycle_first_step_size, params.cycle_first_stair_count
+        self._rise = params.cycle_first_step_size
+        self._rise_stairs = params.cycle_first_stair_count
         fall, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
         self._fall = self._rise if fall is None else fall
         self._fall_stairs = self._rise_stairs if stairs is None else stairs

@@ -25,7 +25,7 @@ deepspeed .tensor tp_model_init
 deepspeed .utilities add_config_arguments
 deepspeed.accelerator .accelerator get_accelerator
 deepspeed.checkpoint.utils .checkpoints clone_tensors_for_torch_save
-deepspeed.checkpointing .utilities checkpoint configure is_configured reset
+deepspeed.checkpointing .utilities checkpoint configure is_configured
 deepspeed.comm .distributed init_distributed is_initialized get_local_rank
 deepspeed.comm zero.monitor log_summary
 deepspeed.comm zero.comm.world get_rank get_world_size get_world_group

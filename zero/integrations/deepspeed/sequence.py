@@ -22,10 +22,8 @@ logger = logging.getLogger("zero")
 def sequence_group() -> SequenceGroup:
     """The group that was made last. Raises UsageError if there is none."""
     if (ranks := current_group()) is None:
-        raise UsageError(
-            "there is no sequence-parallel group: call "
-            "UlyssesSPAttentionHF.register_with_transformers"
-        )
+        call = "UlyssesSPAttentionHF.register_with_transformers"
+        raise UsageError(f"there is no sequence-parallel group: call {call}")
     return ranks
 
 
@@ -36,17 +34,9 @@ class Mpu:
 
     in_eval = True
 
-    def get_sequence_parallel_group(self) -> Any:
-        """The process group of the ranks that share sequences with this one."""
-        return sequence_group().group
-
     def get_sequence_parallel_world_size(self) -> int:
         """How many ranks share a sequence."""
         return sequence_group().size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's number among them."""
-        return sequence_group().rank
 
 
 class UlyssesSPAttentionHF:
@@ -58,26 +48,23 @@ class UlyssesSPAttentionHF:
         model_name_or_path: nn.Module | str,
         core_attn_implementation: str | None = None,
         sequence_parallel_size: int = 1,
-        micro_batch_size: int | None = None,
-        seq_length: int | None = None,
-        seq_length_is_variable: bool = True,
+        *,
         disable_in_eval: bool = False,
-        max_length: int | None = None,
+        **_sizes: object,
     ) -> Mpu | None:
         """Make the groups, and return what `initialize` needs to attach them to a model. None for
         one rank a sequence.
 
         Args: core_attn_implementation: the model's own, which it must be (None: not checked).
         disable_in_eval: a model that is not training gets whole sequences. The sizes of batches and
-        sequences may differ from batch to batch; what is said of them here has no effect."""
+        sequences may differ from batch to batch; what the call says of them has no effect."""
         if sequence_parallel_size == 1:
             return None
         own = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
         if core_attn_implementation is not None and own not in (None, core_attn_implementation):
             raise UsageError(
-                "sp_attn_implementation (core_attn_implementation) is "
-                f"{core_attn_implementation!r}, and the model's "
-                f"attn_implementation is {own!r}: give both the same value"
+                f"sp_attn_implementation (core_attn_implementation) is {core_attn_implementation!r}"
+                f", and the model's attn_implementation is {own!r}: give both the same value"
             )
         world.init_distributed()
         make_group(sequence_parallel_size)
@@ -111,21 +98,18 @@ def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None
     size = settings.sequence_parallel_size
     if mpu is not None:
         if not hasattr(mpu, "get_sequence_parallel_world_size"):
-            raise UsageError(
-                "initialize: mpu has no get_sequence_parallel_world_size: no other mpu is supported"
-            )
+            missing = "get_sequence_parallel_world_size: no other mpu is supported"
+            raise UsageError(f"initialize: mpu has no {missing}")
         of_mpu = mpu.get_sequence_parallel_world_size()
         if size not in (1, of_mpu):
-            raise UsageError(
-                f"sequence_parallel_size: is {size}, and the mpu's is {of_mpu}; delete it"
-            )
+            message = f"is {size}, and the mpu's is {of_mpu}; delete it"
+            raise UsageError(f"sequence_parallel_size: {message}")
         size = of_mpu
     detach(model)
     if size > 1:
         _warn_of_replicas()
-        vars(settings)["sequence_parallel_size"] = (
-            size  # not as an attribute, which would count as given
-        )
+        # not as an attribute, which would count as given
+        vars(settings)["sequence_parallel_size"] = size
         attach(model, make_group(size), in_eval=getattr(mpu, "in_eval", True))
 
 
@@ -134,16 +118,13 @@ def _warn_of_replicas() -> None:
     engine of replicas.
     """
     state = sys.modules.get("accelerate.state")
-    parallel = (
-        state.AcceleratorState().parallelism_config
-        if state is not None and state.is_initialized()
-        else None
-    )
-    if getattr(parallel, "dp_replicate_size", 1) > 1 and world.get_rank() == 0:
+    if state is None or not state.is_initialized() or world.get_rank() > 0:
+        return
+    replicas = getattr(state.AcceleratorState().parallelism_config, "dp_replicate_size", 1)
+    if replicas > 1:
         logger.warning(
             "ParallelismConfig: dp_replicate_size %d makes no replicas beside sp_size: ZeRO shards "
-            "over all processes. "
-            "Set zero_optimization.mics_shard_size for groups that hold all shards, and give "
-            "dp_shard_size instead",
-            parallel.dp_replicate_size,
+            "over all processes. Set zero_optimization.mics_shard_size for groups that hold all "
+            "shards, and give dp_shard_size instead",
+            replicas,
         )

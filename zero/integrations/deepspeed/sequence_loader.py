@@ -19,12 +19,5 @@ class UlyssesSPDataLoaderAdapter(DataLoaderShard):
     A loader of accelerate's class: `skip_first_batches`, by which a Trainer resumes, keeps what it
     is. The arguments after the first have no effect: the group that was made last is used."""
 
-    def __init__(
-        self,
-        dl: Any,
-        sp_rank: int | None = None,
-        sp_group: Any = None,
-        sp_world_size: int | None = None,
-        device: Any = None,
-    ):
+    def __init__(self, dl: Any, *args: Any, **kwargs: Any):
         super().__init__(MicroBatches(dl, sequence_group()), batch_size=None)

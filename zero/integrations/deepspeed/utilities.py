@@ -54,12 +54,6 @@ def is_configured() -> bool:
     return _configured
 
 
-def reset() -> None:
-    """Undo `configure`."""
-    global _configured
-    _configured = False
-
-
 def checkpoint(function: Callable, *args: object) -> object:
     """Run `function(*args)` and keep nothing but `args` for backward, which runs it again."""
     return torch_checkpoint(function, *args, use_reentrant=False)
