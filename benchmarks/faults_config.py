@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from benchmarks.faults import Report
 from benchmarks.launch import REPOSITORY
 from zero.config import load_config
-from zero.config.reading import pop
-from zero.config.report import report
+from zero.config.load import find
+from zero.config.table import report
 from zero.errors import UsageError
 
 MOST_SECONDS = 5.0
@@ -238,7 +238,7 @@ def outcome(source: Any) -> str:
     try:
         config = load_config(source, allow_auto=True)
         report(config), report(config, everything=False)
-        config.resolve_batch(2)
+        config.resolve(2)
         result = "accepted"
     except UsageError as error:
         result = "refused" if str(error) else "an error without a text"
@@ -250,8 +250,9 @@ def outcome(source: Any) -> str:
 def _without_ignored(config: dict) -> dict:
     """Return the configuration without keys that are always ignored, because these may be misspelt."""
     kept = copy.deepcopy(config)
-    for key in load_config(config, allow_auto=True).ignored:
-        pop(kept, key)
+    for key in load_config(config, allow_auto=True).origin.ignored:
+        section, name = find(kept, key)
+        section.pop(name, None)
     return kept
 
 

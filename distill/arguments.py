@@ -14,7 +14,7 @@ from distill.config import DistillationConfig
 from distill.config import check as check_distillation
 from translation import arguments as shared
 from translation.records import InputError
-from zero.config.reading import read
+from zero.config.load import read
 from zero.errors import refuse
 
 

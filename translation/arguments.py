@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import zero.config
 from translation.records import InputError, check_data_file
 from zero.checkpoint import find_resumable
-from zero.config import report
+from zero.config import table
 from zero.errors import refuse
 
 
@@ -292,9 +292,12 @@ def load_ds_config(argument: str, given: argparse.Namespace) -> zero.config.Conf
         if argument == "deepspeed":
             # The Trainer will replace "auto" by its own values. Check their product now.
             batch, steps = given.per_device_train_batch_size, given.gradient_accumulation_steps
-            config.train_micro_batch_size_per_gpu = config.train_micro_batch_size_per_gpu or batch
-            config.gradient_accumulation_steps = config.gradient_accumulation_steps or steps
-            config.resolve_batch(int(os.environ.get("WORLD_SIZE", "1")))
+            sizes = {
+                "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu or batch,
+                "gradient_accumulation_steps": config.gradient_accumulation_steps or steps,
+            }
+            config = config.model_copy(update=sizes)
+            config = config.resolve(int(os.environ.get("WORLD_SIZE", "1")))
     except (ValueError, OSError) as error:
         raise InputError(f"--{argument}: {error}") from error
     return config
@@ -480,7 +483,7 @@ def _check_output_is_new(given: argparse.Namespace) -> None:
         for name in os.listdir(folder)
         if not name.startswith((".zero", "incomplete-checkpoint-"))
     ]
-    if set(left) - {report.FILE}:
+    if set(left) - {table.FILE}:
         raise InputError(
             f"--output_dir {folder} has files in it and no checkpoint to resume from: name another "
             "folder,"

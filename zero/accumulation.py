@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zero.config import Config
+from zero.config import ResolvedConfig
 from zero.core.gradients import GradientReducer
 from zero.errors import UsageError
 
@@ -19,7 +19,7 @@ class Accumulation:
     Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks in all steps so
     far."""
 
-    settings: Config
+    settings: ResolvedConfig
     reducer: GradientReducer
 
     def __init__(self) -> None:

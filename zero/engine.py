@@ -20,7 +20,7 @@ from zero.checkpoint.export import Weights, save_16bit_model, show_copies_in_sta
 from zero.comm.clock import Throughput
 from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
-from zero.config.report import announce
+from zero.config.table import announce
 from zero.core.activation_offload import HostActivations
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
@@ -91,10 +91,10 @@ class ZeroEngine(Accumulation, nn.Module):
     ):
         super().__init__()
         self.comm = comm or communicator()
-        settings = settings.resolve_batch(self.comm.world_size)
+        settings = settings.resolve(self.comm.world_size)
         shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
         self.settings = settings
-        self.config = settings.raw
+        self.config = settings.origin.raw
         self._report_settings(optimizer)
         if settings.watchdog_timeout is not None:
             self.comm.watchdog.set_timeout(settings.watchdog_timeout)
@@ -159,7 +159,7 @@ class ZeroEngine(Accumulation, nn.Module):
     def _report_settings(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self.comm.job.rank == 0:
             announce(self.settings, build.describe_optimizer(optimizer, self.settings))
-            for old, new in self.settings.deprecated():
+            for old, new in self.settings.origin.renamed:
                 logger.warning("%s is an old name of %s", old, new)
 
     def _take_over(self, model: nn.Module) -> None:

@@ -18,19 +18,16 @@ def test_the_page_of_all_keys_is_current():
     assert read("docs/configuration.md") == generate.reference(), REMEDY
 
 
-def test_the_picture_of_the_imports_is_current():
+def test_the_picture_of_the_folders_is_current():
     page = read("docs/architecture.md")
     assert page == generate.architecture(page), REMEDY
 
 
-def test_the_picture_leaves_out_what_a_longer_way_shows(monkeypatch):
-    monkeypatch.setattr(
-        generate, "imports_of_modules", lambda: {"a": {"b", "c"}, "b": {"c"}, "c": set()}
-    )
-    assert [line.strip() for line in generate.picture().splitlines() if "-->" in line] == [
-        "a --> b",
-        "b --> c",
-    ]
+def test_the_picture_has_every_layer_once():
+    names = generate.layers()
+    assert len(names) > 10 and {"tools", "core", "errors"} <= {*names}
+    lines = [line.strip() for line in generate.picture().splitlines() if "-->" in line]
+    assert lines[0] == f"{names[0]} --> {names[1]}" and len(lines) == len(names) - 1
 
 
 def test_mermaid_can_parse_the_pictures():
@@ -56,4 +53,4 @@ def test_every_configuration_in_the_pages_is_accepted():
     assert len(blocks) >= 4
     for block in blocks:
         config = load_config(block if block.startswith("{") else f"{{{block}}}", allow_auto=True)
-        assert config.ignored == [] == config.deprecated()
+        assert config.origin.ignored == [] == config.origin.renamed

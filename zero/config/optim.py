@@ -6,13 +6,15 @@ Settings that the user did not write are left to the optimizer or schedule. Thei
 of DeepSpeed. Nothing here makes an optimizer."""
 
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
 
 from zero.config.keys import (
+    WHOLE,
+    AnyCase,
     Betas,
     Count,
     Fraction,
@@ -21,51 +23,38 @@ from zero.config.keys import (
     Positive,
     Rates,
     Section,
-    acts,
-    choice,
-    integer,
-    only,
-    unused,
+    key,
 )
 
 # Lower-case class name -> why it cannot work here, in the words that follow the name.
 _COMPRESSES = "compresses the momentum across ranks by itself"
-_WRAPS = "wraps another optimizer; take a schedule-free class, such as AdamWScheduleFree"
 REFUSED = {
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _COMPRESSES),
-    "schedulefreewrapper": _WRAPS,
+    "onebitadam": _COMPRESSES,
+    "onebitlamb": _COMPRESSES,
+    "zerooneadam": _COMPRESSES,
+    "schedulefreewrapper": "wraps another optimizer; take a schedule-free class, such as "
+    "AdamWScheduleFree",
     "lbfgs": "evaluates the model several times in a step",
     "sparseadam": "needs sparse gradients, and they are reduced as dense ones",
 }
 # The same for several processes. In one process they work.
-_SUMS = "takes sums over all parameters, and each process has some of them"
-REFUSED_ON_SEVERAL = {
-    **dict.fromkeys(
-        ("prodigy", "dadaptadam", "dadaptsgd", "dadaptlion", "dadaptadagrad", "dadaptadan"), _SUMS
-    ),
-    **dict.fromkeys(("fusedlamb", "nvlamb", "adagc", "adams", "prodigyplusschedulefree"), _SUMS),
-    "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device "
-    "class",
+REFUSED_ON_SEVERAL = dict.fromkeys(
+    "prodigy dadaptadam dadaptsgd dadaptlion dadaptadagrad dadaptadan "
+    "fusedlamb nvlamb adagc adams prodigyplusschedulefree".split(),
+    "takes sums over all parameters, and each process has some of them",
+) | {
+    "muonwithauxadam": "exchanges tensors between processes by itself; take its single-device class"
 }
-ELEMENTWISE = (
-    *("Adam", "AdamW", "SGD", "Adagrad", "Lion"),
-    *("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
-)
-TYPES = (*ELEMENTWISE, "Muon")
-_DEEPSPEEDS_ADAM = {
-    "adam_w_mode",
-    "torch_adam",
-    "bias_correction",
-    "set_grad_none",
-    "fp32_optimizer_states",
-}
+ELEMENTWISE = "Adam AdamW SGD Adagrad Lion RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop".split()
+TYPES = [*ELEMENTWISE, "Muon"]
 # Settings that DeepSpeed accepts beside those of torch's class.
+_ADAM = "adam_w_mode torch_adam bias_correction set_grad_none fp32_optimizer_states"
 _DEEPSPEEDS = {
-    "Adam": _DEEPSPEEDS_ADAM,
-    "AdamW": _DEEPSPEEDS_ADAM,
-    "Adagrad": {"fp32_optimizer_states"},
-    "Lion": {"set_grad_none", "fp32_optimizer_states"},
-    "Muon": {"torch_adam", "fp32_optimizer_states"},
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Adagrad": "fp32_optimizer_states",
+    "Lion": "set_grad_none fp32_optimizer_states",
+    "Muon": "torch_adam fp32_optimizer_states",
 }
 
 
@@ -73,9 +62,9 @@ def why_refused(name: str, world_size: int) -> str | None:
     """The message for an optimizer class of this name if it cannot work on so many processes, else
     None.
     """
-    reason = REFUSED.get(name.lower()) or (
-        REFUSED_ON_SEVERAL.get(name.lower()) if world_size > 1 else None
-    )
+    reason = REFUSED.get(name.lower())
+    if reason is None and world_size > 1:
+        reason = REFUSED_ON_SEVERAL.get(name.lower())
     return reason and f"{name} cannot be used: it {reason}; use another one, such as AdamW"
 
 
@@ -100,8 +89,6 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
             "momentum": 0.95,
             "ns_method": "gram",
             "per_head_muon": False,
-        }
-        defaults |= {
             "weight_decay": 0.0,
             "adam_lr": None,
             "betas": (0.9, 0.95),
@@ -112,29 +99,25 @@ def optimizer_defaults(kind: str, torch_adam: bool = False) -> dict[str, Any]:
         defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
     else:
         arguments = inspect.signature(getattr(torch.optim, kind)).parameters
-        defaults = {key: argument.default for key, argument in arguments.items() if key != "params"}
+        defaults = {name: argument.default for name, argument in arguments.items()}
+        del defaults["params"]
     if kind in ("Adam", "AdamW") and not torch_adam:
         # As in DeepSpeed: no weight decay by default.
         defaults["weight_decay"] = 0.0
     if kind == "Adam":
         # The same as adam_w_mode.
         del defaults["decoupled_weight_decay"]
-    return dict.fromkeys(_DEEPSPEEDS.get(kind, ())) | defaults
+    return dict.fromkeys(_DEEPSPEEDS.get(kind, "").split()) | defaults
 
 
 class Settings(Section):
-    """Settings that are passed on with ``**``: what the user wrote, without the keys that have no
-    effect.
-    """
+    """Settings that are passed on with ``**``: what the user wrote and has an effect."""
 
     def keys(self) -> list[str]:
-        return sorted(key for key in self.model_fields_set if not self.about(key).get("unused"))
+        return sorted(self.model_fields_set)
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
-
-
-_NOT_COMPILED = "the engine's step is neither captured nor differentiated"
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def _in_order(pair: tuple[float, float]) -> tuple[float, float]:
@@ -150,143 +133,163 @@ class OptimizerParams(Settings):
     """Keyword arguments of the optimizer. A setting that its type does not have is an error.
 
     Without a value the optimizer's own default holds. That is torch's, except that `weight_decay`
-    of Adam and AdamW is 0, as in DeepSpeed."""
+    of Adam and AdamW is 0, as in DeepSpeed.
 
-    lr: NonNegative | None = acts(None, "Learning rate.", auto="learning_rate")
-    weight_decay: NonNegative | None = acts(None, "Weight decay.", auto="weight_decay")
-    betas: Betas | None = acts(
-        None, "Decay rates of Adam's or Lion's moments.", auto="adam_beta1, adam_beta2"
-    )
-    eps: NonNegative | None = acts(
-        None, "Added to the denominator of the update.", auto="adam_epsilon"
-    )
-    foreach: bool | None = acts(None, "torch's implementation over lists of tensors.")
-    fused: bool | None = acts(
-        None, "torch's fused implementation. Default of Adam and AdamW on a GPU: true."
-    )
-    maximize: bool = acts(False, "Maximize the loss.")
-    capturable: only(bool, False, _NOT_COMPILED) = False
-    differentiable: only(bool, False, _NOT_COMPILED) = False
+    Attributes:
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        betas: Decay rates of Adam's or Lion's moments.
+        eps: Added to the denominator of the update.
+        foreach: torch's implementation over lists of tensors.
+        fused: torch's fused implementation. Default of Adam and AdamW on a GPU: true.
+        maximize: Maximize the loss.
+        adam_w_mode: Adam, AdamW, Muon: decay weights apart from the gradient. Always true for
+            AdamW.
+        torch_adam: Adam, AdamW: torch's own class and defaults.
+        amsgrad: Adam, AdamW: keep the largest second moment.
+        muon_lr: Muon: learning rate of the matrices. Default: lr, or 0.02.
+        adam_lr: Muon: learning rate of all other parameters. Default: lr, or 3e-4.
+        momentum: SGD, RMSprop, Muon.
+        dampening: SGD.
+        nesterov: SGD.
+        alpha: RMSprop, ASGD.
+        centered: RMSprop.
+        lr_decay: Adagrad.
+        initial_accumulator_value: Adagrad.
+        momentum_decay: NAdam.
+        decoupled_weight_decay: NAdam, RAdam.
+        rho: Adadelta.
+        lambd: ASGD.
+        t0: ASGD.
+        etas: Rprop: factors of decrease and increase.
+        step_sizes: Rprop: smallest and largest step.
+    """
 
-    adam_w_mode: bool = acts(
-        True, "Adam, AdamW, Muon: decay weights apart from the gradient. Always true for AdamW."
-    )
-    torch_adam: bool = acts(False, "Adam, AdamW: torch's own class and defaults.")
-    amsgrad: bool = acts(False, "Adam, AdamW: keep the largest second moment.")
-    muon_lr: NonNegative | None = acts(
-        None, "Muon: learning rate of the matrices. Default: lr, or 0.02."
-    )
-    adam_lr: NonNegative | None = acts(
-        None, "Muon: learning rate of all other parameters. Default: lr, or 3e-4."
-    )
-    ns_method: choice("gram", "standard") = unused(
-        "gram", "both compute the same; torch's Muon has its own kernel"
-    )
-    per_head_muon: only(bool, False, "matrices of attention are updated as a whole") = False
-    bias_correction: only(bool, True, "Adam always corrects the bias") = True
-    set_grad_none: bool = unused(True, "gradients are always freed")
-    fp32_optimizer_states: bool = unused(True, "optimizer states are always fp32")
+    lr: NonNegative | None = key(None, auto="learning_rate")
+    weight_decay: NonNegative | None = key(None, auto="weight_decay")
+    betas: Betas | None = key(None, auto="adam_beta1, adam_beta2")
+    eps: NonNegative | None = key(None, auto="adam_epsilon")
+    foreach: bool | None = None
+    fused: bool | None = None
+    maximize: bool = False
 
-    momentum: Fraction | None = acts(None, "SGD, RMSprop, Muon.")
-    dampening: Fraction | None = acts(None, "SGD.")
-    nesterov: bool = acts(False, "SGD.")
-    alpha: Fraction | None = acts(None, "RMSprop, ASGD.")
-    centered: bool = acts(False, "RMSprop.")
-    lr_decay: NonNegative | None = acts(None, "Adagrad.")
-    initial_accumulator_value: NonNegative | None = acts(None, "Adagrad.")
-    momentum_decay: NonNegative | None = acts(None, "NAdam.")
-    decoupled_weight_decay: bool = acts(False, "NAdam, RAdam.")
-    rho: Fraction | None = acts(None, "Adadelta.")
-    lambd: NonNegative | None = acts(None, "ASGD.")
-    t0: NonNegative | None = acts(None, "ASGD.")
-    etas: _Factors | None = acts(None, "Rprop: factors of decrease and increase.")
-    step_sizes: _Factors | None = acts(None, "Rprop: smallest and largest step.")
+    adam_w_mode: bool = True
+    torch_adam: bool = False
+    amsgrad: bool = False
+    muon_lr: NonNegative | None = None
+    adam_lr: NonNegative | None = None
+
+    momentum: Fraction | None = None
+    dampening: Fraction | None = None
+    nesterov: bool = False
+    alpha: Fraction | None = None
+    centered: bool = False
+    lr_decay: NonNegative | None = None
+    initial_accumulator_value: NonNegative | None = None
+    momentum_decay: NonNegative | None = None
+    decoupled_weight_decay: bool = False
+    rho: Fraction | None = None
+    lambd: NonNegative | None = None
+    t0: NonNegative | None = None
+    etas: _Factors | None = None
+    step_sizes: _Factors | None = None
 
 
 class OptimizerConfig(Section):
     """The optimizer.
 
     Without this section the Trainer's own optimizer, or the one that the script gives, is used.
+
+    Attributes:
+        type: Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop,
+            Muon, in any letter case. Adam means AdamW unless `adam_w_mode` is false, as in
+            DeepSpeed. Muon updates hidden matrices; AdamW updates the rest. Pass an optimizer of
+            any other class to `initialize`.
+            - Adam: AdamW, as in DeepSpeed, unless `adam_w_mode` is false.
+            - AdamW: Adam with weight decay apart from the gradient, as torch's AdamW.
+            - Lion: Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.
+            - Muon: Muon updates hidden matrices; AdamW updates the rest.
+            - N: The class torch.optim.N, with its defaults.
     """
 
-    type: Annotated[str, AfterValidator(_optimizer_type)] = acts(
-        ...,
-        says={
-            "Adam": "AdamW, as in DeepSpeed, unless `adam_w_mode` is false.",
-            "AdamW": "Adam with weight decay apart from the gradient, as torch's AdamW.",
-            "Lion": "Steps by the sign of one moment: 4 bytes a parameter less than Adam's two.",
-            "Muon": "Muon updates hidden matrices; AdamW updates the rest.",
-            "other": "The class torch.optim.{}, with its defaults.",
-        },
-    )
-    """Adam, AdamW, SGD, Adagrad, Lion, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, Muon, in any letter case.
-    Adam means AdamW unless `adam_w_mode` is false, as in DeepSpeed. Muon updates hidden matrices; AdamW updates the
-    rest. Pass an optimizer of any other class to `initialize`."""
-    params: OptimizerParams = Field(default_factory=OptimizerParams)
-    legacy_fusion: bool = unused(False, "acts on DeepSpeed's fp16 optimizer without ZeRO only")
+    type: Annotated[str, AfterValidator(_optimizer_type)]
+    params: OptimizerParams = OptimizerParams()
 
-    def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield (dotted key, message) for settings that an optimizer of this type does not have."""
+    def contradictions(self, given: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, message) for settings that an optimizer of this type does not have.
+
+        given: the names of all settings in the user's configuration."""
         kinds = {kind: optimizer_defaults(kind) for kind in TYPES}
-        yield from _misplaced("optimizer", self.type, self.params.model_fields_set, kinds)
+        yield from _misplaced("optimizer", self.type, given, kinds)
 
 
 class SchedulerParams(Settings):
-    """Settings of the schedule. One that its type does not have is an error. Rates are per step."""
+    """Settings of the schedule. One that its type does not have is an error. Rates are per step.
 
-    last_batch_iteration: integer(-1) = acts(-1, "Step to go on from.")
+    Attributes:
+        last_batch_iteration: Step to go on from.
+        warmup_num_steps: Steps of the warm-up.
+        warmup_type: Shape of the warm-up.
+            - log: The rate rises with the logarithm of the step.
+            - linear: The rate rises in a line.
+        warmup_min_lr: Rate at the start.
+        warmup_max_lr: Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001.
+        total_num_steps: Steps until the end of the decay. Required.
+        warmup_min_ratio: Part of the optimizer's rate at the start.
+        cos_min_ratio: Part of the optimizer's rate at the end.
+        lr_range_test_min_lr: Rate at the start.
+        lr_range_test_step_size: Steps of one interval.
+        lr_range_test_step_rate: Part of the first rate that is added in one interval.
+        lr_range_test_staircase: true: the rate rises at the end of each interval.
+        cycle_min_lr: Lowest rate. Required.
+        cycle_max_lr: Highest rate. Required.
+        decay_lr_rate: Decay of the rate after the cycle, for each `decay_step_size` steps.
+        cycle_first_step_size: Steps of the rise.
+        cycle_second_step_size: Steps of the fall. Default: as many as of the rise.
+        cycle_first_stair_count: Stairs of the rise. 0: a straight line.
+        cycle_second_stair_count: Stairs of the fall. Default: as many as of the rise.
+        decay_step_size: Steps of one interval of the decay. 0: no decay.
+        cycle_momentum: The first of the optimizer's `betas` moves against the rate; the second is
+            0.99.
+        cycle_min_mom: Lowest momentum.
+        cycle_max_mom: Highest momentum.
+        decay_mom_rate: Growth of the momentum after the cycle.
+    """
 
-    warmup_num_steps: Count = acts(1000, "Steps of the warm-up.", auto="warmup_steps")
-    warmup_type: choice("log", "linear") = acts(
-        "log",
-        "Shape of the warm-up.",
-        says={
-            "log": "The rate rises with the logarithm of the step.",
-            "linear": "The rate rises in a line.",
-        },
-    )
-    warmup_min_lr: Rates = acts(0.0, "Rate at the start.", auto="always 0")
-    warmup_max_lr: Rates | None = acts(None, auto="learning_rate")
-    """Rate after the warm-up. Default: the optimizer's; WarmupDecayLR: 0.001."""
-    total_num_steps: Positive | None = acts(
+    last_batch_iteration: Annotated[int, Field(ge=-1), WHOLE] = -1
+
+    warmup_num_steps: Count = key(1000, auto="warmup_steps")
+    warmup_type: Annotated[Literal["log", "linear"], AnyCase()] = "log"
+    warmup_min_lr: Rates = key(0.0, auto="always 0")
+    warmup_max_lr: Rates | None = key(None, auto="learning_rate")
+    total_num_steps: Positive | None = key(
         None, auto="the steps that follow from max_steps or num_train_epochs"
     )
-    """Steps until the end of the decay. Required."""
-    warmup_min_ratio: NonNegative = acts(0.0, "Part of the optimizer's rate at the start.")
-    cos_min_ratio: NonNegative = acts(0.0001, "Part of the optimizer's rate at the end.")
+    warmup_min_ratio: NonNegative = 0.0
+    cos_min_ratio: NonNegative = 0.0001
 
-    lr_range_test_min_lr: Rates = acts(1e-3, "Rate at the start.")
-    lr_range_test_step_size: Positive = acts(2000, "Steps of one interval.")
-    lr_range_test_step_rate: NonNegative = acts(
-        1.0, "Part of the first rate that is added in one interval."
-    )
-    lr_range_test_staircase: bool = acts(False, "true: the rate rises at the end of each interval.")
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
 
-    cycle_min_lr: Rates | None = acts(None, "Lowest rate. Required.")
-    cycle_max_lr: Rates | None = acts(None, "Highest rate. Required.")
-    decay_lr_rate: NonNegative = acts(
-        0.0, "Decay of the rate after the cycle, for each `decay_step_size` steps."
-    )
-    cycle_first_step_size: Positive = acts(2000, "Steps of the rise.")
-    cycle_second_step_size: Count | None = acts(
-        None, "Steps of the fall. Default: as many as of the rise."
-    )
-    cycle_first_stair_count: Count = acts(0, "Stairs of the rise. 0: a straight line.")
-    cycle_second_stair_count: Count | None = acts(
-        None, "Stairs of the fall. Default: as many as of the rise."
-    )
-    decay_step_size: Count = acts(0, "Steps of one interval of the decay. 0: no decay.")
+    cycle_min_lr: Rates | None = None
+    cycle_max_lr: Rates | None = None
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Count | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
     cycle_momentum: bool = True
-    """The first of the optimizer's `betas` moves against the rate; the second is 0.99."""
-    cycle_min_mom: Momenta = acts(0.8, "Lowest momentum.")
-    cycle_max_mom: Momenta = acts(0.9, "Highest momentum.")
-    decay_mom_rate: NonNegative = acts(0.0, "Growth of the momentum after the cycle.")
+    cycle_min_mom: Momenta = 0.8
+    cycle_max_mom: Momenta = 0.9
+    decay_mom_rate: NonNegative = 0.0
 
 
 def _keys_like(*beginnings: str) -> set[str]:
-    return {
-        key for key in SchedulerParams.model_fields if key.startswith(("last_batch", *beginnings))
-    }
+    names = ("last_batch", *beginnings)
+    return {name for name in SchedulerParams.model_fields if name.startswith(names)}
 
 
 _WARMUP_LR = _keys_like("warmup_num", "warmup_type", "warmup_min_lr", "warmup_max_lr")
@@ -323,67 +326,57 @@ def _exceeds(low: Any, high: Any) -> bool:
         return False
     lows, highs = (value if isinstance(value, list) else [value] for value in (low, high))
     groups = max(len(lows), len(highs))
-    return any(
-        a > b
-        for a, b in zip(lows * (groups // len(lows)), highs * (groups // len(highs)), strict=False)
-    )
+    pairs = zip(lows * (groups // len(lows)), highs * (groups // len(highs)), strict=False)
+    return any(a > b for a, b in pairs)
 
 
 class SchedulerConfig(Section):
     """The learning-rate schedule, with DeepSpeed's formulas.
 
     Without this section the Trainer's own is used.
+
+    Attributes:
+        type: The schedule, in any letter case.
+            - WarmupLR: The rate rises for `warmup_num_steps` steps, then stays.
+            - WarmupDecayLR: The rate rises for `warmup_num_steps` steps, then falls in a line to 0.
+            - WarmupCosineLR: The rate rises for `warmup_num_steps` steps, then falls along a
+              cosine.
+            - OneCycle: The rate rises once from `cycle_min_lr` to `cycle_max_lr`, falls back, and
+              may then decay.
+            - LRRangeTest: The rate rises all the time, which shows the largest one that works.
     """
 
-    type: choice(*SCHEDULE_KEYS) = acts(
-        ...,
-        says={
-            "WarmupLR": "The rate rises for `warmup_num_steps` steps, then stays.",
-            "WarmupDecayLR": "The rate rises for `warmup_num_steps` steps, then falls in a line to "
-            "0.",
-            "WarmupCosineLR": "The rate rises for `warmup_num_steps` steps, then falls along a "
-            "cosine.",
-            "OneCycle": "The rate rises once from `cycle_min_lr` to `cycle_max_lr`, falls back, "
-            "and may then decay.",
-            "LRRangeTest": "The rate rises all the time, which shows the largest one that works.",
-        },
-    )
-    """The schedule, in any letter case."""
-    params: SchedulerParams = Field(default_factory=SchedulerParams)
+    type: Annotated[
+        Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"], AnyCase()
+    ]
+    params: SchedulerParams = SchedulerParams()
 
-    def contradictions(self, auto: Iterable[str]) -> Iterator[tuple[str, str]]:
+    def contradictions(self, given: Collection[str]) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, message) for settings that are missing or misplaced.
 
-        ``auto`` ones will be given.
-        """
-        coming = {
-            key.removeprefix("scheduler.params.")
-            for key in auto
-            if key.startswith("scheduler.params.")
-        }
-        for key in REQUIRED.get(self.type, ()):
-            if getattr(self.params, key) is None and key not in coming:
-                yield f"scheduler.params.{key}", f"is required by {self.type}"
+        given: the names of all settings in the user's configuration, those that are still "auto"
+            among them."""
+        for name in REQUIRED.get(self.type, ()):
+            if self.params[name] is None and (name in self.params.keys() or name not in given):
+                yield f"scheduler.params.{name}", f"is required by {self.type}"
         for low, high in _ORDERED:
-            if {low, high} <= self.params.model_fields_set and _exceeds(
-                self.params[low], self.params[high]
-            ):
+            both_given = {low, high} <= self.params.model_fields_set
+            if both_given and _exceeds(self.params[low], self.params[high]):
                 message = (
                     f"{self.params[low]} is more than {high}, which is {self.params[high]}; "
                     "exchange them"
                 )
                 yield f"scheduler.params.{low}", message
-        given = self.params.model_fields_set | coming
         yield from _misplaced("scheduler", self.type, given, SCHEDULE_KEYS)
 
 
 def _misplaced(
-    section: str, kind: str, given: Iterable[str], keys_of: dict[str, Any]
+    section: str, kind: str, given: Collection[str], keys_of: Mapping[str, Collection[str]]
 ) -> Iterator[tuple[str, str]]:
-    for key in sorted(set(given) - set(keys_of[kind])):
-        owners = [other for other, keys in keys_of.items() if key in keys]
+    for name in sorted(set(given) - set(keys_of[kind])):
+        owners = [other for other, keys in keys_of.items() if name in keys]
         message = (
             f"is a setting of {', '.join(owners)}, not of {kind}; change {section}.type or "
             "delete it"
         )
-        yield f"{section}.params.{key}", message
+        yield f"{section}.params.{name}", message

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zero.comm import world
-from zero.config.report import table
+from zero.config.table import table
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.monitor.memory_usage import held

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
 from zero.checkpoint.offline import consolidate, describe, facts
-from zero.config.loading import load_config
+from zero.config.load import load_config
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable
 from zero.tools.arguments import (

@@ -14,10 +14,11 @@ import torch
 
 from tests.unit.configurations import errors, optimizer, zero3
 from zero.config import Config, load_config
-from zero.config.keys import IdleSection, Section
+from zero.config.idle import IDLE_KEYS
+from zero.config.keys import Section
+from zero.config.load import section_of
 from zero.config.optim import OptimizerParams
-from zero.config.reading import section_of
-from zero.config.report import report
+from zero.config.table import report
 
 PACKAGE = Path(__file__).parents[3] / "zero"
 SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
@@ -72,7 +73,7 @@ def test_the_users_dict_is_kept_and_left_unchanged():
     raw = {"bfloat16": {"enabled": True}, "train_batch_size": "auto", **zero3(cpu_offload=True)}
     before = copy.deepcopy(raw)
     config = load_config(raw, allow_auto=True)
-    assert config.raw is raw and raw == before
+    assert config.origin.raw is raw and raw == before
 
 
 @pytest.mark.parametrize("name", ["missing.json", "missing", "bm9uZQ=="])
@@ -112,9 +113,9 @@ def test_the_shipped_file_is_valid_and_every_key_of_it_has_an_effect():
     assert (
         [key for key in without_effect(SHIPPED) if not key.startswith("fp16.")]
         == []
-        == config.deprecated()
+        == config.origin.renamed
     )
-    assert len(config.auto) == 16
+    assert len(config.origin.auto) == 16
 
 
 # ---- "auto"
@@ -135,7 +136,7 @@ def test_auto_takes_deepspeeds_default_where_there_is_one():
     assert dict(**config.optimizer.params) == {}, (
         "left to the optimizer, see test_optimizer_factory.py"
     )
-    assert "zero_optimization.reduce_bucket_size" in config.auto
+    assert "zero_optimization.reduce_bucket_size" in config.origin.auto
 
 
 def test_auto_without_a_default_is_an_error_unless_it_will_be_filled_in():
@@ -169,8 +170,8 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
     config = load_config(
         {key: value for key, value in zip(keys, given, strict=True) if value is not None}
     )
-    assert config.resolve_batch(3) is config
-    assert tuple(getattr(config, key) for key in keys) == resolved
+    assert tuple(getattr(config.resolve(3), key) for key in keys) == resolved
+    assert tuple(getattr(config, key) for key in keys) == given
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_missing_batch_sizes_follow_from_the_others(given, resolved):
 )
 def test_batch_sizes_that_do_not_multiply_out(raw, message):
     with pytest.raises(ValueError) as caught:
-        load_config(raw).resolve_batch(2)
+        load_config(raw).resolve(2)
     assert str(caught.value).endswith(message)
 
 
@@ -268,7 +269,7 @@ def test_parameters_of_an_optimizer_are_what_the_user_set_and_has_an_effect():
     config = load_config(optimizer("adam", **params))
     assert config.optimizer.type == "Adam"
     assert dict(**config.optimizer.params) == {"lr": 0.1, "betas": (0.5, 0.6), "fused": None}
-    assert without_effect(config.raw) == [
+    assert without_effect(config.origin.raw) == [
         "optimizer.params.bias_correction",
         "optimizer.params.set_grad_none",
     ]
@@ -286,8 +287,8 @@ def test_old_names_act_as_the_new_ones_and_are_reported():
     assert (
         "zero_optimization.cpu_offload",
         "zero_optimization.offload_optimizer",
-    ) in config.deprecated()
-    assert len(config.deprecated()) == 3
+    ) in config.origin.renamed
+    assert len(config.origin.renamed) == 3
 
 
 # ---- keys without effect
@@ -324,6 +325,7 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
     read_elsewhere = {
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
+        "data_parallel_size",
         "zero_hpz_partition_size",
         "zero_force_ds_cpu_optimizer",
         "grad_accum_dtype",
@@ -340,8 +342,6 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
     sections = [Config]
     for section in sections:
         for key, field in section.model_fields.items():
-            if section.about(key).get("unused"):
-                continue
             inner = [
                 kind
                 for kind in (field.annotation, *get_args(field.annotation))
@@ -357,16 +357,14 @@ def test_every_key_without_a_mark_is_read_by_the_engine():
 def test_every_key_says_what_it_does_or_why_it_does_nothing():
     sections = [Config]
     for section in sections:
-        for key, field in section.model_fields.items():
-            inner, text = (
-                section_of(section, key),
-                field.description or section.about(key).get("unused"),
-            )
-            if inner is not None and not issubclass(inner, IdleSection):
+        for key in section.model_fields:
+            inner, text = section_of(section, key), section.describe(key)[0]
+            if inner is not None:
                 sections.append(inner)
                 text = inner.__doc__
             assert text, f"{section.__name__}.{key}"
     assert len(sections) > 12
+    assert len(IDLE_KEYS) > 200 and all(key.why for key in IDLE_KEYS.values())
 
 
 def test_bits_of_compressed_gradients_are_8_or_4_and_act_only_with_compression():

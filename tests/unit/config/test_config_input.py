@@ -12,9 +12,9 @@ import pytest
 from benchmarks.faults_config import GOOD, known_configurations, mutate
 from tests.unit.configurations import errors, zero3
 from zero.config import Config, load_config
-from zero.config.keys import DEPRECATED_KEYS, REMOVED_KEYS
-from zero.config.reading import _is_misspelt, section_of
-from zero.config.report import announce, report
+from zero.config.idle import IDLE_KEYS, OLD_NAMES, REMOVED_KEYS
+from zero.config.load import is_misspelt, section_of
+from zero.config.table import announce, report
 
 
 def rows(config, **options):
@@ -58,11 +58,11 @@ def test_a_dotted_key_that_contradicts_the_nested_one_is_an_error_in_a_file(tmp_
 # ---- unknown keys
 
 
-def known_keys(model=Config, path=()):
+def acting_keys(model=Config):
     for key in model.model_fields:
-        yield (*path, key)
+        yield key
         if (section := section_of(model, key)) is not None:
-            yield from known_keys(section, (*path, key))
+            yield from acting_keys(section)
 
 
 def test_a_key_like_no_other_is_passed_over_and_named():
@@ -74,8 +74,10 @@ def test_a_key_like_no_other_is_passed_over_and_named():
         "comms_config": {},
     }
     config = load_config({**keys, **zero3(), "tensorboard": {"_comment": 1, "enabled": False}})
-    assert config.ignored == [*keys, "tensorboard._comment"]
-    assert f"unknown keys, ignored: {', '.join(config.ignored)}" in report(config, everything=False)
+    assert config.origin.ignored == [*keys, "tensorboard._comment"]
+    assert f"unknown keys, ignored: {', '.join(config.origin.ignored)}" in report(
+        config, everything=False
+    )
 
 
 def test_a_file_without_any_key_of_deepspeed_is_another_file():
@@ -106,13 +108,8 @@ def test_a_misspelt_key_is_an_error_in_sections_without_effect_too(key):
 
 
 def test_no_key_with_one_wrong_letter_is_taken_for_an_unknown_one():
-    names = {
-        path[-1]
-        for path in (
-            *known_keys(),
-            *(tuple(k.split(".")) for k in (*DEPRECATED_KEYS, *REMOVED_KEYS)),
-        )
-    }
+    others = (*IDLE_KEYS, *OLD_NAMES, *REMOVED_KEYS)
+    names = {*acting_keys(), *(part for dotted in others for part in dotted.split("."))}
     assert len(names) > 200
     for name in names:
         for at in range(len(name)):
@@ -123,7 +120,7 @@ def test_no_key_with_one_wrong_letter_is_taken_for_an_unknown_one():
                 name[:at] + "#" + name[at:],
                 moved,
             ):
-                assert _is_misspelt(typo, name), (name, typo)
+                assert is_misspelt(typo, name), (name, typo)
 
 
 # ---- values
@@ -244,8 +241,8 @@ def test_a_pipe_is_not_read(tmp_path):
 def test_a_number_of_ranks_that_is_not_there():
     config = load_config({"train_batch_size": 7, "data_parallel_size": 7})
     with pytest.raises(ValueError, match="data_parallel_size: is 7, and the number of ranks is 1"):
-        config.resolve_batch(1)
-    assert config.resolve_batch(7).train_micro_batch_size_per_gpu == 1
+        config.resolve(1)
+    assert config.resolve(7).train_micro_batch_size_per_gpu == 1
 
 
 def test_settings_of_an_optimizer_that_is_refused_are_not_listed_too():
@@ -267,7 +264,7 @@ def test_settings_of_an_optimizer_that_is_refused_are_not_listed_too():
 # ---- the table
 
 
-def filled(monkeypatch, tmp_path):
+def filled(tmp_path):
     """Return a configuration as the Trainer and accelerate pass it on.
 
     Its file is on the command line.
@@ -280,36 +277,33 @@ def filled(monkeypatch, tmp_path):
         "gradient_clipping": "auto",
     }
     path.write_text(json.dumps(raw))
-    monkeypatch.setattr(
-        sys, "argv", ["train.py", "--deepspeed", str(path), "--output_dir", str(tmp_path / "out")]
-    )
+    words = ["train.py", "--deepspeed", str(path), f"--output_dir={tmp_path / 'out'}"]
     return load_config(
         {
             **raw,
             "steps_per_print": float("inf"),
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
-        }
+        },
+        command_line=words,
     )
 
 
-def test_auto_is_told_with_its_argument_though_accelerate_overwrites_a_key(monkeypatch, tmp_path):
-    table = rows(filled(monkeypatch, tmp_path))
+def test_auto_is_told_with_its_argument_though_accelerate_overwrites_a_key(tmp_path):
+    table = rows(filled(tmp_path))
     assert table["bf16.enabled"] == ['"auto"', "true", "auto: bf16", "used"]
     assert table["gradient_clipping"][2] == "auto: max_grad_norm"
 
 
-def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(
-    monkeypatch, tmp_path, capsys
-):
-    config = filled(monkeypatch, tmp_path)
+def test_the_screen_shows_what_is_not_at_its_default_and_names_the_file(tmp_path, capsys):
+    config = filled(tmp_path)
     announce(config)
     announce(config)
     header, *lines, last = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == [
         "steps_per_print",
-        "bf16.enabled",
         "zero_optimization.stage",
+        "bf16.enabled",
     ]
     path = tmp_path / "out" / "zero_config.txt"
     assert last == f"all other keys are at their defaults; {path} lists them"
@@ -322,7 +316,7 @@ def test_every_row_is_true():
     config = load_config(
         {"train_batch_size": 4, "optimizer": params, "scheduler": scheduler, **zero3()}
     )
-    table = rows(config.resolve_batch(2))
+    table = rows(config.resolve(2))
     assert table["train_batch_size"] == ["4", "4", "configuration", "used"]
     assert table["train_micro_batch_size_per_gpu"] == ["-", "2", "default", "used"]
     assert table["zero_optimization.overlap_comm"] == ["-", "true", "default", "used"]

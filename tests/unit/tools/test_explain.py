@@ -1,19 +1,20 @@
-"""zero explain: every key of a file is explained once, and the advice fits the configuration."""
+"""zero explain: every key of a file is explained once, by a sentence about its value."""
 
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import ConfigDict, TypeAdapter
 from transformers import TrainingArguments
 
 from tests.unit.configurations import zero3
-from zero.config.reading import section_of
+from zero.config.load import section_of
 from zero.config.settings import Config
 from zero.tools.cli import main
-from zero.tools.explain import RULES, TRAINER, explain, explain_as_json
+from zero.tools.explain import TRAINER, explain, explain_as_json
 
 SHIPPED = Path(__file__).parents[3] / "configs" / "ds_config_zero3.json"
 
@@ -149,60 +150,32 @@ def sections(section=Config):
             yield from sections(inner)
 
 
+def value_in(word):
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
+
+
 def test_each_sentence_about_a_value_is_about_a_valid_one():
     """A sentence about a misspelt value would never be shown."""
     count = 0
     for section in sections():
-        for key in section.model_fields:
-            for value in set(section.about(key).get("says") or {}) - {"other", sys.maxsize}:
-                found = section.__pydantic_validator__.validate_assignment(
-                    section.model_construct(), key, value
-                )
-                assert getattr(found, key) in (value, sys.maxsize), (section, key, value)
+        adapters = {}
+        for key, field in section.model_fields.items():
+            for word in section.describe(key)[1].keys() - {"N"}:
+                if key not in adapters:
+                    kinds = (field.annotation, *field.metadata)
+                    kind = Annotated[kinds] if field.metadata else field.annotation
+                    adapters[key] = TypeAdapter(kind, config=ConfigDict(strict=True))
+                adapters[key].validate_python(value_in(word))
                 count += 1
-    assert count > 50
+    assert count > 40
 
 
 def test_defaults_of_the_trainer_are_current():
     fields = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     assert {name: fields[name] for name in TRAINER} == TRAINER
-
-
-# A configuration, and words of the advice that only this configuration gets.
-ADVICE = [
-    ({"zero_optimization": {"stage": 1}}, "stage 2 also shards gradients"),
-    ({"zero_optimization": {"stage": 2}}, "stage 3 also shards parameters"),
-    (zero3(), "offload_optimizer"),
-    (zero3(offload_optimizer={"device": "cpu"}), "offload_param"),
-    (zero3(), "bf16"),
-    (zero3(offload_param={"device": "cpu", "pin_memory": False}), "pin_memory true"),
-    (zero3(offload_optimizer=NVME), "pipeline_read and pipeline_write"),
-    (zero3(offload_optimizer=NVME), '"cpu" instead of "nvme"'),
-    (zero3(stage3_prefetch_bucket_size=0), "stage3_prefetch_bucket_size above 0"),
-    (zero3(stage3_max_reuse_distance=0), "stage3_max_reuse_distance above 0"),
-    (zero3(overlap_comm=False), "overlap_comm true"),
-    ({"wall_clock_breakdown": True}, "wall_clock_breakdown false"),
-    (zero3() | {"fp16": {"enabled": True}}, "overflow in fp16"),
-    (zero3(), "stage3_gather_16bit_weights_on_model_save true"),
-    ({"gradient_clipping": 0.0}, "gradient_clipping 1.0"),
-]
-# There is no advice for this one.
-GOOD = zero3(
-    offload_optimizer={"device": "cpu", "pin_memory": True},
-    offload_param={"device": "cpu", "pin_memory": True},
-    stage3_gather_16bit_weights_on_model_save=True,
-) | {"bf16": {"enabled": True}}
-
-
-@pytest.mark.parametrize(("config", "words"), ADVICE)
-def test_advice_fits_the_configuration(config, words, tmp_path):
-    found, _ = explained(config, tmp_path)
-    assert words in " ".join(text for texts in found["advice"].values() for text in texts)
-
-
-def test_every_rule_is_tested_and_none_applies_to_a_good_configuration(tmp_path):
-    assert len(ADVICE) == len(RULES)
-    assert explained(GOOD, tmp_path)[0]["advice"] == {}
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Any
 
 from zero.config import ZeroConfig
-from zero.config.reading import rename_deprecated
+from zero.config.idle import IDLE_KEYS
+from zero.config.load import rename_old
 from zero.errors import UsageError
 from zero.optim.relocation import STATES
 
@@ -28,7 +29,9 @@ class DeepSpeedZeroConfig(ZeroConfig):
     """
 
     def __init__(self, **settings: Any):
-        data, _, problems = rename_deprecated({"zero_optimization": settings})
+        data, _, problems = rename_old({"zero_optimization": settings})
         for key, problem in problems.items():
             raise UsageError(f"{key}: {problem}")
-        super().__init__(**data["zero_optimization"])
+        section = data["zero_optimization"]
+        acting = [name for name in section if f"zero_optimization.{name}" not in IDLE_KEYS]
+        super().__init__(**{name: section[name] for name in acting})

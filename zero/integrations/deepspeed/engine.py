@@ -7,6 +7,7 @@ know how an engine trains."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -64,13 +65,13 @@ class DeepSpeedEngine(ZeroEngine):
     # The configuration's keys, completed where they were left out.
 
     def train_batch_size(self) -> int:
-        return self.settings.train_batch_size  # pyright: ignore[reportReturnType] completed
+        return self.settings.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.train_micro_batch_size_per_gpu  # pyright: ignore[reportReturnType]
+        return self.settings.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        return self.settings.gradient_accumulation_steps  # pyright: ignore[reportReturnType]
+        return self.settings.gradient_accumulation_steps
 
     def zero_optimization_stage(self) -> int:
         return self.settings.zero_optimization.stage
@@ -169,17 +170,17 @@ def initialize(
         raise UsageError(f"initialize: not supported: mesh_param; {key}")
     for source in (config, config_params, getattr(args, "deepspeed_config", None)):
         if source is not None:
-            settings = load_config(source)
+            settings = load_config(source, command_line=sys.argv)
             break
     else:
         raise UsageError("initialize: config is missing: pass the ds_config as a path or a dict")
     if settings.log_level is not None:
         logger.setLevel(settings.log_level)
     world.init_distributed()
-    share_sequences(model, settings, mpu)
-    comm, replaced = share_model(model, settings, mesh)
+    settings = share_sequences(model, settings, mpu)
+    comm, replaced, settings = share_model(model, settings, mesh)
     optimizer, model_parameters = with_new_parameters(optimizer, model_parameters, replaced)
-    settings.resolve_batch(comm.world_size)
+    settings = settings.resolve(comm.world_size)
     settings.zero_optimization.shards_over(comm.world_size)
     if world.get_rank() == 0:
         logger.info("DeepSpeed info: version=%s; zero in its place", FOLLOWED_RELEASE)

@@ -195,7 +195,7 @@ def build_optimizer(
             "set it to true, or take one of torch.optim"
         )
     ours = issubclass(kind, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion)
-    given_key = "zero_force_ds_cpu_optimizer" in settings.model_fields_set
+    given_key = "zero_force_ds_cpu_optimizer" in settings.origin.given
     forced = settings.zero_force_ds_cpu_optimizer and given_key
     if given is not None and zero.offloads_optimizer and forced and not ours:
         raise UsageError(

@@ -91,9 +91,10 @@ class TiledMLP:
         return tiled(lambda part: fn(self, part), x, tiles=shards, dim=-2)
 
 
-def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None:
-    """Attach the model to the group of `mpu`, or of `sequence_parallel_size`; complete that
-    setting.
+def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> Config:
+    """Attach the model to the group of `mpu`, or of `sequence_parallel_size`.
+
+    Returns the settings with that size.
     """
     size = settings.sequence_parallel_size
     if mpu is not None:
@@ -108,9 +109,8 @@ def share_sequences(model: nn.Module, settings: Config, mpu: Any = None) -> None
     detach(model)
     if size > 1:
         _warn_of_replicas()
-        # not as an attribute, which would count as given
-        vars(settings)["sequence_parallel_size"] = size
         attach(model, make_group(size), in_eval=getattr(mpu, "in_eval", True))
+    return settings.model_copy(update={"sequence_parallel_size": size})
 
 
 def _warn_of_replicas() -> None:

@@ -70,9 +70,9 @@ def _parallelize(
 
 def share_model(
     model: nn.Module, settings: Config, mesh: Mesh | None
-) -> tuple[Communicator, Replaced]:
-    """The communicator of the ranks that have what this rank has of the model; new parameters by
-    those they replace.
+) -> tuple[Communicator, Replaced, Config]:
+    """The communicator of the ranks that have what this rank has of the model, new parameters by
+    those they replace, and the settings as the mesh completes them.
 
     `mesh`, or accelerate's, says which ranks share what; without one, `tensor_parallel.autotp_size`
     or the mesh of the model's DTensors does. A model that is to be sharded and is not is sharded by
@@ -80,6 +80,8 @@ def share_model(
     job = communicator()
     mesh = mesh_of_accelerate() if mesh is None else mesh
     sizes = _sizes(model, settings, mesh, job.world_size)
+    if mesh is not None and "shard" in sizes:
+        settings = settings.with_shard_size(sizes["shard"])
     tp, ep = sizes.get("tp", 1), settings.expert_parallel.size
     if ep not in (1, tp):
         raise UsageError(
@@ -94,7 +96,7 @@ def share_model(
         tensor_parallel.prepare(model, found, job.device, dtype)
     models = groups(sizes, of_data=False)
     if len(models[0]) == 1:
-        return job, replaced
+        return job, replaced, settings
     if settings.sequence_parallel_size > 1:
         size = settings.sequence_parallel_size
         raise UsageError(f"sequence_parallel_size is {size}, and the mesh {sizes}: give one")
@@ -104,9 +106,9 @@ def share_model(
     train, steps = settings.train_batch_size, settings.gradient_accumulation_steps
     micro = settings.train_micro_batch_size_per_gpu
     if train and micro and steps and train == micro * steps * job.world_size:
-        # not an attribute: would count as given
-        vars(settings)["train_batch_size"] = micro * steps * comm.world_size
-    return comm, replaced
+        train = micro * steps * comm.world_size
+        settings = settings.model_copy(update={"train_batch_size": train})
+    return comm, replaced, settings
 
 
 def _sizes(model: nn.Module, settings: Config, mesh: Mesh | None, ranks: int) -> dict[str, int]:
@@ -123,8 +125,6 @@ def _sizes(model: nn.Module, settings: Config, mesh: Mesh | None, ranks: int) ->
     if autotp not in (1, sizes.get("tp", 1)):
         message = f"is {autotp}, and the mesh is {sizes}: delete the key"
         raise UsageError(f"tensor_parallel.autotp_size {message}")
-    if "shard" in sizes:
-        settings.zero_optimization.use_shard_size(sizes["shard"])
     return sizes
 
 

@@ -56,7 +56,7 @@ def with_batch(config: Config, source: str, question: Question) -> tuple[Config,
     micro = question.batch or given
     if micro is not None or config.train_batch_size is not None:
         config = config.model_copy(update={"train_micro_batch_size_per_gpu": micro})
-        config = config.resolve_batch(question.world_size)
+        config = config.resolve(question.world_size)
     if question.length and not question.batch:
         if config.train_micro_batch_size_per_gpu is None:
             raise UsageError(

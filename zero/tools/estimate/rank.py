@@ -139,7 +139,7 @@ def build(config: transformers.PretrainedConfig, dtype: torch.dtype) -> nn.Modul
 
 def fill_in(config: Config, model: transformers.PretrainedConfig) -> Config:
     """Replace "auto" by what transformers writes: sizes from the model's hidden size, and bf16."""
-    zero, auto = config.zero_optimization, config.auto
+    zero, auto = config.zero_optimization, config.origin.auto
     if "zero_optimization.stage" in auto:
         raise UsageError(
             "zero_optimization.stage is 'auto': give the stage as a number to have it estimated"

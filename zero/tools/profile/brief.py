@@ -95,8 +95,7 @@ def follow(
 
     def make_followed(model: nn.Module, settings: Config, *args: object) -> DeepSpeedEngine:
         check(settings)
-        _switch_off_monitors(settings)
-        made = make(model, settings, *args)
+        made = make(model, _without_monitors(settings), *args)
         if made.optimizer is not None and not _followed:
             _followed.append(start(made))
         return made
@@ -104,10 +103,8 @@ def follow(
     face.make_engine = make_followed
 
 
-def _switch_off_monitors(settings: Config) -> None:
-    sections = (settings.json_monitor, settings.csv_monitor, settings.tensorboard, settings.wandb)
-    for section in (*sections, settings.flops_profiler, settings.comms_logger):
-        section.enabled = False
-    settings.steps_per_print = None
-    settings.wall_clock_breakdown = False
-    settings.memory_breakdown = False
+def _without_monitors(settings: Config) -> Config:
+    names = "json_monitor csv_monitor tensorboard wandb flops_profiler comms_logger".split()
+    off = {name: getattr(settings, name).model_copy(update={"enabled": False}) for name in names}
+    others = {"steps_per_print": None, "wall_clock_breakdown": False, "memory_breakdown": False}
+    return settings.model_copy(update=off | others)

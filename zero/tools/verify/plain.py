@@ -60,8 +60,9 @@ class PlainEngine(DeepSpeedEngine):
             )
         Accumulation.__init__(self)
         self.comm = communicator()
-        self.settings = settings.resolve_batch(self.comm.world_size)
-        self.config = settings.raw
+        settings = settings.resolve(self.comm.world_size)
+        self.settings = settings
+        self.config = settings.origin.raw
         self.module = model
         self.optimizer = optimizer
         self.global_steps = self.skipped_steps = 0

@@ -1,0 +1,496 @@
+"""`load_config`: reads a configuration from any accepted source, checks it, and explains each
+mistake in one line."""
+
+import base64
+import binascii
+import difflib
+import json
+import os
+import typing
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zero.config.idle import IDLE_KEYS, IDLE_NAMES, OLD_NAMES, REMOVED_KEYS
+from zero.config.keys import Section
+from zero.config.settings import Config, Origin
+from zero.errors import UsageError
+
+# A configuration has five levels and about 40 keys. What has more than this is something else.
+_MOST_LEVELS, _MOST_UNKNOWN = 32, 50
+# "auto" must have been replaced in these before the engine starts: DeepSpeed has no default for
+# them.
+_AUTO_WITHOUT_DEFAULT = ("zero_optimization.stage", "scheduler.params.total_num_steps")
+
+Source = str | os.PathLike | dict
+
+
+def load_config(
+    source: Source, *, allow_auto: bool = False, command_line: Sequence[str] = ()
+) -> Config:
+    """Read and check a DeepSpeed configuration.
+
+    Args:
+        source: path of a JSON file, a dict (left unchanged), a JSON string, or a JSON string in
+            URL-safe base64.
+        allow_auto: accept "auto" where transformers and accelerate fill it in later; the key then
+            has its default (batch sizes: None). Without it, "auto" is an error where DeepSpeed has
+            no default to fall back on.
+        command_line: the words that started the script. Its options `--deepspeed` and
+            `--output_dir` help the table at the start: see :mod:`zero.config.table`.
+
+    Raises:
+        ValueError: one line for each thing wrong, naming file, dotted key, what was expected and
+        the nearest key.
+    """
+    place, raw = read(source)
+    data, renamed, problems = rename_old(raw, overriding=isinstance(source, dict))
+    for key, reason in REMOVED_KEYS.items():
+        section, name = find(data, key)
+        # A section that is switched off is harmless.
+        if section.pop(name, {"enabled": False}) != {"enabled": False}:
+            problems.setdefault(key, reason)
+    origin = Origin(place, raw, command_line, renamed=renamed)
+    misspelt = _sort(data, Config, "", origin)
+    if origin.ignored and {_short(key) for key in raw} <= {*origin.ignored}:
+        problems[origin.ignored[0]] = (
+            "neither this nor any other key is one of DeepSpeed's: is this the right file?"
+        )
+    config, wrong = _validate(data)
+    problems |= wrong | _check_idle(origin.idle) | misspelt
+    for section in ("optimizer", "scheduler"):
+        # The type decides which settings exist, so messages about them would mislead.
+        if f"{section}.type" in problems:
+            settings = f"{section}.params."
+            problems = {key: text for key, text in problems.items() if not key.startswith(settings)}
+    if config is not None:
+        config._origin = origin
+        for key in _AUTO_WITHOUT_DEFAULT:
+            if key in origin.auto and not allow_auto:
+                problems.setdefault(key, "is still 'auto' and has no default; set a value")
+        stage_known = not {"zero_optimization.stage"} & {*origin.auto, *problems}
+        for key, message in _contradictions(config, stage_known):
+            problems.setdefault(key, message)
+    if problems:
+        lines = [f"{place}: {key}: {message}" for key, message in problems.items()]
+        raise UsageError("\n".join(lines))
+    assert config is not None  # else there would be problems
+    return config
+
+
+# -- reading
+
+
+def read(source: object) -> tuple[str, dict]:
+    """Return (name for messages, JSON object) of any accepted source."""
+    if isinstance(source, dict):
+        return "DeepSpeed configuration dict", source
+    if not isinstance(source, str | os.PathLike):
+        kind = type(source).__name__
+        raise UsageError(
+            f"DeepSpeed configuration: expected a path, a dict or JSON text, got {kind}"
+        )
+    place = os.fspath(source)
+    if not place:
+        raise UsageError("DeepSpeed configuration: the name of the file is empty")
+    text = _inline_json(source)
+    if text is None:
+        text = _read_file(place)
+    else:
+        place = "DeepSpeed configuration string"
+    try:
+        value = _parse(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UsageError(f"{place}: {where}: not valid JSON: {error.msg}") from error
+    except RecursionError:
+        raise UsageError(f"{place}: nested more than {_MOST_LEVELS} levels deep") from None
+    except ValueError as error:
+        raise UsageError(f"{place}: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{place}: expected a JSON object {{...}}, got {_show(value)}")
+    return place, value
+
+
+def _inline_json(source: str | os.PathLike) -> str | None:
+    """The JSON text that ``source`` itself is, plain or in base64; None if it is a path."""
+    if not isinstance(source, str) or os.path.exists(source):
+        return None
+    if source.lstrip().startswith(("{", "[")):
+        return source
+    try:
+        text = base64.urlsafe_b64decode(source).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _read_file(place: str) -> str:
+    if os.path.exists(place) and not os.path.isfile(place):
+        # Reading a pipe would wait for its writer.
+        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: not a regular file")
+    try:
+        return Path(place).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{place}: cannot read the DeepSpeed configuration: {reason}") from error
+
+
+def _parse(text: str) -> Any:
+    """Parse JSON.
+
+    If `hjson` is installed, as it is with DeepSpeed, Hjson (comments, no quotes) is accepted too.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_duplicates)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson  # pyright: ignore[reportMissingImports]  # not a dependency
+        except ImportError:
+            raise error from None
+        return hjson.loads(text, object_pairs_hook=_refuse_duplicates)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{key}: given {count} times in one object; keep one of them")
+    return dict(pairs)
+
+
+# -- dotted keys and old names
+
+
+def rename_old(
+    raw: dict, overriding: bool = False
+) -> tuple[dict, list[tuple[str, str]], dict[str, str]]:
+    """Return a copy of ``raw`` with every key in its section under its new name, the renames, and a
+    message per clash.
+
+    A dotted key means the nested one. ``overriding``: if both are given, the dotted one holds. Code
+    wrote it later."""
+    data = _copied(raw)
+    renamed: list[tuple[str, str]] = []
+    problems: dict[str, str] = {}
+    _nest_dotted(data, overriding, problems)
+    for old, new in OLD_NAMES.items():
+        section, name = find(data, old)
+        if name not in section:
+            continue
+        value = section.pop(name)
+        section, name = find(data, new)
+        if name in section:
+            problems[old] = f"old name of {new}, which is given too; delete {old}"
+            continue
+        if new.startswith("zero_optimization.offload_"):
+            # It was a flag.
+            if not isinstance(value, bool | None):
+                problems[old] = f"expected true or false, got {value!r}"
+                continue
+            value = {"device": "cpu"} if value else None
+        renamed.append((old, new))
+        if value is not None:
+            section[name] = value
+    return data, renamed, problems
+
+
+def _copied(value: Any, level: int = 0) -> Any:
+    """Copy nested dicts and lists. Other values stay the same objects."""
+    if level > _MOST_LEVELS:
+        raise UsageError(f"DeepSpeed configuration: nested more than {_MOST_LEVELS} levels deep")
+    if isinstance(value, list):
+        return [_copied(item, level + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not isinstance(key, str):
+            raise UsageError(f"DeepSpeed configuration: the key {key!r} is not a string")
+    return {key: _copied(item, level + 1) for key, item in value.items()}
+
+
+def _nest_dotted(data: dict, overriding: bool, problems: dict[str, str]) -> None:
+    for dotted in [key for key in data if "." in key]:
+        value, section = data.pop(dotted), data
+        *path, key = dotted.split(".")
+        for part in path:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            problems[dotted] = (
+                f"contradicts {'.'.join(path)}, which is given too and is not an object; delete "
+                "one of them"
+            )
+        elif key not in section or section[key] == "auto" or (overriding and value != "auto"):
+            section[key] = value
+        elif value not in ("auto", section[key]):
+            problems[dotted] = (
+                f"is {_show(value)} here, and {_show(section[key])} in its section; delete one of "
+                "them"
+            )
+
+
+def find(data: dict, dotted: str) -> tuple[dict, str]:
+    """Return the dict that holds ``dotted`` and the last part of its name.
+
+    The dict is empty if there is none.
+    """
+    *path, key = dotted.split(".")
+    for part in path:
+        data = data.get(part, {})
+        if not isinstance(data, dict):
+            return {}, key
+    return data, key
+
+
+# -- known and unknown keys
+
+
+def section_of(model: type[Section] | None, key: str) -> type[Section] | None:
+    """Return the section that the key ``key`` of ``model`` holds, or None if it holds a value."""
+    field = model.model_fields.get(key) if model is not None else None
+    kinds = [] if field is None else [field.annotation, *typing.get_args(field.annotation)]
+    sections = (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    return next(sections, None)
+
+
+def names_in(model: type[Section] | None, path: str) -> list[str]:
+    """The valid keys of the section at ``path``; its ``model`` is None if no key of it acts."""
+    fields = list(model.model_fields) if model is not None else []
+    return fields + sorted(IDLE_NAMES.get(path, set()) - {*fields})
+
+
+def _sort(data: dict, model: type[Section] | None, path: str, origin: Origin) -> dict[str, str]:
+    """Note in ``origin`` what becomes of each key of the section at ``path``.
+
+    Only keys with a value for their model stay in ``data``: not those that are unknown, have no
+    effect, or are "auto" and will be filled in by transformers or accelerate. Returns a message for
+    each key that is misspelt.
+    """
+    prefix = f"{path}." if path else ""
+    known = names_in(model, path)
+    misspelt: dict[str, str] = {}
+    unknown = [key for key in data if key not in known]
+    if len(unknown) > _MOST_UNKNOWN:
+        misspelt[prefix + _short(unknown[0])] = (
+            f"unknown key, as {len(unknown) - 1} others: this is not a DeepSpeed configuration"
+        )
+    for key in unknown:
+        del data[key]
+        if len(unknown) <= _MOST_UNKNOWN:
+            message = _unknown_key(path, key, model, known)
+            if message is None:
+                origin.ignored.append(prefix + _short(key))
+            else:
+                misspelt[prefix + _short(key)] = message
+    for key, value in list(data.items()):
+        dotted = prefix + key
+        inner = section_of(model, key)
+        if isinstance(value, dict) and (inner is not None or dotted in IDLE_NAMES):
+            misspelt |= _sort(value, inner, dotted, origin)
+        elif model is None or key not in model.model_fields:
+            origin.idle[dotted] = value
+        elif value == "auto" and model.about(key).get("auto"):
+            origin.auto.add(dotted)
+        else:
+            origin.given.add(dotted)
+            continue
+        if inner is None:
+            del data[key]
+    return misspelt
+
+
+def _unknown_key(path: str, key: str, model: type[Section] | None, known: list[str]) -> str | None:
+    """Return the message about an unknown key of the section at ``path``, or None if it is
+    ignored.
+    """
+    homes = [full for full in _all_keys() if full.rpartition(".")[2] == key]
+    if homes:
+        return f"unknown key here; it is a valid key as {' or '.join(homes[:3])}"
+    prefix = f"{path}." if path else ""
+    here = [prefix + name for name in known]
+    here += [old for old in (*OLD_NAMES, *REMOVED_KEYS) if old.rpartition(".")[0] == path]
+    # A short name in another section may resemble this one by chance.
+    elsewhere = [full for full in _all_keys() if len(full.rpartition(".")[2]) >= 8]
+    for names in (here, elsewhere):
+        if similar := [full for full in names if is_misspelt(key, full.rpartition(".")[2])]:
+            return f"unknown key; did you mean {_nearest(key, similar)}?"
+    if model is None or model.lenient:
+        return None
+    return f"not a key of DeepSpeed 0.19; the nearest valid key is {_nearest(key, here)}"
+
+
+@cache
+def _all_keys() -> list[str]:
+    """Every valid dotted key outside of sections without effect."""
+    found: list[str] = []
+    sections: list[tuple[str, type[Section]]] = [("", Config)]
+    for path, model in sections:
+        for name in names_in(model, path):
+            dotted = f"{path}.{name}".lstrip(".")
+            found.append(dotted)
+            inner = section_of(model, name)
+            if inner is not None:
+                sections.append((dotted, inner))
+    return found
+
+
+def _likeness(key: str, name: str) -> float:
+    """Share of matching characters."""
+    if len(key) > 2 * len(name):
+        return 0.0
+    spelt = key.lower().replace("-", "_")
+    return difflib.SequenceMatcher(None, spelt, name.lower(), autojunk=False).ratio()
+
+
+def _nearest(key: str, dotted: list[str]) -> str:
+    return max(dotted, key=lambda full: _likeness(key, full.rpartition(".")[2]))
+
+
+def is_misspelt(key: str, name: str) -> bool:
+    """Whether `key` is `name` with one letter changed, missing, added or moved.
+
+    A long name may have several.
+    """
+    return _likeness(key, name) >= (0.75 if len(name) >= 8 else 1 - 1 / len(name) - 1e-9)
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 60 else key[:57] + "..."
+
+
+# -- values
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "finite_number": "a finite number",
+    "greater_than": "a number greater than {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "literal_error": "one of {expected}",
+}
+
+
+def _validate(data: dict) -> tuple[Config | None, dict[str, str]]:
+    """Return the typed configuration, and a message for each wrong key, which is removed from
+    ``data``.
+
+    The configuration is None if it cannot be built even without the wrong keys.
+    """
+    problems: dict[str, str] = {}
+    try:
+        return Config.model_validate(data), problems
+    except ValidationError as error:
+        for item in error.errors(include_url=False)[:1000]:
+            key = _key_of(item)
+            section, name = find(data, key)
+            problems.setdefault(key, _explain(item, section.get(name, item["input"])))
+    for key in problems:
+        section, name = find(data, key)
+        section.pop(name, None)
+    with suppress(ValidationError):
+        return Config.model_validate(data), problems
+    return None, problems
+
+
+def _check_idle(given: dict[str, Any]) -> dict[str, str]:
+    """Return a message for each key without effect that has a wrong value."""
+    problems: dict[str, str] = {}
+    for key, value in given.items():
+        try:
+            if key in IDLE_KEYS:
+                IDLE_KEYS[key].check(value)
+            elif value is not None:
+                problems[key] = f"expected an object, got {_show(value)}"
+        except ValidationError as error:
+            problems[key] = _explain(error.errors(include_url=False)[0], value)
+        except ValueError as error:
+            problems[key] = str(error)
+    return problems
+
+
+def _key_of(error: Any) -> str:
+    """Return the dotted key that one of pydantic's errors is about."""
+    path: list[str] = []
+    model: type[Section] | None = Config
+    for part in error["loc"]:
+        # Pydantic appends the branch of a union and the index of a list element: not keys of the
+        # file.
+        if model is None or not isinstance(part, str):
+            break
+        path.append(part)
+        model = section_of(model, part)
+    return ".".join(path)
+
+
+def _explain(error: Any, given: Any) -> str:
+    """Return the message for one of pydantic's errors about a value."""
+    if error["type"] == "missing":
+        return "is required"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if given == "auto":
+        return "'auto' is not filled in by transformers or accelerate for this key; set a value"
+    if error["type"] not in _EXPECTED:
+        return f"{error['msg']}, got {_show(given)}"
+    expected = _EXPECTED[error["type"]].format(**error.get("ctx", {}))
+    return f"expected {expected}, got {_show(given)}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    text = json.dumps(value, default=repr)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"the string {text}" if isinstance(value, str) else text
+
+
+# -- several keys at once
+
+
+def _contradictions(config: Config, stage_known: bool) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, message) for keys that contradict each other."""
+    fp16, zero, origin = config.fp16, config.zero_optimization, config.origin
+    if fp16.enabled and config.bf16.enabled:
+        yield "bf16.enabled", "fp16.enabled is true too; choose one of them"
+    initial = 2**fp16.initial_scale_power
+    if fp16.enabled and not fp16.loss_scale and fp16.min_loss_scale > initial:
+        message = f"{fp16.min_loss_scale} is above 2 ** initial_scale_power = {initial}"
+        yield "fp16.min_loss_scale", message
+    if not config.managed_gradient_accumulation and zero.stage < 2 and zero.overlap_comm:
+        message = (
+            "false supports zero_optimization.overlap_comm only with ZeRO stage 2 or 3; below, "
+            "gradients are reduced in step() alone: set overlap_comm to false"
+        )
+        yield "managed_gradient_accumulation", message
+    for name in ("offload_param", "offload_optimizer"):
+        section = getattr(zero, name)
+        if section is not None and section.device == "nvme" and not section.nvme_path:
+            message = "is missing, and device is nvme; name a folder on a fast disk"
+            yield f"zero_optimization.{name}.nvme_path", message
+    # Below stage 3 `offload_param` is no error: accelerate's plugin writes it at every stage.
+    if stage_known and zero.stage == 0 and zero.offloads_optimizer:
+        message = "needs zero_optimization.stage of at least 1, got 0"
+        yield "zero_optimization.offload_optimizer.device", message
+    if config.optimizer is not None:
+        given = _names_below("optimizer.params.", {*origin.given, *origin.idle})
+        yield from config.optimizer.contradictions(given)
+    if config.scheduler is not None:
+        given = _names_below("scheduler.params.", origin.given | origin.auto)
+        yield from config.scheduler.contradictions(given)
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if (config.train_batch_size or 0) % ((micro or 1) * (steps or 1)):
+        yield "train_batch_size", config.batch_mismatch()
+
+
+def _names_below(section: str, keys: Collection[str]) -> set[str]:
+    return {key.removeprefix(section) for key in keys if key.startswith(section)}
