@@ -22,7 +22,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, doc: str | None):
         spec = sys.modules["__main__"].__spec__
-        prog = spec and f"python -m {spec.name}"
+        prog = spec and f"python -m {spec.name.removesuffix('.__main__')}"
         super().__init__(prog=prog, description=doc, formatter_class=RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:

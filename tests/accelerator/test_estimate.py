@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.estimate import (
+from benchmarks.estimate.__main__ import (
     BF16,
     CODED_GRADIENTS,
     CODED_WEIGHTS,

@@ -1,4 +1,4 @@
-"""What `benchmarks.rehearsal` writes down of a step is what the engine does on the simulated
+"""What `benchmarks.scaling.rehearsal` writes down of a step is what the engine does on the simulated
 accelerator.
 """
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.rehearsal import Op, Operations, Program, make_groups, rehearse
+from benchmarks.scaling.rehearsal import Op, Operations, Program, make_groups, rehearse
 from tests.accelerator import device
 from tests.dist.training import ds_config, start
 from tests.parity.models import batches, build

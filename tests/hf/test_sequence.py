@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compatibility import SCRIPTS, command, find, read_log, write_inputs
+from benchmarks.compatibility.__main__ import SCRIPTS, command, find, read_log, write_inputs
 from tests.hf.trainer_runs import column, run_plain, run_unmodified
 from tests.processes import fork_ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compatibility import SCRIPTS, command, find, measure, train, write_inputs
+from benchmarks.compatibility.__main__ import SCRIPTS, command, find, measure, train, write_inputs
 
 pytest.importorskip("trl")
 

@@ -4,7 +4,7 @@
 `Pending`, whose `wait()` makes the result usable. The others block, and say so. On an accelerator
 the collectives are torch's own. On gloo, all-gathers and reductions are made of point-to-point
 messages: torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-(benchmarks/collectives.py). Received slices are summed here, in rank order and in fp32. That is
+(benchmarks/collectives/__main__.py). Received slices are summed here, in rank order and in fp32. That is
 deterministic and more precise. Broadcasts, all-reduces and the exchange of whole tensors are
 torch's on gloo too.
 

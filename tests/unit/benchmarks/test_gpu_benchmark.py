@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import summary
+from benchmarks.gpu.__main__ import summary
 
 LOSSES = [12.0, 11.9, 11.8]
 

@@ -4,6 +4,7 @@ stop the others.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -14,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import reproduce
-from benchmarks.reproduce_parts import Experiment, Sizes, Table
+from benchmarks.reproduce import __main__ as reproduce
+from benchmarks.reproduce.parts import Experiment, Sizes, Table
 from tests.processes import child_environment, kill_tree
 
 
@@ -99,12 +100,12 @@ def test_a_failed_experiment_is_shown_and_the_others_still_run(run, capsys):
 
 SIGTERM = """
 import runpy, sys
-import benchmarks.reproduce_experiments
-from benchmarks.reproduce_parts import Experiment
+import benchmarks.reproduce.experiments
+from benchmarks.reproduce.parts import Experiment
 
 code = "import subprocess; subprocess.run(['sleep', '600'])"
 command = [sys.executable, "-c", code]
-benchmarks.reproduce_experiments.EXPERIMENTS = [
+benchmarks.reproduce.experiments.EXPERIMENTS = [
     Experiment("long", "Long", "Takes long.", lambda sizes: [command], lambda folder, logs: [])
 ]
 runpy.run_module("benchmarks.reproduce", run_name="__main__")
@@ -165,6 +166,6 @@ def test_every_experiment_says_a_command_that_exists(tmp_path):
             for command in experiment.commands(Sizes(tmp_path, quick, tmp_path)):
                 names = [word for word in command if word.startswith("benchmarks.")]
                 files = [word for word in command if word.endswith(".py")]
-                files += [name.replace(".", "/") + ".py" for name in names]
                 assert all((root / file).is_file() for file in files), command
+                assert all(importlib.util.find_spec(name) for name in names), command
                 assert command[0] == sys.executable

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.rehearsal import Op, make_groups
-from benchmarks.timeline import Machine, predict
+from benchmarks.scaling.rehearsal import Op, make_groups
+from benchmarks.scaling.timeline import Machine, predict
 from zero.build import warn_if_crowded
 from zero.config import load_config
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.faults_config import GOOD, known_configurations, mutate
+from benchmarks.faults.config import GOOD, known_configurations, mutate
 from tests.unit.configurations import errors, zero3
 from zero.config import Config, load_config
 from zero.config.idle import IDLE_KEYS, OLD_NAMES, REMOVED_KEYS

@@ -237,17 +237,16 @@ def test_hosts_that_print_nothing_are_named(monkeypatch: pytest.MonkeyPatch, cap
     assert lines and len(lines) < 8 and lines[0].startswith("zero launch: nothing from a, b in ")
 
 
-BENCHMARKS = [
-    path.stem
-    for path in (REPOSITORY / "benchmarks").glob("*.py")
+BENCHMARKS = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__"): path
+    for path in (REPOSITORY / "benchmarks").rglob("*.py")
     if "Parser(__doc__)" in path.read_text()
-]
+}
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmarks_help_has_an_example(name: str):
-    text = (REPOSITORY / "benchmarks" / f"{name}.py").read_text().split('"""')[1]
-    assert f"    python -m benchmarks.{name}" in text
+    assert f"    python -m {name}" in BENCHMARKS[name].read_text().split('"""')[1]
 
 
 def test_a_benchmarks_mistake_is_one_line(capsys):

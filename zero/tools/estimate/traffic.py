@@ -32,7 +32,7 @@ from zero.tools.estimate.states import DEVICE, DISK, HOST, Kept, param_groups, u
 from zero.tools.estimate.updates import whole_tensors
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of
-# a device; elements/s that a rank's share of the CPU updates. `benchmarks/timeline.py` begins with
+# a device; elements/s that a rank's share of the CPU updates. `benchmarks/scaling/timeline.py` begins with
 # the same.
 NETWORK_SPEED, HOST_SPEED, DISK_SPEED, COMPUTE_SPEED, HOST_UPDATE_SPEED = (
     25e9,

@@ -1,0 +1,249 @@
+"""`zero estimate` beside what ranks really take, on 37 cases.
+
+    python -m benchmarks.estimate
+    python -m benchmarks.estimate --only 3 10
+
+Device memory is the peak of the simulated accelerator's counter (`tests/accelerator`) in three
+steps. Host memory and files are the engine's own count after them, with all buffers for copies and
+files: the simulated device's memory is host memory too. The run fails if a difference is above 10%.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks.arguments import Parser
+from benchmarks.estimate.worker import measure, shape_of
+from tests.processes import run_on
+from zero.config import load_config
+from zero.tools.estimate.question import Question
+from zero.tools.estimate.rank import DEVICE, DISK, HOST, build, estimate
+
+PLACES = (DEVICE, HOST, DISK)
+RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count
+SMALL = {"stage3_param_persistence_threshold": 2000, "stage3_prefetch_bucket_size": 1000000}
+CPU = {"device": "cpu"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}
+# In a folder that is made for the run.
+NVME = {"device": "nvme"}
+FILES = NVME | {"max_in_cpu": 0}
+PIPELINE = {"pipeline_read": True, "pipeline_write": True}
+BF16 = {"bf16": {"enabled": True}}
+TWO = {"gradient_accumulation_steps": 2}
+ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+CODED_WEIGHTS, CODED_GRADIENTS = (
+    {"zero_quantized_weights": True},
+    {"zero_quantized_gradients": True},
+)
+CODED = CODED_WEIGHTS | CODED_GRADIENTS
+FOUR_BITS = CODED_GRADIENTS | {"zero_quantized_gradient_bits": 4}
+# On two machines of two ranks.
+SECOND = {"zero_hpz_partition_size": 2}
+# Model, keys of zero_optimization, other sections, batch, tokens, gradient checkpointing.
+Case = tuple[str, dict[str, Any], dict[str, Any], int, int, bool]
+CASES: list[Case] = [
+    ("t5", {"stage": 0}, {}, 4, 128, False),
+    ("llama", {"stage": 0}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 2}, BF16, 1, 32, False),
+    ("t5", {"stage": 2, "reduce_bucket_size": 2000000}, BF16, 4, 128, True),
+    ("gpt2", {"stage": 3, **SMALL}, {}, 2, 128, False),
+    ("llama", {"stage": 3, **SMALL}, BF16, 4, 256, False),
+    ("llama", {"stage": 3, **SMALL}, BF16, 2, 128, True),
+    ("t5", {"stage": 3, **SMALL, "stage3_max_live_parameters": 5000000}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 2, "offload_optimizer": CPU}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, "offload_optimizer": CPU}, {}, 4, 128, False),
+    (
+        "t5",
+        {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU},
+        BF16,
+        4,
+        128,
+        False,
+    ),
+    (
+        "llama",
+        {"stage": 3, **SMALL, "offload_optimizer": CPU, "offload_param": CPU},
+        BF16,
+        1,
+        64,
+        True,
+    ),
+    ("tiny", {"stage": 3, **SMALL}, {}, 4, 128, True),
+    ("gpt2", {"stage": 3, **SMALL, "offload_optimizer": CPU | {"ratio": 0.5}}, BF16, 2, 128, False),
+    ("gpt2", {"stage": 2}, BF16 | MUON, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL}, MUON, 1, 32, False),
+    ("gpt2", {"stage": 2, "offload_optimizer": NVME | PIPELINE}, BF16, 1, 32, False),
+    (
+        "llama",
+        {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": CPU},
+        BF16,
+        4,
+        128,
+        False,
+    ),
+    (
+        "t5",
+        {"stage": 3, **SMALL, "offload_optimizer": NVME | PIPELINE, "offload_param": FILES},
+        BF16,
+        4,
+        128,
+        True,
+    ),
+    (
+        "llama",
+        {"stage": 3, **SMALL, "offload_optimizer": NVME, "offload_param": FILES},
+        {},
+        1,
+        64,
+        False,
+    ),
+    ("llama", {"stage": 0}, BF16 | TWO, 1, 32, False),
+    ("llama", {"stage": 1}, TWO, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED_WEIGHTS}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED_GRADIENTS}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 3, **SMALL, **CODED_WEIGHTS, **FOUR_BITS}, BF16, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL, **CODED, **SECOND}, BF16, 1, 32, False),
+    ("llama", {"stage": 0}, MUON, 1, 32, False),
+    ("mixtral", {"stage": 3, **SMALL}, BF16 | MUON, 1, 32, False),
+    ("mixtral", {"stage": 3, **SMALL}, BF16, 2, 128, False),
+    ("mixtral", {"stage": 2}, {}, 1, 32, False),
+    ("llama", {"stage": 3, **SMALL}, BF16 | ON_HOST, 4, 256, True),
+    ("gpt2", {"stage": 2}, BF16 | ON_HOST, 2, 256, False),
+    ("llama", {"stage": 1, "zero_quantized_moments": True}, BF16, 1, 32, False),
+    ("gpt2", {"stage": 3, **SMALL, **CODED_GRADIENTS}, {}, 2, 128, False),
+    ("t5", {"stage": 3, **SMALL, **CODED}, BF16, 1, 32, False),
+    (
+        "t5",
+        {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU},
+        {},
+        1,
+        32,
+        True,
+    ),
+    (
+        "llama",
+        {"stage": 3, **SMALL, **CODED, "offload_optimizer": CPU, "offload_param": CPU},
+        BF16,
+        1,
+        32,
+        True,
+    ),
+]
+
+
+def run(case: Case) -> dict[str, Any]:
+    _, section, others, batch, *_ = case
+    settings = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "aio": {"queue_depth": 4},
+        **others,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        files = {
+            key: value | {"nvme_path": folder} for key, value in section.items() if "offload" in key
+        }
+        return _run(case, settings | {"zero_optimization": section | files})
+
+
+def _run(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
+    name, _, _, batch, length, checkpointing = case
+    config = load_config(settings)
+    model = build(shape_of(name), config.compute_dtype)
+    ranks = RANKS * (config.zero_optimization.zero_hpz_partition_size or 1)  # two machines
+    found = estimate(model, config, Question(ranks, batch, length, checkpointing))
+    measured = run_on(
+        ranks, measure, name, settings, batch, length, checkpointing, simulated=True, timeout=600
+    )
+    row: dict[str, Any] = {"case": describe(case), "parameters": found.elements}
+    for place in PLACES:
+        taken = max(each[place] for each in measured)
+        row[place] = {
+            "predicted": found.total(place),
+            "measured": taken,
+            "parts": found.parts[place],
+        }
+    return row
+
+
+def describe(case: Case) -> str:
+    name, section, others, batch, length, checkpointing = case
+    words = [
+        name,
+        f"stage {section['stage']}",
+        "bf16" if "bf16" in others else "fp32",
+        f"{batch} x {length} tokens",
+    ]
+    words += [
+        f"{each.removeprefix('offload_')} on {section[each]['device']}"
+        for each in section
+        if "offload" in each
+    ]
+    optimizer = section.get("offload_optimizer", {})
+    words += [f"ratio {optimizer.get('ratio')}"] * ("ratio" in optimizer) + ["pipelined"] * (
+        "pipeline_read" in optimizer
+    )
+    words += ["Muon"] * ("optimizer" in others) + ["accumulation 2"] * (
+        "gradient_accumulation_steps" in others
+    )
+    words += ["few live parameters"] * ("stage3_max_live_parameters" in section) + [
+        "checkpointing"
+    ] * checkpointing
+    words += ["activations on the host"] * ("activation_checkpointing" in others)
+    words += [
+        f"quantized {key.removeprefix('zero_quantized_')}"
+        for key, value in section.items()
+        if value is True
+    ]
+    words += ["4 bits"] * ("zero_quantized_gradient_bits" in section)
+    words += ["second shards"] * ("zero_hpz_partition_size" in section)
+    return ", ".join(words)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| case | place | predicted, MiB | measured, MiB | difference |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for place in PLACES:
+            predicted, measured = row[place]["predicted"], row[place]["measured"]
+            if max(predicted, measured) > LEAST:
+                difference = round(predicted / measured - 1, 3)
+                shown = f"{difference:+.1%}" if difference else "0.0%"
+                sizes = f"{predicted / 2**20:.1f} | {measured / 2**20:.1f} | {shown}"
+                lines.append(f"| {row['case']} | {place} | {sizes} |")
+    return "\n".join(lines)
+
+
+def is_off(row: dict[str, Any]) -> bool:
+    pairs = [(row[place]["predicted"], row[place]["measured"]) for place in PLACES]
+    return any(
+        abs(predicted - measured) > TOLERANCE * measured + LEAST for predicted, measured in pairs
+    )
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    numbers = range(1, len(CASES) + 1)
+    parser.add_argument(
+        "--only", type=int, nargs="+", choices=numbers, metavar="NUMBER", help="numbers of cases"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows as JSON, with the estimate's parts"
+    )
+    args = parser.parse_args()
+    rows = [
+        run(case) for number, case in enumerate(CASES, 1) if not args.only or number in args.only
+    ]
+    print(json.dumps(rows, indent=2) if args.json else table(rows))
+    if wrong := [row["case"] for row in rows if is_off(row)]:
+        sys.exit(f"error: off by more than {TOLERANCE:.0%}: {'; '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

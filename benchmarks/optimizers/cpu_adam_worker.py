@@ -1,0 +1,226 @@
+"""The contestants of one environment in the benchmark of Adam on host memory, one step at a time.
+
+`benchmarks.optimizers.cpu_adam` starts it, in this environment or in one that has DeepSpeed, with
+`OMP_NUM_THREADS` threads. A line on standard input names a contestant. The answer is a line of JSON
+with the seconds of its step: `wall`, and `cpu` of all threads. Each contestant is first compared
+with torch's AdamW on a few numbers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+# Every step gets this number. So bias corrections are those of a run that has just begun.
+STEP = 10
+
+
+@dataclass
+class State:
+    """bf16 gradient (input), fp32 master and moments, bf16 parameter (output), and an fp32 buffer
+    for casts.
+    """
+
+    master: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    out: torch.Tensor
+    buffer: torch.Tensor
+    coded: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def random(cls, numel: int) -> State:
+        generator = torch.Generator().manual_seed(1)
+        master, grad, exp_avg = (torch.randn(numel, generator=generator) for _ in range(3))
+        exp_avg_sq = torch.rand(numel, generator=generator)
+        return cls(master, grad.bfloat16(), exp_avg, exp_avg_sq, master.bfloat16(), grad)
+
+
+Step = Callable[[State], None]
+
+
+def ours(with_compiler: bool) -> Step:
+    from zero.optim import cpu_adam
+
+    kernel = cpu_adam._kernel() if with_compiler else None
+    if with_compiler and kernel is None:
+        raise RuntimeError("the kernel could not be built here")
+
+    def step(state: State) -> None:
+        cpu_adam._kernel = lambda: kernel
+        tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
+        numbers = {
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "eps": EPS,
+            "weight_decay": DECAY,
+        }
+        cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+
+    return step
+
+
+def ours_8_bit() -> Step:
+    """With coded moments, which are made of the state's fp32 ones by its first step."""
+    from zero.optim import adam8bit, cpu_adam
+
+    kernel = cpu_adam._kernel()
+
+    def step(state: State) -> None:
+        cpu_adam._kernel = lambda: kernel
+        state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
+        numbers = {
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "eps": EPS,
+            "weight_decay": DECAY,
+        }
+        tensors = state.master, state.grad, *state.coded, state.out
+        cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+
+    return step
+
+
+def with_casts(update: Step) -> Step:
+    """Add the casts that an optimizer needs if it takes fp32 gradients and makes no 16-bit copy."""
+
+    def step(state: State) -> None:
+        state.buffer.copy_(state.grad)
+        update(state)
+        state.out.copy_(state.master)
+
+    return step
+
+
+def by_torch(**choice: bool) -> Step:
+    def update(state: State) -> None:
+        optimizer = torch.optim.AdamW([state.master], LR, BETAS, EPS, DECAY, **choice)
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        optimizer.state[state.master] = {"step": torch.tensor(STEP - 1.0), **moments}
+        state.master.grad = state.buffer
+        optimizer.step()
+        state.master.grad = None
+
+    return with_casts(update)
+
+
+def by_compile() -> Step:
+    """The formula of `zero.optim.cpu_adam`, compiled into one loop by torch.compile."""
+    correction, step_size = (1 - BETAS[1] ** STEP) ** 0.5, LR / (1 - BETAS[0] ** STEP)
+
+    @torch.compile(dynamic=True)
+    def formula(master, grad, exp_avg, exp_avg_sq, out):
+        wide = grad.float()
+        average = exp_avg + (1 - BETAS[0]) * (wide - exp_avg)
+        square = exp_avg_sq * BETAS[1] + (1 - BETAS[1]) * wide * wide
+        updated = master * (1 - LR * DECAY) - step_size * average / (
+            square.sqrt() / correction + EPS
+        )
+        exp_avg.copy_(average)
+        exp_avg_sq.copy_(square)
+        master.copy_(updated)
+        out.copy_(updated)
+
+    return lambda state: formula(
+        state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
+    )
+
+
+def deepspeed() -> Step:
+    """What DeepSpeed's ZeRO-3 offload does with a sub-group: cast, C++ op, copy.
+
+    Its unscaling pass is left out.
+    """
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    print(
+        "DeepSpeed builds its C++ op now, unless it is built already: a few minutes",
+        file=sys.stderr,
+        flush=True,
+    )
+    optimizer = DeepSpeedCPUAdam([torch.zeros(1)], LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+    def update(state: State) -> None:
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        optimizer.param_groups[0]["params"] = [state.master]
+        optimizer.state[state.master] = {"step": STEP - 1, **moments}
+        state.master.grad = state.buffer
+        optimizer.step()
+        state.master.grad = None
+
+    return with_casts(update)
+
+
+def triad(state: State) -> None:
+    """Not an optimizer: two fp32 reads and a write measure the machine's bandwidth."""
+    torch.add(state.master, state.exp_avg, alpha=0.5, out=state.buffer)
+
+
+CONTESTANTS: dict[str, Callable[[], Step]] = {
+    "ours": lambda: ours(with_compiler=True),
+    "ours, 8-bit moments": ours_8_bit,
+    "ours, no compiler": lambda: ours(with_compiler=False),
+    "torch fused + casts": lambda: by_torch(fused=True),
+    "torch foreach + casts": lambda: by_torch(foreach=True),
+    "torch default + casts": by_torch,
+    "torch.compile": by_compile,
+    "deepspeed": deepspeed,
+    "triad": lambda: triad,
+}
+
+
+def verify(name: str, step: Step) -> None:
+    """Raise RuntimeError unless `step` computes what torch's AdamW computes."""
+    expected, found = State.random(4099), State.random(4099)
+    by_torch()(expected)
+    step(found)
+    if found.coded is not None:  # rounding the moments changes the update
+        update = (expected.master - State.random(4099).master).norm()
+        if (found.master - expected.master).norm() > 0.05 * update:
+            raise RuntimeError(f"{name} computes another update")
+        return
+    for field in ("master", "exp_avg", "exp_avg_sq", "out"):
+        tolerance = 2**-7 if field == "out" else 1e-5
+        if not torch.allclose(
+            getattr(expected, field), getattr(found, field), rtol=tolerance, atol=1e-6
+        ):
+            raise RuntimeError(f"{name} computes another {field}")
+
+
+def timed(step: Step, state: State) -> dict[str, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    step(state)
+    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, required=True)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    answers = sys.stdout
+    with torch.no_grad(), contextlib.redirect_stdout(sys.stderr):  # libraries print
+        steps = {name: CONTESTANTS[name]() for name in args.contestants}
+        for name, step in steps.items():
+            if name != "triad":
+                verify(name, step)
+        state = State.random(args.numel)
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(timed(steps[line.strip()], state)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
