@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import models
 from benchmarks.launch import report
 from benchmarks.models import build_t5, synthetic_batches
 
