@@ -43,7 +43,7 @@ def owner_of(param: torch.Tensor) -> ParameterOwner | None:
     return getattr(param, "_zero_owner", None)
 
 
-def set_owner(param: nn.Parameter, owner: ParameterOwner) -> None:
+def set_owner(param: nn.Parameter, owner: ParameterOwner | None) -> None:
     param._zero_owner = owner
 
 

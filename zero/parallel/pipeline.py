@@ -3,8 +3,8 @@ ranks that share them.
 
 torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
 forwards and backwards of a model that lacks layers. All parameters keep the names that they have in
-the whole model. So checkpoints load into any number of stages. The engine's core does not know this
-file.
+the whole model. So checkpoints load into any number of stages. The engine's core sees an attribute of the
+model (`zero.core.layout.PIPELINE_PLACE`) and is told which part runs (`hooks.part`), no more.
 
     split     take from the model what other ranks have
     Pipeline  run a schedule over the engine's model; a step is one call
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ class Place:
     stage, (parent module, child's name, module) of each of them: the module itself, or one in its
     place."""
 
-    def __init__(self, model: nn.Module, rank: int, ranks: int, per_rank: int):
+    def __init__(self, model: Any, rank: int, ranks: int, per_rank: int):
         self.rank = rank
         self.ranks = ranks
         self.count = ranks * per_rank
@@ -79,32 +79,20 @@ class Place:
         for *_, module in self.switches[stage]:
             yield from module.modules()
 
-    @contextmanager
-    def only(self, stage: int) -> Iterator[None]:
-        """Context in which the model runs this stage alone."""
-        with _switched(self.switches[stage]):
-            yield
-
     @torch.no_grad()
-    def require_nothing_else(self, model: nn.Module) -> None:
+    def require_nothing_else(self, model: Any) -> None:
         """Raise UsageError if the model changes hidden states outside of the modules that its plan
         names.
         """
-        weight = model.get_input_embeddings().weight
-        hidden = torch.randn(
-            1,
-            2,
-            model.config.get_text_config().hidden_size,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        weight = model.get_input_embeddings().get_parameter("weight")
+        size = model.config.get_text_config().hidden_size
+        hidden = torch.randn(1, 2, size, dtype=weight.dtype, device=weight.device)
         with _switched(self._modules(model, ())):
             found = model(inputs_embeds=hidden, use_cache=False).logits
         if not torch.equal(found, hidden):
             raise UsageError(
                 f"pipeline: {type(model).__name__} changes hidden states or logits outside of the "
-                "modules of its plan "
-                "for pipelines: each stage would do it again"
+                "modules of its plan for pipelines: each stage would do it again"
             )
 
 
@@ -127,13 +115,13 @@ def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
     """
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None)
     whole = getattr(model, "_pp_plan", None) or {}
-    prefix = f"{model.base_model_prefix}." if plan else ""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     head = [name for name in whole if not name.startswith(prefix)]
     if not plan or not head:
         raise UsageError(
             f"pipeline: {type(model).__name__} has no plan for a pipeline (base_model_pp_plan, "
-            "_pp_plan), as causal "
-            "language models of transformers have. T5's stages would all need the encoder's output"
+            "_pp_plan), as causal language models of transformers have. T5's stages would all need "
+            "the encoder's output"
         )
     stages, last = {}, False
     for name in plan:
@@ -144,9 +132,8 @@ def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
                     f"pipeline: {len(module)} layers ({prefix}{name}) do not divide into {count} "
                     "stages"
                 )
-            stages |= {
-                f"{prefix}{name}.{i}": i // (len(module) // count) for i in range(len(module))
-            }
+            for i in range(len(module)):
+                stages[f"{prefix}{name}.{i}"] = i // (len(module) // count)
             last = True
         else:
             stages[prefix + name] = count - 1 if last else 0
@@ -154,14 +141,13 @@ def _stages_of_modules(model: nn.Module, count: int) -> dict[str, int]:
 
 
 def _dimension(mesh: DeviceMesh) -> int:
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        raise UsageError(
-            f"pipeline: the mesh's dimensions are {mesh.mesh_dim_names}; one named 'pp' is missing"
-        )
-    return mesh.mesh_dim_names.index("pp")
+    names = mesh.mesh_dim_names or ()
+    if "pp" not in names:
+        raise UsageError(f"pipeline: the mesh's dimensions are {names}; one named 'pp' is missing")
+    return names.index("pp")
 
 
-def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Module:
+def split(model: Any, mesh: DeviceMesh, stages_per_rank: int = 1) -> Any:
     """Take from `model` what other ranks have; call it before `zero.initialize`, which gets the
     same mesh.
 
@@ -171,26 +157,23 @@ def split(model: nn.Module, mesh: DeviceMesh, stages_per_rank: int = 1) -> nn.Mo
 
     Raises UsageError if the model has no plan for pipelines or does more than that says, if its
     layers do not divide, or if it was built under `Init`."""
-    if sharded := next(
-        (name for name, param in model.named_parameters() if owning_group(param) is not None), None
-    ):
-        raise UsageError(
-            f"pipeline: zero.Init has sharded {sharded!r} over all ranks: build a model for a "
-            "pipeline without it"
-        )
-    at = _dimension(mesh)
-    rank, ranks = mesh.get_coordinate()[at], mesh.mesh.shape[at]
+    for name, param in model.named_parameters():
+        if owning_group(param) is not None:
+            raise UsageError(
+                f"pipeline: zero.Init has sharded {name!r} over all ranks: build a model for a "
+                "pipeline without it"
+            )
+    dimension = _dimension(mesh)
+    rank, ranks = mesh.get_local_rank(dimension), mesh.size(dimension)
     place = Place(model, rank, ranks, stages_per_rank)
     place.require_nothing_else(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    place.is_tied = head is not None and head.weight is embedding.weight and ranks > 1
+    tied = head is not None and head.weight is embedding.weight
+    place.is_tied = tied and ranks > 1
     if place.is_tied and rank == ranks - 1:
         # It keeps the embedding, for the name that the weight has in the whole model.
-        place.stage_of = {
-            name: at
-            for name, at in place.stage_of.items()
-            if model.get_submodule(name) is not embedding
-        }
+        for name in [name for name in place.stage_of if model.get_submodule(name) is embedding]:
+            del place.stage_of[name]
     place.prune(model)
     # transformers cuts modules over `tp` by their names, and those that are elsewhere cannot be
     # cut.
@@ -208,6 +191,8 @@ class _Stage(nn.Module):
     hidden or logits out.
     """
 
+    engine: Any
+
     def __init__(
         self, engine: ZeroEngine, place: Place, number: int, before: Callable[[int], None]
     ):
@@ -220,7 +205,7 @@ class _Stage(nn.Module):
     def forward(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self.before(self.number)
         name = "input_ids" if self.number == 0 else "inputs_embeds"
-        with self.place.only(self.number):
+        with _switched(self.place.switches[self.number]):  # the model runs this stage alone
             return self.engine(**{name: tensor}, use_cache=False, **kwargs).logits
 
 
@@ -264,22 +249,20 @@ class Pipeline:
         engine: ZeroEngine,
         mesh: DeviceMesh,
         length: int,
-        schedule: type = Schedule1F1B,
+        schedule: Any = Schedule1F1B,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = next_token_loss,
         count: Callable[[torch.Tensor], torch.Tensor] = count_next_tokens,
     ):
         place = getattr(engine.module, PIPELINE_PLACE, None)
-        if place is None:
-            raise UsageError(
-                "Pipeline: the model was not cut: call zero.parallel.pipeline.split before "
-                "zero.initialize"
-            )
+        if not isinstance(place, Place):
+            call = "zero.parallel.pipeline.split before zero.initialize"
+            raise UsageError(f"Pipeline: the model was not cut: call {call}")
         self.engine = engine
         self._place = place
         self._loss = loss
         self._count = count
-        self._micro_batches = engine.settings.gradient_accumulation_steps
-        multiple = issubclass(schedule, PipelineScheduleMulti)
+        self._micro_batches = engine.settings.gradient_accumulation_steps or 1
+        multiple = PipelineScheduleMulti in schedule.__mro__
         if not multiple and len(place.own) > 1:
             raise UsageError(
                 f"Pipeline: {schedule.__name__} runs one stage per rank, and split has made "
@@ -288,20 +271,15 @@ class Pipeline:
         if self._micro_batches < place.ranks:
             raise UsageError(
                 f"Pipeline: gradient_accumulation_steps is {self._micro_batches}; a pipeline of "
-                f"{place.ranks} ranks "
-                "needs as many micro-batches at least"
+                f"{place.ranks} ranks needs as many micro-batches at least"
             )
         self._absent = {stage: self._absent_from(stage) for stage in place.own}
         self.is_first = 0 in place.own
         self.is_last = place.count - 1 in place.own
         group = mesh.get_group(_dimension(mesh))
         self.stages = [self._torch_stage(number, length, group) for number in place.own]
-        self.schedule = schedule(
-            self.stages if multiple else self.stages[0],
-            self._micro_batches,
-            self._scaled_loss,
-            scale_grads=False,
-        )
+        stages = self.stages if multiple else self.stages[0]
+        self.schedule = schedule(stages, self._micro_batches, self._scaled_loss, scale_grads=False)
         self._left = 0
         self._factor = 1.0
         if place.is_tied:
@@ -312,17 +290,20 @@ class Pipeline:
         backward of its own.
         """
         engine, place = self.engine, self._place
-        config, rows = (
-            engine.module.config.get_text_config(),
-            engine.settings.train_micro_batch_size_per_gpu,
-        )
-        ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        shape = {"dtype": engine.settings.compute_dtype, "device": "meta", "requires_grad": True}
-        hidden = torch.empty(rows, length, config.hidden_size, **shape)
-        logits = torch.empty(rows, length, config.vocab_size, **shape)
-        ends = ids if number == 0 else hidden, logits if number == place.count - 1 else hidden
-        module = _Stage(engine, place, number, self._tell_stage)
-        made = _TorchStage(module, number, place.count, engine.comm.device, *ends, group=group)
+        config = cast(Any, engine.module).config.get_text_config()
+        rows = engine.settings.train_micro_batch_size_per_gpu or 1
+
+        def values(*sizes: int) -> torch.Tensor:
+            dtype = engine.settings.compute_dtype
+            return torch.empty(*sizes, dtype=dtype, device="meta", requires_grad=True)
+
+        taken = given = values(rows, length, config.hidden_size)
+        if number == 0:
+            taken = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        if number == place.count - 1:
+            given = values(rows, length, config.vocab_size)
+        module, device = _Stage(engine, place, number, self._tell_stage), engine.comm.device
+        made = _TorchStage(module, number, place.count, device, taken, given, group=group)
         made.before_backward = self._before_backward
         return made
 
@@ -331,12 +312,11 @@ class Pipeline:
         owners.
         """
         pipelines = mesh.mesh.movedim(_dimension(mesh), -1).flatten(0, -2)
-        ends, rest = pipelines[:, [0, -1]].tolist(), pipelines[:, 1:-1].flatten().tolist()
-        group, _ = dist.new_subgroups_by_enumeration(
-            [*ends, *([each] for each in rest)], timeout=group_timeout()
-        )
-        if self.is_first or self.is_last:
-            weight = self.engine.module.get_input_embeddings().weight
+        groups = pipelines[:, [0, -1]].tolist()
+        groups += [[rank] for rank in pipelines[:, 1:-1].flatten().tolist()]
+        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=group_timeout())
+        if self.engine.optimizer is not None and (self.is_first or self.is_last):
+            weight = cast(Any, self.engine.module).get_input_embeddings().weight
             weight._zero_is_copy = is_copy(weight) or not self.is_first
             self.engine.optimizer.before_norm.append(partial(_sum_gradient, weight, group))
 
@@ -348,17 +328,12 @@ class Pipeline:
 
     def _absent_from(self, stage: int) -> frozenset[ParamGroup]:
         """The groups whose modules are all in other stages of this rank."""
-        others = {
-            each
-            for other in self._place.own
-            if other != stage
-            for each in self._place.modules_of(other)
-        }
-        return frozenset(
-            param_group
-            for param_group in self.engine.groups
-            if param_group.modules and others.issuperset(param_group.modules)
-        )
+        others: set[nn.Module] = set()
+        for other in self._place.own:
+            if other != stage:
+                others.update(self._place.modules_of(other))
+        groups = self.engine.groups
+        return frozenset(g for g in groups if g.modules and others.issuperset(g.modules))
 
     def _before_backward(self, stage: int) -> None:
         self._left -= 1
@@ -381,8 +356,9 @@ class Pipeline:
         scaler = self.engine.scaler
         scale = 1.0 if scaler is None else scaler.scale
         losses = [loss / scale for loss in self._run(self.schedule.step, ids, labels, kwargs)]
-        for loss in losses if self.engine.monitor is not None else ():
-            self.engine.monitor.loss(loss / self._micro_batches)
+        if self.engine.monitor is not None:
+            for loss in losses:
+                self.engine.monitor.loss(loss / self._micro_batches)
         self.engine.step()
         return self._mean(losses)
 
@@ -412,16 +388,16 @@ class Pipeline:
 
         Ranks of tensor parallelism have equal losses.
         """
+        job = self.engine.comm.job
         total = sum(losses, torch.zeros((), device=self.engine.comm.device)).double().view(1)
-        job = self.engine.comm.job.all_reduce(total)
-        return (
-            job.item() * self._place.ranks / (self._micro_batches * self.engine.comm.job.world_size)
-        )
+        total = job.all_reduce(total).item()
+        return total * self._place.ranks / (self._micro_batches * job.world_size)
 
 
-def _sum_gradient(param: nn.Parameter, group: dist.ProcessGroup) -> None:
+def _sum_gradient(param: nn.Parameter, group: Any) -> None:
     """Make the reduced gradient of `param` the sum over `group`, whose ranks have equal parameters."""
     state = ParameterState(param, GRADIENT)
     grad = state.read_full()
-    dist.all_reduce(grad, group=group)
-    state.write_full(grad)
+    if grad is not None:
+        dist.all_reduce(grad, group=group)
+        state.write_full(grad)

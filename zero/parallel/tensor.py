@@ -1,15 +1,16 @@
 """Tensor parallelism: models whose parameters are `DTensor`s, each rank of a model group having a
-part of each layer.
+shard of each layer.
 
-torch and transformers cut the layers and add up what the parts compute. This file gets such a model
-ready for an engine, which sees the local parts alone, and cuts an ordinary model by its own plan.
-Only `zero.integrations.deepspeed` uses it: the engine knows the attributes that `prepare` sets (see
-`zero.core.sharded_param.Cut`)."""
+torch and transformers shard the layers and add up what the shards compute. This file gets such a
+model ready for an engine, which sees the local shards alone, and shards an ordinary model by its
+own plan. The engine knows the attributes that `prepare` sets (see `zero.core.sharded_param`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,25 +23,24 @@ from zero.core.sharded_param import owner_of, set_owner, show
 from zero.errors import UsageError
 
 
-class DTensorCut:
-    """How the parameter `param` is cut over its mesh: see `zero.core.sharded_param.Cut`."""
+class TPShard:
+    """How the parameter `param` is sharded over its mesh: a `zero.core.sharded_param.Cut`."""
 
     def __init__(self, param: DTensor):
         self._mesh = param.device_mesh
         self._placements = param.placements
         self._whole = {"shape": param.shape, "stride": param.stride()}
-        (placement,), self.index = param.placements, self._mesh.get_local_rank()
-        self.described = [
-            placement.dim % param.dim(),
-            getattr(placement, "split_factor", 1),
-            self._mesh.size(),
-        ]
+        placement: Any = param.placements[0]
+        blocks = getattr(placement, "split_factor", 1)
+        self.index = self._mesh.get_local_rank()
+        self.described = [placement.dim % param.dim(), blocks, self._mesh.size()]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole from every rank's part. All ranks of the mesh must call it."""
-        return DTensor.from_local(
+        whole = DTensor.from_local(
             part, self._mesh, self._placements, run_check=False, **self._whole
-        ).full_tensor()
+        )
+        return whole.full_tensor()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""
@@ -52,29 +52,25 @@ def mesh_in(model: nn.Module) -> DeviceMesh | None:
 
     Raises UsageError for several dimensions, for several sets of ranks, and for a model that
     `fully_shard` has wrapped."""
-    if wrapped := next(
-        (module for module in model.modules() if isinstance(module, FSDPModule)), None
-    ):
-        raise UsageError(
-            f"fully_shard has sharded {type(wrapped).__name__}: leave that to ZeRO (without "
-            "fsdp_size)"
-        )
-    found = {
-        param.device_mesh: name
-        for name, param in model.named_parameters()
-        if isinstance(param, DTensor)
-    }
-    ranks = {
-        tuple(mesh.mesh.flatten().tolist()) for mesh in found
-    }  # transformers makes one more mesh for experts
-    for mesh, name in found.items():
-        if mesh.ndim > 1 or len(ranks) > 1:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            kind = type(module).__name__
+            raise UsageError(
+                f"fully_shard has sharded {kind}: leave that to ZeRO (without fsdp_size)"
+            )
+    found: DeviceMesh | None = None
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            continue
+        mesh = param.device_mesh
+        found = mesh if found is None else found
+        # transformers makes one more mesh for experts, of the same ranks
+        if mesh.ndim > 1 or not torch.equal(mesh.mesh, found.mesh):
             raise UsageError(
                 f"parameter {name!r} is a DTensor of {mesh}: cut the model over one mesh of one "
-                "dimension, such as "
-                "mesh['tp']; ZeRO shards over the other ranks"
+                "dimension, such as mesh['tp']; ZeRO shards over the other ranks"
             )
-    return next(iter(found), None)
+    return found
 
 
 @torch.no_grad()
@@ -92,11 +88,11 @@ def prepare(
             f"{device}"
         )
     for name, param in model.named_parameters():
+        is_copy = mesh.get_local_rank() > 0
         if isinstance(param, DTensor):
             _prepare_dtensor(name, param, device, dtype)
-            param._zero_is_copy = param.placements == (Replicate(),) and mesh.get_local_rank() > 0
-        else:
-            param._zero_is_copy = mesh.get_local_rank() > 0
+            is_copy = is_copy and param.placements == (Replicate(),)
+        vars(param)["_zero_is_copy"] = is_copy
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor, DTensor) and owning_group(tensor) is None and tensor.numel():
             of_first = distribute_tensor(tensor.detach().to(device), mesh, [Replicate()])
@@ -105,48 +101,42 @@ def prepare(
         # transformers sums these gradients in a hook that it adds in the first forward. It must be
         # there before the engine's, which takes the gradient away.
         with torch.enable_grad():
-            module(
-                torch.zeros(
-                    1, *module.weight.shape, dtype=module.weight.dtype, device=module.weight.device
-                )
-            )
+            weight = module.get_parameter("weight")
+            module(torch.zeros(1, *weight.shape, dtype=weight.dtype, device=weight.device))
 
 
 def _prepare_dtensor(
-    name: str, param: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+    name: str, param: DTensor, device: torch.device, dtype: torch.dtype | None
 ) -> None:
     (placement,) = param.placements
-    if not isinstance(placement, Replicate) and not hasattr(placement, "dim"):
+    is_whole = isinstance(placement, Replicate)
+    if not is_whole and not hasattr(placement, "dim"):
         raise UsageError(
             f"parameter {name!r} is a DTensor with the placement {placement}: it must be Shard or "
             "Replicate"
         )
     if owner_of(param) is not None:
         return  # by an earlier engine, for which it was prepared
-    if (
-        dtype is not None
-        and param.is_floating_point()
-        and (param.dtype, param.device) != (dtype, device)
-    ):
+    fits = (param.dtype, param.device) == (dtype, device)
+    if dtype is not None and param.is_floating_point() and not fits:
         # A DTensor's dtype cannot change. The object stays: optimizers have it.
-        torch.utils.swap_tensors(
-            param, nn.Parameter(param.detach().to(device, dtype), param.requires_grad)
-        )
-    if not isinstance(placement, Replicate):
-        param._zero_cut = DTensorCut(param)
+        moved = nn.Parameter(param.detach().to(device, dtype), param.requires_grad)
+        torch.utils.swap_tensors(param, moved)
+    if not is_whole:
+        vars(param)["_zero_cut"] = TPShard(param)
     if param.requires_grad:
-        param.register_post_accumulate_grad_hook(partial(_cut_gradient, param.placements))
+        param.register_post_accumulate_grad_hook(partial(_shard_gradient, param.placements))
 
 
-def _cut_gradient(placements: tuple, param: nn.Parameter) -> None:
+def _shard_gradient(placements: tuple, param: Any) -> None:
     """Give the gradient the parameter's placement: a sum over ranks may be outstanding, or it may
-    not be cut yet.
+    not be sharded yet.
     """
     if param.grad is not None and param.grad.placements != placements:
         param.grad = param.grad.redistribute(placements=placements)
 
 
-# -- cutting an ordinary model
+# -- sharding an ordinary model
 
 
 def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
@@ -163,84 +153,86 @@ def make_mesh(size: int, world_size: int, device: torch.device) -> DeviceMesh:
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, whole_experts: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Cut a transformers model over `mesh` by its own plan. Returns the new parameters, by those
+    """Shard a transformers model over `mesh` by its own plan. Returns the new parameters, by those
     that they replace.
 
     whole_experts: a rank gets some of the experts, and tokens travel to them (expert parallelism).
     Otherwise it gets a part of each. Raises UsageError for a model without a plan, and where the
     mesh does not divide its heads or experts. All ranks must call it."""
-    planned = next((module for module in model.modules() if getattr(module, "tp_plan", None)), None)
+    planned = _planned(model)
     if planned is None:
         raise UsageError(
             f"{type(model).__name__} has no tp_plan: call "
-            "torch.distributed.tensor.parallel.parallelize_module on it "
-            "first, with a mesh of one dimension"
+            "torch.distributed.tensor.parallel.parallelize_module on it first, with a mesh of one "
+            "dimension"
         )
-    if adapter := next(
-        (name for name, module in planned.named_modules() if hasattr(module, "base_layer")), None
-    ):
-        raise UsageError(
-            f"tensor parallelism: {adapter!r} has an adapter, which no plan cuts: train without "
-            "adapters"
-        )
+    for name, module in planned.named_modules():
+        if hasattr(module, "base_layer"):
+            raise UsageError(
+                f"tensor parallelism: {name!r} has an adapter, which no plan cuts: train without "
+                "adapters"
+            )
     check_heads(planned, mesh.size())
     found: dict[nn.Parameter, nn.Parameter] = {}
     before = dict(planned.named_parameters(remove_duplicate=False))
-    for name, cut in _cuts(planned, mesh, whole_experts):
+    for name, shard in _steps(planned, mesh, whole_experts):
         if (old := before.get(name)) is None:
-            cut()
+            shard()
             continue
         path, _, attribute = name.rpartition(".")
         module = planned.get_submodule(path)
-        if old not in found:  # it may be tied to one that is cut already
+        if old not in found:  # it may be tied to one that is sharded already
             _take_back(old)
-            cut()
-            found[old] = new = module._parameters[attribute]
+            shard()
+            found[old] = new = module.get_parameter(attribute)
             if isinstance(new, DTensor):
-                new._local_tensor = (
-                    new._local_tensor.clone()
-                )  # else it would keep the memory of the whole
+                # else it would keep the memory of the whole
+                new._local_tensor = new._local_tensor.clone()
         module._parameters[attribute] = found[old]
     return found
 
 
-def _cuts(
-    planned: nn.Module, mesh: DeviceMesh, whole_experts: bool
+def _planned(model: nn.Module) -> Any:
+    """The module of `model` that has transformers' plan for tensor parallelism, or None."""
+    return next((module for module in model.modules() if getattr(module, "tp_plan", None)), None)
+
+
+def _steps(
+    planned: Any, mesh: DeviceMesh, whole_experts: bool
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The parameters and modules that the plans name, each with what cuts it."""
+    """The parameters and modules that the plans name, each with what shards it."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    of_experts = {}
+    experts: dict[str, str] = {}
     if whole_experts:
-        apply_to_experts, of_experts = _plan_of_experts(planned, mesh.size())
-    inside = tuple(f"{name}." for name in of_experts)
+        experts = _plan_of_experts(planned, mesh.size())
+    inside = tuple(f"{name}." for name in experts)
     for name, style in planned._expand_parallel_plan(planned.tp_plan).items():
         if not f"{name}.".startswith(inside):
             yield name, partial(apply_tensor_parallelism, planned, mesh, {name: style})
-    for name, style in of_experts.items():
-        yield name, partial(apply_to_experts, planned, mesh, mesh, {name: style})
-
-
-def _plan_of_experts(planned: nn.Module, size: int) -> tuple[Callable, dict[str, str]]:
-    """What applies transformers' plan for expert parallelism to a model, and that plan."""
-    try:
+    for name, style in experts.items():
         from transformers.distributed.expert_parallel import apply_expert_parallelism
-    except ImportError:
-        raise UsageError("expert_parallel: needs transformers 5.22 or newer") from None
+
+        yield name, partial(apply_expert_parallelism, planned, mesh, mesh, {name: style})
+
+
+def _plan_of_experts(planned: Any, size: int) -> dict[str, str]:
+    """transformers' plan for expert parallelism."""
+    if find_spec("transformers.distributed.expert_parallel") is None:
+        raise UsageError("expert_parallel: needs transformers 5.22 or newer")
     plan = planned._expand_parallel_plan(planned.ep_plan or {})
     if not plan:
-        raise UsageError(
-            f"expert_parallel: {type(planned).__name__} has no ep_plan; delete the section"
-        )
+        kind = type(planned).__name__
+        raise UsageError(f"expert_parallel: {kind} has no ep_plan; delete the section")
     for name, style in plan.items():
         if style == "grouped_gemm" and (experts := len(planned.get_parameter(name))) % size:
             raise UsageError(
                 f"expert_parallel: {size} ranks do not divide the {experts} experts of {name!r}"
             )
-    return apply_expert_parallelism, plan
+    return plan
 
 
-def check_heads(model: nn.Module, size: int) -> None:
+def check_heads(model: Any, size: int) -> None:
     """Raise UsageError unless `size` ranks can share the model's attention heads evenly."""
     config = model.config.get_text_config()
     for key in ("num_attention_heads", "num_key_value_heads"):
@@ -266,7 +258,7 @@ def _take_back(param: nn.Parameter) -> None:
 
 def _summed_over_ranks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose weights' gradients transformers sums over the ranks of the mesh."""
-    planned = next((module for module in model.modules() if getattr(module, "tp_plan", None)), None)
+    planned = _planned(model)
     if planned is not None:
         modules = dict(planned.named_modules())
         for name, style in planned._expand_parallel_plan(planned.tp_plan).items():

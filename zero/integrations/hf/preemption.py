@@ -30,6 +30,10 @@ class SaveOnSigterm(TrainerCallback):
         self.watch: SigtermWatch | None = None
         self._stopping = False
 
+    def _seen(self) -> bool:
+        """Whether SIGTERM has come to any rank; all must ask."""
+        return self.watch is not None and self.watch.seen()
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -38,7 +42,7 @@ class SaveOnSigterm(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.watch.seen():
+        if self._seen():
             self._stopping = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
@@ -50,13 +54,12 @@ class SaveOnSigterm(TrainerCallback):
         wait_for_background_saves()
         # Wait for all ranks: if one ended now, the launcher would stop rank 0, which writes the
         # Trainer's own files.
-        self.watch.seen()
+        self._seen()
         if args.process_index == 0:
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
             print(
                 f"zero: SIGTERM: stopped after step {state.global_step}; the checkpoint {folder} "
-                "is complete; "
-                "the same command goes on from there",
+                "is complete; the same command goes on from there",
                 file=sys.stderr,
                 flush=True,
             )
@@ -65,4 +68,5 @@ class SaveOnSigterm(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.watch.close()
+        if self.watch is not None:
+            self.watch.close()
