@@ -290,7 +290,7 @@ def whole(rank: int, world_size: int, folder: str, name: str, sections: dict) ->
     state = [
         each
         for tensor in engine.optimizer.whole.own
-        for each in engine.optimizer.whole.of(tensor).values()
+        for each in engine.optimizer.whole.state_of(tensor).values()
     ]
     places = {value.device.type for value in state if torch.is_tensor(value) and value.dim()}
     assert places == {"cpu" if "offload_optimizer" in sections else device.NAME}

@@ -52,7 +52,7 @@ def sharded(
     config = ds_config(clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL)
     engine, _ = start(build(name), config)
     assert {param.dtype for param in engine.module.parameters()} == {dtype}
-    assert all(tile.master.dtype == torch.float32 for tile in engine.optimizer.tiles)
+    assert all(sub_group.master.dtype == torch.float32 for sub_group in engine.optimizer.sub_groups)
     return train_zero(engine, batches(name, STEPS))
 
 

@@ -2,10 +2,10 @@
 memory and from files.
 
 This holds on any CPU, because all runs have the same shapes. Without a C++ compiler, torch's fused
-Adam updates offloaded state. Its last bits depend on where a tile begins. Then the run in memory
-uses it too, on the same tiles.
+Adam updates offloaded state. Its last bits depend on where a sub-group begins. Then the run in memory
+uses it too, on the same sub-groups.
 
-Here tensors of any size may go to a file, and tiles are cut at odd places. With two ranks,
+Here tensors of any size may go to a file, and sub-groups are cut at odd places. With two ranks,
 parameters are really gathered."""
 
 from functools import cache
@@ -48,8 +48,8 @@ def offloaded(
     found = train_zero(engine, batches("t5", STEPS[dtype]))
     state = engine.optimizer.state
     spilled = [
-        tile.shard.tier.holds_in_file(state[tile.master]["exp_avg"])
-        for tile in engine.optimizer.tiles
+        sub_group.shard.tier.holds_in_file(state[sub_group.master]["exp_avg"])
+        for sub_group in engine.optimizer.sub_groups
     ]
     share = optimizer.get("ratio", 1.0) if optimizer.get("device") == "nvme" else 0.0
     assert any(spilled) == (share > 0) and all(spilled) == (share == 1)
@@ -75,14 +75,16 @@ CASES = {
     "all in files": (NVME, {"device": "nvme", "overlap_step": False}, {}),
     "all in files, late update": (NVME, {"device": "nvme", **BOTH}, {}),
     "half of it": (NVME, {"device": "nvme", "ratio": 0.5, **BOTH}, {"sub_group_size": 10**6}),
-    "odd tiles": (NVME, {"device": "nvme", **BOTH}, {"sub_group_size": 7777}),
+    "odd sub-groups": (NVME, {"device": "nvme", **BOTH}, {"sub_group_size": 7777}),
     "some in memory": ({"device": "nvme", "max_in_cpu": 10**6}, {"device": "nvme"}, {}),
 }
 
 
 # All cases on one rank in fp32, and on two ranks in bf16. A few on two ranks in fp32.
 RUNS = [(*run, case) for run in ((1, torch.float32), (2, torch.bfloat16)) for case in CASES]
-RUNS += [(2, torch.float32, case) for case in ("cpu, late update", "all in files", "odd tiles")]
+RUNS += [
+    (2, torch.float32, case) for case in ("cpu, late update", "all in files", "odd sub-groups")
+]
 
 
 @pytest.mark.parametrize("world_size, dtype, case", RUNS)

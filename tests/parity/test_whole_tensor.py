@@ -116,7 +116,7 @@ def sharded(rank, world_size, name, model, dtype, accumulation, clip, stage, gro
         clip=clip, accumulation=accumulation, **SECTIONS[dtype], **SMALL | {"stage": stage}
     )
     engine, _ = start(build(model), config, grouping, MAKE[name])
-    assert engine.optimizer.whole is not None and not engine.optimizer.tiles
+    assert engine.optimizer.whole is not None and not engine.optimizer.sub_groups
     shares = [each.slot.numel for each in engine.optimizer.whole.own]
     total = sum(each.slot.numel for each in engine.optimizer.whole.tensors)
     assert stage == 0 or sum(shares) <= 1.4 * total / world_size, (

@@ -34,7 +34,7 @@ from zero.offload.tiers import HostTrimmer
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
-from zero.optim.subgroups import Tile
+from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
 
 logger = logging.getLogger("zero")
@@ -107,22 +107,25 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 # -- optimizer state
 
 
-def _parts(tile: Tile) -> Iterator[tuple[str, int, int, slice]]:
-    """What a tile holds of parameters: (name, its elements, position in it, where that is in the
-    tile's tensors).
+def _parts(sub_group: SubGroup) -> Iterator[tuple[str, int, int, slice]]:
+    """What a sub-group holds of parameters: (name, its elements, position in it, where that is in the
+    sub-group's tensors).
     """
-    for piece in tile.group.pieces:
-        first, end = max(piece.start, tile.start), min(piece.start + piece.numel, tile.end)
+    for piece in sub_group.group.pieces:
+        first, end = (
+            max(piece.start, sub_group.start),
+            min(piece.start + piece.numel, sub_group.end),
+        )
         if first < end:
             name, numel = (
-                tile.group.param_names[piece.slot],
-                tile.group.layout.slots[piece.slot].numel,
+                sub_group.group.param_names[piece.slot],
+                sub_group.group.layout.slots[piece.slot].numel,
             )
             yield (
                 name,
                 numel,
                 piece.inside + first - piece.start,
-                slice(first - tile.start, end - tile.start),
+                slice(first - sub_group.start, end - sub_group.start),
             )
 
 
@@ -143,13 +146,13 @@ def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict
         return _whole_slices(engine.optimizer.whole)
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
-    for tile in engine.optimizer.tiles:
-        for key, value in engine.optimizer.state.get(tile.master, {}).items():
+    for sub_group in engine.optimizer.sub_groups:
+        for key, value in engine.optimizer.state.get(sub_group.master, {}).items():
             if value is None:
                 continue
-            value = CodedSlice.of(key, value, tile.master.numel())
-            kind = kinds.setdefault(key, _kind(key, value, tile.master))
-            for name, numel, position, where in _parts(tile):
+            value = CodedSlice.of(key, value, sub_group.master.numel())
+            kind = kinds.setdefault(key, _kind(key, value, sub_group.master))
+            for name, numel, position, where in _parts(sub_group):
                 if "dtype" in kind:
                     add(slices, f"optimizer/{key}/{name}", numel, position, value[where])
                 elif position == 0:
@@ -175,7 +178,7 @@ def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str,
     slices: dict[str, Slices] = {}
     kinds: dict[str, dict] = {}
     for tensor in state.own:
-        for key, value in state.of(tensor).items():
+        for key, value in state.state_of(tensor).items():
             kind, place = kinds.setdefault(key, {}), f"optimizer state {key!r} of {tensor.name}"
             if (
                 isinstance(value, torch.Tensor)
@@ -197,9 +200,9 @@ def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str,
 
 
 def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
-    """Give each of this rank's tiles or whole tensors the state that is stored.
+    """Give each of this rank's sub-groups or whole tensors the state that is stored.
 
-    Raises ValueError if it cannot be read, or the parameters of one tile disagree about a number.
+    Raises ValueError if it cannot be read, or the parameters of one sub-group disagree about a number.
     """
     optimizer, slices = engine.optimizer, {}
     coded = optimizer.state_dtype == torch.uint8
@@ -207,14 +210,18 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
     for tensor in () if optimizer.whole is None else optimizer.whole.own:
-        optimizer.whole.put(tensor, _whole_state(tensor, reader, optimizer.param_groups, slices))
-    for tile in optimizer.tiles:
-        parts = list(_parts(tile))
+        optimizer.whole.put_state(
+            tensor, _whole_state(tensor, reader, optimizer.param_groups, slices)
+        )
+    for sub_group in optimizer.sub_groups:
+        parts = list(_parts(sub_group))
         if not parts:
-            # a tile of padding gets its state from the optimizer, as it did when training began
+            # a sub-group of padding gets its state from the optimizer, as it did when training began
             continue
-        state = optimizer.state[tile.master] = {}  # in the order in which the optimizer made them
-        names, group = [name for name, *_ in parts], optimizer.param_groups[tile.group_index]
+        state = optimizer.state[
+            sub_group.master
+        ] = {}  # in the order in which the optimizer made them
+        names, group = [name for name, *_ in parts], optimizer.param_groups[sub_group.group_index]
         for key, kind in reader.manifest.optimizer.state.items():
             if not any(
                 name in (kind.numbers or ()) or reader.holds(f"optimizer/{key}/{name}")
@@ -222,9 +229,9 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
             ):
                 continue  # the param group needs none, as one of SGD without momentum
             if kind.numbers is not None:
-                state[key] = _number(key, kind.numbers, names, group, tile.master.device)
+                state[key] = _number(key, kind.numbers, names, group, sub_group.master.device)
                 continue
-            dtype, tier, size = dtype_of(kind.dtype), tile.shard.tier, tile.master.numel()
+            dtype, tier, size = dtype_of(kind.dtype), sub_group.shard.tier, sub_group.master.numel()
             if coded and key in KEYS:
                 state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
             else:
@@ -234,11 +241,12 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
                 add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
         if (
             coded and KEYS[0] in state
-        ):  # tile by tile: fp32 moments of all of them may not fit into memory
+        ):  # sub-group by sub-group: fp32 moments of all of them may not fit into memory
             reader.read(slices)
             slices.clear()
             state |= {
-                key: tile.shard.tier.keep(value) for key, value in encoded(state, into={}).items()
+                key: sub_group.shard.tier.keep(value)
+                for key, value in encoded(state, into={}).items()
             }
     reader.read(slices)
 
@@ -273,7 +281,7 @@ def _whole_state(
 def _number(
     key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device
 ) -> object:
-    """A tile's number, such as `step`, which must be equal for all parameters in the tile."""
+    """A sub-group's number, such as `step`, which must be equal for all parameters in the sub-group."""
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:

@@ -10,7 +10,7 @@ shard       one rank's contiguous slice of `full`. All shards have the same leng
 slot        a parameter's place in `full`.
 persistent  a parameter that is small enough to stay unsharded all the time.
 master      the fp32 copy of a shard that the optimizer updates.
-tile        a piece of a master that the optimizer updates at a time.
+sub-group   a piece of a master that the optimizer updates at a time.
 
     full   | slot 0 | gap | slot 1           | gap | slot 2 | padding |
     shards | rank 0             | rank 1             | rank 2         |

@@ -1,4 +1,4 @@
-"""Adam's moments as 8-bit codes, with an fp32 scale for each block of 256 elements of a tile.
+"""Adam's moments as 8-bit codes, with an fp32 scale for each block of 256 elements of a sub-group.
 
     exp_avg      int8, from -127 to 127    scale * sign(code) * (code / 127) ** 4
     exp_avg_sq   uint8                     scale * (code / 255) ** 8
@@ -77,7 +77,7 @@ def parts(coded: torch.Tensor, numel: int) -> Pair:
 
 @torch.no_grad()
 def encode(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: Step = None) -> Pair:
-    """Coded tensors of both moments (fp32, 1-D) of a tile, after the step of this number, or
+    """Coded tensors of both moments (fp32, 1-D) of a sub-group, after the step of this number, or
     outside of steps.
     """
     made = new(exp_avg), new(exp_avg_sq)
@@ -164,7 +164,7 @@ def as_fp32(codes: Pair, scales: Sequence[torch.Tensor | None], step: int) -> It
 
 
 def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
-    """A tile's state with fp32 moments in the place of coded ones."""
+    """A sub-group's state with fp32 moments in the place of coded ones."""
     return {
         key: decode(key, *parts(v, numel)) if is_coded(v, numel) else v for key, v in state.items()
     }
@@ -173,7 +173,7 @@ def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
 def encoded(
     state: dict[str, Any], into: dict[str, Any], step: Step = None
 ) -> dict[str, torch.Tensor]:
-    """The coded moments of a tile's state, which has fp32 ones: in the tensors of `into`, if it has
+    """The coded moments of a sub-group's state, which has fp32 ones: in the tensors of `into`, if it has
     coded ones.
 
     `step`: as for `encode`. On an accelerator each step may have a stream of its own. A tensor that
@@ -231,7 +231,7 @@ class CodedSlice:
 
 @torch.no_grad()
 def replace(state: dict[str, Any], part: CodedSlice, values: torch.Tensor) -> None:
-    """Give the elements of `part`, which is of a tile's `state`, these values.
+    """Give the elements of `part`, which is of a sub-group's `state`, these values.
 
     The rest of their blocks is rounded.
     """

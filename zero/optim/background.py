@@ -1,17 +1,17 @@
-"""When tiles are updated, and how tiles in files are read and written for it.
+"""When sub-groups are updated, and how those in files are read and written for it.
 
 This file does not know what an update computes.
 
-[Note: late updates] Once norm and overflow are known, the update of a tile depends on nothing but
-the tile. So `step` may return at once. A thread then updates the tiles, in the order in which the
-next forward needs them. An all-gather waits for its own group only, whose tiles are then updated
-first. Results equal those of a synchronous step. On an accelerator the thread has a stream of its
-own: on the default one its copies would delay the forward's kernels.
+[Note: late updates] Once norm and overflow are known, the update of a sub-group depends on nothing
+but the sub-group. So `step` may return at once. A thread then updates the sub-groups, in the order
+in which the next forward needs them. An all-gather waits for its own group only, whose sub-groups
+are then updated first. Results equal those of a synchronous step. On an accelerator the thread has
+a stream of its own: on the default one its copies would delay the forward's kernels.
 
-[Note: files] Tensors of a tile that are in a file are read into host buffers, updated there, and
-written back. While one tile is updated the next one is read (`pipeline_read`) and the last one is
-written (`pipeline_write`). Weights that go from host memory to an accelerator are always copied
-while the next tile is updated."""
+[Note: files] Tensors of a sub-group that are in a file are read into host buffers, updated there,
+and written back. While one sub-group is updated the next one is read (`pipeline_read`) and the last
+one is written (`pipeline_write`). Weights that go from host memory to an accelerator are always
+copied while the next sub-group is updated."""
 
 from __future__ import annotations
 
@@ -26,37 +26,47 @@ import torch
 from zero.comm.clock import Progress, label
 from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
-from zero.device import beside, compute_stream, ready_for_thread
+from zero.device import beside, compute_stream, is_accelerator, ready_for_thread
 from zero.offload.pinned import HostMemory
-from zero.optim.subgroups import Tile, TiledState, is_state_tensor
+from zero.optim.subgroups import SubGroup, SubGroupState, is_state_tensor
 
 
-class TileInMemory:
-    """One tile with everything that its update needs in memory.
+class SubGroupInMemory:
+    """One sub-group with everything in memory that its update needs.
 
-    An update reads `grad` and changes `master` and `state` (values by the optimizer's names).
-    `write` stores them. `is_in_files`: some of it may be in a file."""
+    An update reads `grad` and changes or replaces `master` and `state` (values by the optimizer's
+    names). `write` stores them. `is_in_files`: some of it may be in a file.
 
-    def __init__(self, tile: Tile, state: TiledState, memory: HostMemory):
-        self.tile = tile
-        self._state = state
-        self._memory = memory
-        self._tier = tile.shard.tier
-        self.is_in_files = self._tier.file is not None or tile.group.tier.file is not None
+    Args: buffers: host memory for what is read from files; for_weights: host memory for new values
+    in the weights' dtype."""
+
+    def __init__(
+        self,
+        sub_group: SubGroup,
+        state: SubGroupState,
+        buffers: HostMemory,
+        for_weights: HostMemory,
+    ):
+        self.sub_group = sub_group
+        self._all_state = state
+        self._buffers = buffers
+        self._for_weights = for_weights
+        self._tier = sub_group.shard.tier
+        self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
         self._reads: list[Pending] = []
-        self._stored = state.of(tile)
-        self.grad = self._read(tile.shard.grad[tile.start : tile.end])
-        self.master = self._read(tile.master)
+        self._stored = state.state_of(sub_group)
+        self.grad = self._read(sub_group.shard.grad[sub_group.start : sub_group.end])
+        self.master = self._read(sub_group.master)
         self.state = {
-            key: self._read(each) if is_state_tensor(each) else each
-            for key, each in self._stored.items()
+            key: self._read(value) if is_state_tensor(value) else value
+            for key, value in self._stored.items()
         }
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a buffer to which it is being read."""
         if not self._tier.holds_in_file(tensor):
             return tensor
-        buffer = self._memory.like(tensor)
+        buffer = self._buffers.like(tensor)
         self._reads.append(self._tier.load(buffer, tensor))
         return buffer
 
@@ -65,19 +75,27 @@ class TileInMemory:
         for read in self._reads:
             read.wait()
 
-    def put_state(self, state: dict) -> None:
-        """Replace the state by the updated one."""
-        self.state = state
+    def weights_target(self) -> torch.Tensor | None:
+        """Host memory for the updated values in the weights' dtype: the shard's own if it is there;
+
+        None for fp32, in which the master has them.
+        """
+        sub_group = self.sub_group
+        shard = sub_group.group.shard[sub_group.start : sub_group.end]
+        if shard.dtype == torch.float32:
+            return None
+        in_memory = shard.device.type == "cpu" and not sub_group.group.tier.holds_in_file(shard)
+        return shard if in_memory else self._for_weights.take(shard.nbytes).view(shard.dtype)
 
     def write(self, rounded: Pending) -> Pending:
         """Start to store what the update has changed; `rounded` is the write to the weights.
 
-        If tiles are in a file, new state gets a place in it.
+        If masters are in a file, new state gets a place in it.
         """
-        shard, tier, writes, stored = self.tile.shard, self._tier, [rounded], {}
-        if self.master is not self.tile.master:
-            writes.append(tier.store(self.tile.master, self.master))
-        in_file = tier.puts_in_file(shard.master.nbytes)  # of all tiles: each one may be small
+        shard, tier, writes, stored = self.sub_group.shard, self._tier, [rounded], {}
+        if self.master is not self.sub_group.master:
+            writes.append(tier.store(self.sub_group.master, self.master))
+        in_file = tier.puts_in_file(shard.master.nbytes)  # of the group: each one may be small
         for key, value in self.state.items():
             place = self._stored.get(key)
             if not is_state_tensor(value):
@@ -90,14 +108,14 @@ class TileInMemory:
             if place is not value:
                 writes.append(tier.store(place, value))
             stored[key] = place
-        self._state.put(self.tile, stored)
+        self._all_state.put_state(self.sub_group, stored)
         result = Pending(writes)
         shard.add_write(result)
         return result
 
 
-# Makes the update in memory; the result is the write to the group's weights.
-Update = Callable[[TileInMemory], Pending]
+# Makes the update in memory; the result has the values for the group's weights.
+Update = Callable[[SubGroupInMemory], torch.Tensor]
 
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()
@@ -113,7 +131,7 @@ def _drop_all() -> None:
 
 
 class Updates:
-    """Updates tiles by a function, now or in a thread.
+    """Updates sub-groups by a function, now or in a thread.
 
     Args: device: that computes; read_ahead, write_behind: see the note on files; shows: print the
     progress of slow updates."""
@@ -121,7 +139,8 @@ class Updates:
     def __init__(self, device: torch.device, read_ahead: bool, write_behind: bool, shows: bool):
         self._device = device
         self._shows = shows
-        self._memory = HostMemory()
+        self._buffers = HostMemory()
+        self._for_weights = HostMemory(pin=is_accelerator(device))
         # Of late updates: always the same one, so that memory which one step frees is used again
         # after it.
         self._stream: torch.Stream | None = None
@@ -129,25 +148,25 @@ class Updates:
         self._ends: dict[OptimizerShard, torch.Event] = {}
         self._read_ahead = read_ahead
         self._write_behind = write_behind
-        self._todo: deque[Tile] = deque()
+        self._todo: deque[SubGroup] = deque()
         self._left: Counter[OptimizerShard] = Counter()
         self._busy = False
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         _all.add(self)
 
-    def run(self, tiles: Iterable[Tile], state: TiledState, update: Update) -> None:
-        """Update `tiles` before returning."""
-        self._plan(tiles)
+    def run(self, sub_groups: Iterable[SubGroup], state: SubGroupState, update: Update) -> None:
+        """Update `sub_groups` before returning."""
+        self._plan(sub_groups)
         try:
             self._work(state, update)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def start(self, tiles: Iterable[Tile], state: TiledState, update: Update) -> None:
-        """Update `tiles` in a thread. The caller has waited for the earlier ones."""
-        self._plan(tiles)
+    def start(self, sub_groups: Iterable[SubGroup], state: SubGroupState, update: Update) -> None:
+        """Update `sub_groups` in a thread. The caller has waited for the earlier ones."""
+        self._plan(sub_groups)
         if self._left:
             self._busy = True
             args = state, update, ready_for_thread(self._device)
@@ -156,9 +175,11 @@ class Updates:
             ).start()
 
     def prefer(self, shard: OptimizerShard) -> None:
-        """Update the tiles of `shard` next: somebody needs them."""
+        """Update the sub-groups of `shard` next: somebody needs them."""
         with self._changed:
-            self._todo = deque(sorted(self._todo, key=lambda tile: tile.shard is not shard))
+            self._todo = deque(
+                sorted(self._todo, key=lambda sub_group: sub_group.shard is not shard)
+            )
 
     def wait(self, shard: OptimizerShard | None = None) -> None:
         """Block until `shard` is updated, or everything is; raises the thread's error.
@@ -178,18 +199,12 @@ class Updates:
                 self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        ends = (
-            list(self._ends.values())
-            if shard is None
-            else [self._ends[shard]]
-            if shard in self._ends
-            else []
-        )
-        for end in ends:
-            compute_stream(self._device).wait_event(end)
+        for of_shard, end in self._ends.items():
+            if shard in (None, of_shard):
+                compute_stream(self._device).wait_event(end)
 
     def is_late(self, shard: OptimizerShard) -> bool:
-        """Whether tiles of `shard` are still to be updated."""
+        """Whether sub-groups of `shard` are still to be updated."""
         return self._left[shard] > 0
 
     def drop(self) -> None:
@@ -201,7 +216,7 @@ class Updates:
         self._failure = None
 
     def fail(self, error: BaseException) -> None:
-        """Some tiles were updated and others not.
+        """Some sub-groups were updated and others not.
 
         Every `wait` raises `error` until a checkpoint is loaded.
         """
@@ -213,12 +228,14 @@ class Updates:
         self._todo.clear()
         self._left.clear()
 
-    def _plan(self, tiles: Iterable[Tile]) -> None:
-        self._todo = deque(tiles)
+    def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
+        self._todo = deque(sub_groups)
         self._ends.clear()
-        self._left = Counter(tile.shard for tile in self._todo)
+        self._left = Counter(sub_group.shard for sub_group in self._todo)
 
-    def _work_in_thread(self, state: TiledState, update: Update, ready: torch.Event | None) -> None:
+    def _work_in_thread(
+        self, state: SubGroupState, update: Update, ready: torch.Event | None
+    ) -> None:
         try:
             with torch.no_grad(), beside(self._device, ready, self._stream) as self._stream:
                 self._work(state, update, self._stream)
@@ -228,39 +245,48 @@ class Updates:
             self._busy = False
             self._changed.notify_all()
 
-    def _work(self, state: TiledState, update: Update, stream: torch.Stream | None = None) -> None:
-        ahead: dict[Tile, TileInMemory] = {}
+    def _work(
+        self, state: SubGroupState, update: Update, stream: torch.Stream | None = None
+    ) -> None:
+        ahead: SubGroupInMemory | None = None
         writing = Pending()
         progress, total = Progress(self._shows, "optimizer"), len(self._todo)
-        tile, following = self._next()
-        while tile is not None:
-            values = ahead.pop(tile, None) or TileInMemory(tile, state, self._memory)
+        sub_group, following = self._next()
+        while sub_group is not None:
+            if ahead is not None and ahead.sub_group is sub_group:
+                values, ahead = ahead, None
+            else:
+                values = self._in_memory(sub_group, state)
             values.wait()
-            if self._read_ahead and following is not None and not ahead:
-                ahead[following] = TileInMemory(following, state, self._memory)
+            if self._read_ahead and following is not None and ahead is None:
+                ahead = self._in_memory(following, state)
             with label("update"):
-                rounded = update(values)
+                weights = update(values)
+                rounded = sub_group.shard.round_into_shard(sub_group.start, weights)
             writing.wait()
             writing = values.write(rounded)
             if values.is_in_files and not self._write_behind:
                 writing.wait()
-            del values, rounded  # they would keep the buffers from being used again
-            self._done(tile, stream)
+            del values, weights, rounded  # they would keep the buffers from being used again
+            self._done(sub_group, stream)
             progress.advance(total)
-            tile, following = self._next()
+            sub_group, following = self._next()
         writing.wait()
 
-    def _next(self) -> tuple[Tile | None, Tile | None]:
-        """The next tile and the one that will probably follow."""
-        with self._changed:
-            tile = self._todo.popleft() if self._todo else None
-            return tile, self._todo[0] if self._todo else None
+    def _in_memory(self, sub_group: SubGroup, state: SubGroupState) -> SubGroupInMemory:
+        return SubGroupInMemory(sub_group, state, self._buffers, self._for_weights)
 
-    def _done(self, tile: Tile, stream: torch.Stream | None) -> None:
+    def _next(self) -> tuple[SubGroup | None, SubGroup | None]:
+        """The next sub-group and the one that will probably follow."""
         with self._changed:
-            self._left[tile.shard] -= 1
-            if not self._left[tile.shard]:
+            sub_group = self._todo.popleft() if self._todo else None
+            return sub_group, self._todo[0] if self._todo else None
+
+    def _done(self, sub_group: SubGroup, stream: torch.Stream | None) -> None:
+        with self._changed:
+            self._left[sub_group.shard] -= 1
+            if not self._left[sub_group.shard]:
                 if stream is not None:
-                    self._ends[tile.shard] = stream.record_event()
-                del self._left[tile.shard]
+                    self._ends[sub_group.shard] = stream.record_event()
+                del self._left[sub_group.shard]
                 self._changed.notify_all()

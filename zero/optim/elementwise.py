@@ -38,7 +38,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def make_state_late(optimizer: torch.optim.Optimizer) -> None:
     """Make Adagrad create its state at the first step, as other optimizers do.
 
-    torch creates it on construction, for parameters that the tiles replace.
+    torch creates it on construction, for parameters that the sub-groups replace.
     """
     if isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()

@@ -58,7 +58,7 @@ class ParameterState:
 
     def _owned(self) -> torch.Tensor | None:
         """The state of a whole tensor, if this rank owns it, and if it has the tensor's shape."""
-        found = self.optimizer.whole.of(self._whole).get(self.kind)
+        found = self.optimizer.whole.state_of(self._whole).get(self.kind)
         return (
             found if isinstance(found, torch.Tensor) and found.shape == self.param.shape else None
         )
@@ -107,7 +107,7 @@ class ParameterState:
         return out
 
     def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position in the piece, stored tensor) in order; the optimizer keeps its state by tiles.
+        """(position in the piece, stored tensor) in order; the optimizer keeps its state by sub-groups.
 
         Values of coded moments are a copy, which is stored before the next one comes if the caller
         `writes`."""
@@ -116,12 +116,12 @@ class ParameterState:
             yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
             return
         yield 0, self.group.shard.new_empty(0, dtype=torch.float32)
-        for tile in self.optimizer.tiles:
-            first, last = max(start, tile.start), min(end, tile.end)
-            state, numel = self.optimizer.state.get(tile.master, {}), tile.master.numel()
-            if tile.group is self.group and first < last and self.kind in state:
+        for sub_group in self.optimizer.sub_groups:
+            first, last = max(start, sub_group.start), min(end, sub_group.end)
+            state, numel = self.optimizer.state.get(sub_group.master, {}), sub_group.master.numel()
+            if sub_group.group is self.group and first < last and self.kind in state:
                 part = CodedSlice.of(self.kind, state[self.kind], numel)[
-                    first - tile.start : last - tile.start
+                    first - sub_group.start : last - sub_group.start
                 ]
                 if not isinstance(part, CodedSlice):
                     yield first - start, part

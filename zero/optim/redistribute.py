@@ -1,9 +1,9 @@
 """How whole tensors come together on their owners for a step, and how their new values go back to
 the shards.
 
-    start            gradient and master of each tensor: from the shards to its owner     8 bytes an element, fp32
-    wait             the owner has whole gradients and masters
-    return_masters   the new masters: from the owners to the shards                       4 bytes an element
+    start            gradients and masters go from the shards to the owners (8 bytes an element)
+    wait             the owner has whole gradients and masters, in fp32
+    return_masters   the new masters go from the owners to the shards (4 bytes an element)
 
 Only tensors that do not lie on their owner as a whole move. This file does not know what an
 optimizer is."""

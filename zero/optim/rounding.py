@@ -17,7 +17,7 @@ import torch
 from zero.core.optimizer_shard import OptimizerShard
 
 # Elements of a parameter for which random numbers are drawn together. Each block has its own
-# generator, so an element's number does not depend on where shards and tiles begin.
+# generator, so an element's number does not depend on where shards and sub-groups begin.
 BLOCK = 1 << 16
 
 

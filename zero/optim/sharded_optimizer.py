@@ -1,13 +1,15 @@
-"""The optimizer step on shards. Element-wise optimizers update masters tile by tile, others as
-whole tensors.
+"""The optimizer step on shards. Element-wise optimizers update masters sub-group by sub-group,
+others as whole tensors.
 
 This file does not know how gradients are reduced, nor what an update computes
 (`zero/optim/update.py`).
 
 gradients (sum over ranks, times the loss scale)
-  -> global norm and overflow, the same on every rank -> per tile, now or during the next forward:
-  scale once (mean, unscale, clip) -> update the master -> round it into
-     the shard. Optimizers that are not element-wise: `zero.optim.whole_tensor`
+  -> global norm and overflow, the same on every rank
+  -> per sub-group, now or during the next forward: scale once (mean, unscale, clip)
+  -> update the master -> round it into the shard.
+
+Optimizers that are not element-wise: `zero.optim.whole_tensor`
 """
 
 from __future__ import annotations
@@ -30,15 +32,14 @@ from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import is_copy
 from zero.device import is_accelerator
 from zero.errors import UsageError
-from zero.offload.pinned import HostMemory
 from zero.offload.tiers import Tier
 from zero.optim import cpu_adam
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
 from zero.optim.rounding import StochasticRounding
-from zero.optim.subgroups import Tile, TiledState
-from zero.optim.update import TileUpdate
+from zero.optim.subgroups import SubGroup, SubGroupState
+from zero.optim.update import SubGroupUpdate
 from zero.optim.whole_tensor import WholeTensorState
 
 logger = logging.getLogger("zero")
@@ -77,7 +78,7 @@ class ZeroOptimizer:
     """Runs `optimizer`, which was made for the model's parameters, on this rank's masters.
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them). Their `params`
-    become tiles: 1-D fp32 views of the masters, of at most `sub_group_size` elements.
+    become sub-groups: 1-D fp32 views of the masters, of at most `sub_group_size` elements.
     `zero.optim.cpu_adam` computes Adam on host memory. For an optimizer that is not element-wise
     they become whole tensors, and all updates are made in `step`.
 
@@ -87,10 +88,10 @@ class ZeroOptimizer:
     skipped; overlap: groups on the host are updated during the next forward, unless they are
     persistent; read_ahead, write_behind: as for `Updates`; forward_order: gives the groups in the
     order of a forward, as far as known; rounding: rounds bf16 masters, None for fp32 ones;
-    state_dtype: see `TileUpdate`.
+    state_dtype: see `SubGroupUpdate`.
 
-    Attributes: shards: the `OptimizerShard` of each trainable group. tiles: the pieces of their
-    masters. whole: state of an optimizer of whole tensors, which has no tiles, or None. grad_norm,
+    Attributes: shards: the `OptimizerShard` of each trainable group. sub_groups: the pieces of their
+    masters. whole: state of an optimizer of whole tensors, which has no sub-groups, or None. grad_norm,
     overflow: of the last step. before_norm: functions to be called in each step, on all ranks, when
     gradients are reduced."""
 
@@ -148,7 +149,6 @@ class ZeroOptimizer:
         )
         self._rounding = rounding
         self.state_dtype = state_dtype
-        self._rounded = HostMemory(pin=is_accelerator(comm.device))
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         for param_group, shard in self.shards.items():
             shard.make_master(self._updates, torch.float32 if rounding is None else torch.bfloat16)
@@ -158,7 +158,7 @@ class ZeroOptimizer:
             if elementwise
             else WholeTensorState(optimizer, placement.shards, group_of, comm, rounding)
         )
-        self._state = self.whole or TiledState(
+        self._state = self.whole or SubGroupState(
             optimizer, placement.shards, group_of, sub_group_size
         )
 
@@ -204,8 +204,8 @@ class ZeroOptimizer:
         return list(self.shards)
 
     @property
-    def tiles(self) -> list[Tile]:
-        return self._state.tiles
+    def sub_groups(self) -> list[SubGroup]:
+        return self._state.sub_groups
 
     @property
     def param_groups(self) -> list[dict]:
@@ -346,21 +346,20 @@ class ZeroOptimizer:
                 param_group.refresh()
             return
         self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called
-        tile_update = TileUpdate(
+        update = SubGroupUpdate(
             self.optimizer,
             factor,
             # Checked in each step: scripts put hooks on their optimizers at any time.
             by_kernel=self._has_kernel and cpu_adam.serves(self.optimizer),
             # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
-            rounded=self._rounded,
             rounding=self._rounding,
             state_dtype=self.state_dtype,
         )
         self._updates.run(
-            [tile for tile in self.tiles if not self._can_wait(tile.group)],
+            [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
             self._state,
-            tile_update,
+            update,
         )
         for param_group in self.shards:
             param_group.refresh()
@@ -370,9 +369,9 @@ class ZeroOptimizer:
                 dict.fromkeys((*self._forward_order(), *self.shards))
             )
         }
-        later = [tile for tile in self.tiles if self._can_wait(tile.group)]
+        later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
         self._updates.start(
-            sorted(later, key=lambda tile: place[tile.group]), self._state, tile_update
+            sorted(later, key=lambda sub_group: place[sub_group.group]), self._state, update
         )
 
     def _can_wait(self, param_group: ParamGroup) -> bool:
@@ -447,7 +446,7 @@ class ZeroOptimizer:
         """
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self.comm.device)
         # The same reduction shows whether all ranks are about to take the same step. The number of
-        # tiles is left out: a rank may have no part of a small group.
+        # sub-groups is left out: a rank may have no part of a small group.
         facts = {
             key: each
             for key, each in hyper_parameters(self.param_groups).items()
@@ -505,7 +504,7 @@ class ZeroOptimizer:
         return min(1.0, self.clipping / (self.grad_norm + 1e-6)) if self.clipping > 0 else 1.0
 
     def _explain_non_finite(self) -> str:
-        """Names the first parameter, in the model's order, with a non-finite gradient on any rank."""
+        """Names the model's first parameter with a non-finite gradient on any rank."""
         finite = self._param_norms.isfinite()
         name = f"parameter {self._names[int(torch.argmin(finite.int()))]!r}"
         if finite.all():

@@ -1,10 +1,10 @@
-"""Tiles: the pieces of the masters that the optimizer sees as its parameters, and its state for
+"""Sub-groups: the pieces of the masters that the optimizer sees as its parameters, and its state for
 each.
 
-This file does not know when or how tiles are updated.
+This file does not know when or how sub-groups are updated.
 
-A torch optimizer keys its state by the parameter object, here a tile's master. So who moves masters
-or state tensors must do it by `TiledState`, which keeps keys and param groups right."""
+A torch optimizer keys its state by the parameter object, here a sub-group's master. So who moves masters
+or state tensors must do it by `SubGroupState`, which keeps keys and param groups right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero.offload.tiers import Tier
 
 
 @dataclass(eq=False)
-class Tile:
+class SubGroup:
     """A piece of one group's master that belongs to one param group: what the optimizer sees as a
     parameter.
 
@@ -41,11 +41,13 @@ class Tile:
         return self.start + self.master.numel()
 
 
-def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) -> Iterator[Tile]:
-    """Cut a master where the param group changes, and into tiles of at most `most` elements.
+def split_into_sub_groups(
+    shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int
+) -> Iterator[SubGroup]:
+    """Split a master where the param group changes, and into sub-groups of at most `most` elements.
 
-    A run of slots in one group is one tile, gaps included: gradients are zero there and stay so.
-    Parameters that are in no group are in no tile, and stay as they are."""
+    A run of slots in one group is one sub-group, gaps included: gradients are zero there and stay so.
+    Parameters that are in no group are in no sub-group, and stay as they are."""
     layout, (low, high) = shard.group.layout, shard.group.shard_range
     starts: list[tuple[int, int | None]] = []
     for param, slot in zip(shard.group.params, layout.slots, strict=True):
@@ -57,18 +59,18 @@ def cut(shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int) 
         first, last = max(start, low), min(end, high)
         for a in range(first, last, most) if group is not None else ():
             b = min(a + most, last)
-            yield Tile(shard, group, a - low, shard.master[a - low : b - low])
+            yield SubGroup(shard, group, a - low, shard.master[a - low : b - low])
 
 
 def is_state_tensor(value: object) -> bool:
-    """Whether a value in a tile's state is a tensor of its elements, such as `exp_avg`, and not a
+    """Whether a value in a sub-group's state is a tensor of its elements, such as `exp_avg`, and not a
     number.
     """
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-class TiledState:
-    """The tiles of all masters as the parameters of `optimizer`, whose param groups get them."""
+class SubGroupState:
+    """The sub-groups of all masters as the parameters of `optimizer`, whose param groups get them."""
 
     def __init__(
         self,
@@ -78,41 +80,52 @@ class TiledState:
         sub_group_size: int,
     ):
         self._optimizer = optimizer
-        self.tiles = [tile for shard in shards for tile in cut(shard, group_of, sub_group_size)]
+        self.sub_groups = [
+            sub_group
+            for shard in shards
+            for sub_group in split_into_sub_groups(shard, group_of, sub_group_size)
+        ]
         self._set_params()
 
     def _set_params(self) -> None:
         for index, group in enumerate(self._optimizer.param_groups):
-            group["params"] = [tile.master for tile in self.tiles if tile.group_index == index]
+            group["params"] = [
+                sub_group.master for sub_group in self.sub_groups if sub_group.group_index == index
+            ]
 
-    def of(self, tile: Tile) -> dict:
-        """The tile's state, possibly empty, by the optimizer's names."""
-        return self._optimizer.state.get(tile.master, {})
+    def state_of(self, sub_group: SubGroup) -> dict:
+        """The sub-group's state, possibly empty, by the optimizer's names."""
+        return self._optimizer.state.get(sub_group.master, {})
 
-    def put(self, tile: Tile, state: dict) -> None:
-        """Replace the tile's state."""
-        self._optimizer.state[tile.master] = state
+    def put_state(self, sub_group: SubGroup, state: dict) -> None:
+        """Replace the sub-group's state."""
+        self._optimizer.state[sub_group.master] = state
 
     def nbytes(self, shard: OptimizerShard) -> int:
         """Bytes of the state tensors of one group."""
-        states = (self.of(tile) for tile in self.tiles if tile.shard is shard)
+        states = (
+            self.state_of(sub_group) for sub_group in self.sub_groups if sub_group.shard is shard
+        )
         return sum(
             value.nbytes for state in states for value in state.values() if is_state_tensor(value)
         )
 
     def move(self, shard: OptimizerShard, tier: Tier) -> None:
         """Bring the state tensors of one group to `tier`."""
-        for tile in self.tiles:
-            if tile.shard is shard and (state := self.of(tile)):
+        for sub_group in self.sub_groups:
+            if sub_group.shard is shard and (state := self.state_of(sub_group)):
                 for key, value in state.items():
                     if is_state_tensor(value):
                         state[key] = tier.keep(value)
 
     def follow_masters(self) -> None:
-        """The masters have moved: make the tiles pieces of them again."""
+        """The masters have moved: make the sub-groups pieces of them again."""
         state = self._optimizer.state
-        for tile in self.tiles:
-            former, tile.master = tile.master, tile.shard.master[tile.start : tile.end]
+        for sub_group in self.sub_groups:
+            former, sub_group.master = (
+                sub_group.master,
+                sub_group.shard.master[sub_group.start : sub_group.end],
+            )
             if former in state:
-                state[tile.master] = state.pop(former)
+                state[sub_group.master] = state.pop(former)
         self._set_params()

@@ -35,7 +35,7 @@ from zero.offload.tiers import Tier
 from zero.optim.assignment import owners
 from zero.optim.redistribute import GatheredForStep, WholeTensor, load_values
 from zero.optim.rounding import StochasticRounding
-from zero.optim.subgroups import Tile
+from zero.optim.subgroups import SubGroup
 from zero.optim.tensor_subclass_state import closed, opened
 from zero.optim.twin import counting_twin, counts_of
 
@@ -77,7 +77,7 @@ class WholeTensorState:
     Attributes: of_param: {the model's parameter: its whole tensor}, in the order of groups. moved:
     elements of tensors that do not lie on their owner as a whole."""
 
-    tiles: Sequence[Tile] = ()
+    sub_groups: Sequence[SubGroup] = ()
 
     def __init__(
         self,
@@ -223,13 +223,13 @@ class WholeTensorState:
             optimizer = counting_twin(optimizer)
             counted = {key: value for key, value in state.items() if key not in present}
             state.update(copy.deepcopy(counted))
-        former = {tensor: self.of(tensor) for tensor in tensors}
+        former = {tensor: self.state_of(tensor) for tensor in tensors}
         for tensor in tensors:
             if former[tensor]:
-                self.put(tensor, closed(self._loaded(tensor)))
+                self.put_state(tensor, closed(self._loaded(tensor)))
         getattr(optimizer, method)()
         for tensor in tensors:
-            if self.of(tensor):
+            if self.state_of(tensor):
                 self._keep_state(tensor, former[tensor])
         counts = counts_of(optimizer)
         if by_twin:
@@ -250,11 +250,11 @@ class WholeTensorState:
 
     # -- state
 
-    def of(self, tensor: WholeTensor) -> dict:
+    def state_of(self, tensor: WholeTensor) -> dict:
         """The tensor's state, possibly empty, by the optimizer's names."""
         return self._optimizer.state.get(tensor.param, {})
 
-    def put(self, tensor: WholeTensor, state: dict) -> None:
+    def put_state(self, tensor: WholeTensor, state: dict) -> None:
         """Replace the tensor's state."""
         self._optimizer.state[tensor.param] = state
 
@@ -262,7 +262,9 @@ class WholeTensorState:
         """Bytes of the state tensors of one group."""
         found: list[int] = []
         for tensor in self._of_shard[shard]:
-            tree_map_only(torch.Tensor, lambda value: found.append(value.nbytes), self.of(tensor))
+            tree_map_only(
+                torch.Tensor, lambda value: found.append(value.nbytes), self.state_of(tensor)
+            )
         return sum(found)
 
     def move(self, shard: OptimizerShard, tier: Tier) -> None:
@@ -272,7 +274,7 @@ class WholeTensorState:
             return tier.keep(value.reshape(-1)).view(value.shape) if value.dim() else value
 
         for tensor in self._of_shard[shard]:
-            if state := self.of(tensor):
+            if state := self.state_of(tensor):
                 state.update(tree_map_only(torch.Tensor, moved, dict(state)))
 
     def follow_masters(self) -> None:
@@ -288,7 +290,7 @@ class WholeTensorState:
             loading.wait()
             return target
 
-        return tree_map_only(torch.Tensor, load, dict(self.of(tensor)))
+        return tree_map_only(torch.Tensor, load, dict(self.state_of(tensor)))
 
     def _keep_state(self, tensor: WholeTensor, former: dict) -> None:
         """Keep the state that a call has left: on the tensor's tier, in the memory of the `former`
@@ -302,7 +304,7 @@ class WholeTensorState:
             if values is not None
         }
         tier, places = tensor.shard.tier, tree_leaves(former)
-        values, form = tree_flatten(opened(dict(self.of(tensor))))
+        values, form = tree_flatten(opened(dict(self.state_of(tensor))))
         for index, value in enumerate(values):
             if not (isinstance(value, torch.Tensor) and value.dim()):
                 continue
@@ -319,4 +321,4 @@ class WholeTensorState:
                 values[index] = place
             else:
                 values[index] = tier.keep(value.reshape(-1)).view(value.shape)
-        self.put(tensor, tree_unflatten(values, form))
+        self.put_state(tensor, tree_unflatten(values, form))

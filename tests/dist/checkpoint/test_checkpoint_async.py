@@ -31,13 +31,15 @@ ASYNC = {"checkpoint": {"async_save": True}}
 
 def state(engine: ZeroEngine) -> list[torch.Tensor]:
     """Return copies of this rank's masters and moments."""
-    tiles = engine.optimizer.tiles
+    sub_groups = engine.optimizer.sub_groups
     moments = [
-        engine.optimizer.state[tile.master][key]
-        for tile in tiles
+        engine.optimizer.state[sub_group.master][key]
+        for sub_group in sub_groups
         for key in ("exp_avg", "exp_avg_sq")
     ]
-    return [values.clone() for values in [*(tile.master for tile in tiles), *moments]]
+    return [
+        values.clone() for values in [*(sub_group.master for sub_group in sub_groups), *moments]
+    ]
 
 
 def save_and_train_on(rank: int, world_size: int, folder: str) -> tuple[bool, bool, str]:

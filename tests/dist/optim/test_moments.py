@@ -72,8 +72,8 @@ def trained(rank: int, world_size: int, sections: dict, steps: int) -> tuple[lis
     """Learn four batches by heart. Return the losses and the weights."""
     engine = engine_with(sections)
     losses = losses_of(engine, (batches("llama", 4) * steps)[:steps])
-    for tile in engine.optimizer.tiles:
-        state, numel = engine.optimizer.state[tile.master], tile.master.numel()
+    for sub_group in engine.optimizer.sub_groups:
+        state, numel = engine.optimizer.state[sub_group.master], sub_group.master.numel()
         assert all(
             adam8bit.is_coded(state[key], numel) == ("zero_quantized_moments" in sections)
             for key in adam8bit.KEYS
@@ -98,7 +98,7 @@ def test_losses_stay_near_those_of_fp32_moments():
 
 
 @pytest.mark.skipif(
-    not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a tile begins"
+    not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a sub-group begins"
 )
 @pytest.mark.parametrize("bf16", [{}, BF16])
 def test_tiers_change_no_bit(bf16, tmp_path):
@@ -213,7 +213,7 @@ def test_checkpoints_fit_any_other_run(change, tmp_path):
     (before, old), (after, new) = CHANGES[change]
     losses, _, moments = run_on(before, saved, old, str(tmp_path))[0]
     again, _, found = run_on(after, resumed, new, str(tmp_path))[0]
-    for name, value in adam8bit.items():
+    for name, value in moments.items():
         if change == "codes to fp32":
             assert torch.equal(found[name], value)
         assert torch.allclose(

@@ -196,7 +196,7 @@ def offloaded(
     in_file = [
         each.shard.tier.holds_in_file(value)
         for each in whole.own
-        for value in tree_leaves(whole.of(each))
+        for value in tree_leaves(whole.state_of(each))
         if torch.is_tensor(value) and value.numel() > 1
     ]
     assert in_file and all(in_file) == any(in_file) == bool(sections)

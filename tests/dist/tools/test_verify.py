@@ -21,14 +21,13 @@ from tests.dist.toys import toy, toy_batches
 from tests.dist.training import adamw, ds_config, loss_of, one_group, split, trainable
 from tests.processes import REPOSITORY, kill_tree, run, run_on
 from zero.comm.communicator import Communicator
-from zero.comm.work import Pending
 from zero.config import load_config
 from zero.core.gradients import GradientReducer
 from zero.core.param_group import ParamGroup
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.optim.background import TileInMemory
+from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.optim.update import TileUpdate
+from zero.optim.update import SubGroupUpdate
 from zero.tools.verify.command import as_json, as_text
 from zero.tools.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
 from zero.tools.verify.plain import PlainEngine
@@ -43,10 +42,10 @@ DTYPES = {
 LOST, FROZEN, LEFT_OUT = "blocks.1.up.weight", "blocks.2", 3
 
 
-collect, update_tile, begin_update = (
+collect, update_sub_group, begin_update = (
     GradientReducer.collect,
-    TileUpdate.__call__,
-    TileUpdate.__init__,
+    SubGroupUpdate.__call__,
+    SubGroupUpdate.__init__,
 )
 norm_of, backward = ZeroOptimizer._global_norm, DeepSpeedEngine.backward
 
@@ -57,19 +56,19 @@ def drop_gradient(reducer: GradientReducer, param_group: ParamGroup, index: int)
     collect(reducer, param_group, index)
 
 
-def freeze(update: TileUpdate, values: TileInMemory) -> Pending:
+def freeze(update: SubGroupUpdate, values: SubGroupInMemory) -> torch.Tensor:
     kept = values.master.clone()
-    pending = update_tile(update, values)
-    if values.tile.group.name == FROZEN:
+    weights = update_sub_group(update, values)
+    if values.sub_group.group.name == FROZEN:
         values.master.copy_(kept)
-    return pending
+    return weights
 
 
-def touch(update: TileUpdate, values: TileInMemory) -> Pending:
+def touch(update: SubGroupUpdate, values: SubGroupInMemory) -> torch.Tensor:
     """Change what has no gradient."""
-    pending = update_tile(update, values)
+    weights = update_sub_group(update, values)
     values.master[values.grad == 0] += 0.01
-    return pending
+    return weights
 
 
 def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
@@ -77,10 +76,10 @@ def with_other_numbers(factor: float = 1.0, **numbers: Any) -> Any:
     by `factor`.
     """
 
-    def init(update: TileUpdate, *args: Any, **kwargs: Any) -> None:
+    def init(update: SubGroupUpdate, *args: Any, **kwargs: Any) -> None:
         begin_update(update, *args, **kwargs)
         update._factor *= factor
-        for group in update._groups:
+        for group in update._param_groups:
             group |= {
                 key: group[key] * value if key == "lr" else value for key, value in numbers.items()
             }
@@ -98,17 +97,17 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
     "loss scale": (DeepSpeedEngine, "scale", lambda self, loss, **_: loss * 8),
     "mean": (Communicator, "mean_factor", 1.0),
     "gradient": (GradientReducer, "collect", drop_gradient),
-    "frozen": (TileUpdate, "__call__", freeze),
-    "touched": (TileUpdate, "__call__", touch),
+    "frozen": (SubGroupUpdate, "__call__", freeze),
+    "touched": (SubGroupUpdate, "__call__", touch),
     "norm": (ZeroOptimizer, "_global_norm", lambda self: 1.1 * norm_of(self)),
     "skipped": (ZeroOptimizer, "_global_norm", lambda self: norm_of(self) * math.nan),
     "setting": (DeepSpeedEngine, "backward", change_group),
     "clipping": (ZeroOptimizer, "_clip_coefficient", lambda self: 1.0),
-    "twice": (TileUpdate, "__init__", with_other_numbers(factor=2.0)),
-    "rate": (TileUpdate, "__init__", with_other_numbers(lr=1.01)),
-    "betas": (TileUpdate, "__init__", with_other_numbers(betas=(0.9, 0.95))),
-    "eps": (TileUpdate, "__init__", with_other_numbers(eps=1e-3)),
-    "decay": (TileUpdate, "__init__", with_other_numbers(weight_decay=0.0)),
+    "twice": (SubGroupUpdate, "__init__", with_other_numbers(factor=2.0)),
+    "rate": (SubGroupUpdate, "__init__", with_other_numbers(lr=1.01)),
+    "betas": (SubGroupUpdate, "__init__", with_other_numbers(betas=(0.9, 0.95))),
+    "eps": (SubGroupUpdate, "__init__", with_other_numbers(eps=1e-3)),
+    "decay": (SubGroupUpdate, "__init__", with_other_numbers(weight_decay=0.0)),
 }
 
 

@@ -99,14 +99,18 @@ class Located(torch.optim.SGD):
 
 
 def test_a_count_of_steps_is_where_a_fused_step_reads_it():
-    group = {**Located([torch.zeros(1)]).param_groups[0], "fused": True}
-    step = update.TorchStep(Located([torch.zeros(1)]), [group])
+    optimizer = Located([torch.zeros(1)])
+    optimizer.param_groups[0]["fused"] = True
+    made = update.SubGroupUpdate(optimizer, 1.0, by_kernel=False, torch_sqrt=False)
     tensor = torch.zeros(3, device="meta")
     values = SimpleNamespace(
-        master=tensor, grad=tensor, state={"step": torch.tensor(2.0)}, put_state=lambda state: None
+        sub_group=SimpleNamespace(group_index=0, master=tensor),
+        master=tensor,
+        grad=tensor,
+        state={"step": torch.tensor(2.0)},
     )
-    step(values, group, 1.0)
-    assert step._twin.found == "meta"
+    made(values)
+    assert made._twin.found == "meta"
 
 
 @pytest.mark.parametrize(

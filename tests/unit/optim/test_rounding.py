@@ -33,19 +33,19 @@ def stored(
     values: torch.Tensor,
     sizes: list[int],
     cuts: Sequence[int] = (),
-    tile: int = 10**9,
+    sub_group: int = 10**9,
     *,
     seed=0,
     step=1,
     kind="",
 ) -> torch.Tensor:
-    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, tile by tile."""
+    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, sub-group by sub-group."""
     target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
     rounding = StochasticRounding(seed, lambda: step)
     rounding.begin_step()
     for low, high in zip(bounds, bounds[1:], strict=False):
-        for start in range(low, high, tile):
-            end = min(high, start + tile)
+        for start in range(low, high, sub_group):
+            end = min(high, start + sub_group)
             shard = shard_of(low, high, sizes)
             rounding.store(target[start:end], values[start:end], shard, start - low, kind)
     return target
@@ -67,14 +67,14 @@ def test_numbers_of_bf16_and_what_is_not_finite_stay():
     torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_numbers_do_not_depend_on_where_shards_and_tiles_begin():
+def test_numbers_do_not_depend_on_where_shards_and_sub_groups_begin():
     sizes = [50, 2 * BLOCK + 77, 1000]
     values = torch.randn(
         sum(sizes) + 6, generator=torch.Generator().manual_seed(1)
     )  # the last 6 are padding
     whole = stored(values, sizes)
     assert torch.equal(stored(values, sizes, [5, BLOCK - 100, BLOCK + 3, sum(sizes) - 1]), whole)
-    assert torch.equal(stored(values, sizes, [BLOCK], tile=10_000), whole)
+    assert torch.equal(stored(values, sizes, [BLOCK], sub_group=10_000), whole)
     assert not torch.equal(stored(values[50:], sizes[1:])[-1006:], whole[-1006:]), (
         "each parameter has its own"
     )

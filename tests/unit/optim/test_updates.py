@@ -10,7 +10,7 @@ import torch
 from zero.comm.work import Pending
 from zero.offload.tiers import Tier
 from zero.optim.background import Updates
-from zero.optim.subgroups import Tile
+from zero.optim.subgroups import SubGroup
 
 TIMEOUT = 20
 
@@ -25,6 +25,9 @@ class Shard:
         self.master = torch.zeros(4)
         self.group = SimpleNamespace(tier=self.tier)
 
+    def round_into_shard(self, start, values):
+        return Pending()
+
     def add_write(self, write):
         write.wait()
 
@@ -32,10 +35,10 @@ class Shard:
 class State:
     """An optimizer's state, always empty."""
 
-    def of(self, tile):
+    def state_of(self, sub_group):
         return {}
 
-    def put(self, tile, state):
+    def put_state(self, sub_group, state):
         assert state == {}
 
 
@@ -44,16 +47,18 @@ def updates():
     return Updates(torch.device("cpu"), read_ahead=True, write_behind=True, shows=False)
 
 
-def tiles_of(shards, each=1):
-    return [Tile(shard, 0, 0, torch.zeros(4)) for shard in shards for _ in range(each)]
+def sub_groups_of(shards, each=1):
+    return [SubGroup(shard, 0, 0, torch.zeros(4)) for shard in shards for _ in range(each)]
 
 
 def test_run_updates_in_the_given_order_before_it_returns(updates):
     shards, seen = [Shard(name) for name in "abc"], []
     updates.run(
-        tiles_of(shards),
+        sub_groups_of(shards),
         State(),
-        lambda values: seen.append((values.tile.shard.name, values.grad.sum().item())) or Pending(),
+        lambda values: (
+            seen.append((values.sub_group.shard.name, values.grad.sum().item())) or values.master
+        ),
     )
     assert seen == [("a", 4.0), ("b", 4.0), ("c", 4.0)]
 
@@ -64,11 +69,11 @@ def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(upd
 
     def update(values):
         begun.set()
-        assert gates[values.tile.shard.name].wait(TIMEOUT)
-        seen.append(values.tile.shard.name)
-        return Pending()
+        assert gates[values.sub_group.shard.name].wait(TIMEOUT)
+        seen.append(values.sub_group.shard.name)
+        return values.master
 
-    updates.start(tiles_of(shards), State(), update)
+    updates.start(sub_groups_of(shards), State(), update)
     assert begun.wait(TIMEOUT)
     updates.prefer(shards[2])  # the thread is at a
     gates["a"].set()
@@ -81,12 +86,12 @@ def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(upd
     assert seen == ["a", "c", "b", "d"]
 
 
-def test_a_group_is_done_with_its_last_tile(updates):
+def test_a_group_is_done_with_its_last_sub_group(updates):
     shards, seen = [Shard(name) for name in "ab"], []
     updates.start(
-        tiles_of(shards, each=3),
+        sub_groups_of(shards, each=3),
         State(),
-        lambda values: seen.append(values.tile.shard.name) or Pending(),
+        lambda values: seen.append(values.sub_group.shard.name) or values.master,
     )
     updates.wait(shards[1])
     assert seen.count("b") == 3
@@ -100,7 +105,7 @@ def test_an_error_in_the_background_is_raised_by_each_wait(updates):
     def update(values):
         raise OSError(28, "no space")
 
-    updates.start(tiles_of(shards), State(), update)
+    updates.start(sub_groups_of(shards), State(), update)
     for shard in (shards[1], None, shards[0]):
         with pytest.raises(OSError, match="no space"):
             updates.wait(shard)
@@ -113,7 +118,7 @@ def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        updates.run(tiles_of(shards), State(), update)
+        updates.run(sub_groups_of(shards), State(), update)
     with pytest.raises(ValueError, match="wrong"):
         updates.wait()
     updates.drop()

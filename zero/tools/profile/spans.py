@@ -16,8 +16,8 @@ from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.offload.nvme import ScratchFile
 from zero.offload.tiers import Tier
-from zero.optim.background import TileInMemory
-from zero.optim.update import TileUpdate
+from zero.optim.background import SubGroupInMemory
+from zero.optim.update import SubGroupUpdate
 from zero.optim.whole_tensor import WholeTensorState
 
 GATHERS, REDUCTIONS, OTHERS = "all-gathers in flight", "reductions in flight", "other collectives"
@@ -93,13 +93,13 @@ class Spans:
         self._in_flight(Tier, "store", COPIES, _store)
         self._while_called(ScratchFile, "_carry_out", _direction, _request)
         self._while_called(
-            TileUpdate,
+            SubGroupUpdate,
             "__call__",
             _updater,
-            lambda update, values: _about(values.tile.group, values.master),
+            lambda update, values: _about(values.sub_group.group, values.master),
         )
         self._while_called(
-            TileInMemory, "wait", _updater, lambda tile: _about("wait for files", None)
+            SubGroupInMemory, "wait", _updater, lambda sub_group: _about("wait for files", None)
         )
         self._while_called(
             WholeTensorState, "update", UPDATES, lambda *_: _about("whole tensors", None)
