@@ -61,17 +61,15 @@ def _explained(config: Config) -> list[Explained]:
     for row in table(config):
         if row.source == "default":
             continue
-        value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
-        reason = row.effect.removeprefix("none: ")
         switch = f"{row.key.partition('.')[0]}.enabled"
-        if row.effect == "used":
-            entry = Explained(row.key, value, ACTING, _effect(config, row))
-        elif switch in config.origin.auto and row.key not in IDLE_KEYS:
-            text = f"{_effect(config, row)} Acts if {switch} becomes true."
-            entry = Explained(row.key, value, ACTING, text)
+        waits = switch in config.origin.auto and row.key not in IDLE_KEYS
+        if row.effect == "used" or waits:
+            group, text = ACTING, _effect(config, row)
+            text += f" Acts if {switch} becomes true." if waits else ""
         else:
-            entry = Explained(row.key, value, IDLE, f"No effect: {reason}.")
-        found.append(entry)
+            group, text = IDLE, f"No effect: {row.effect.removeprefix('none: ')}."
+        value = row.given.removesuffix(".0")  # JSON has 1e9 as a float
+        found.append(Explained(row.key, value, group, text))
     for key in sorted(config.origin.auto):
         section, name = _declaration(key)
         text = f"{section.describe(name)[0]} Becomes: {_filled_in(section.about(name)['auto'])}."
