@@ -14,11 +14,10 @@ from typing import NoReturn
 FOLLOWED_RELEASE = "0.19.8"
 
 
-class UsageError(ValueError, AssertionError):
-    """A wrong argument, setting or order of calls; the message says which, and what to do instead.
-
-    DeepSpeed asserts where this package raises: scripts that catch its `AssertionError` go on
-    working."""
+class UsageError(ValueError):
+    """A wrong argument, setting or order of calls; the message says which, and what to do
+    instead.
+    """
 
 
 # Within this time a launcher ends the other ranks after one has failed.

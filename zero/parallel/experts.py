@@ -35,17 +35,22 @@ def can_be_sliced(group: ParamGroup) -> bool:
     """
     if group.persistent or len(group.modules) != 1 or not packs_experts(group.modules[0]):
         return False
-    module = group.modules[0]
-    return hasattr(module, "_is_expert_parallel") and all(
-        len(local(param)) == module.num_experts
-        and (owning_group(param) is group or owning_group(param).persistent)
-        for param in module.parameters()
-    )
+    module: Any = group.modules[0]
+    if not hasattr(module, "_is_expert_parallel"):
+        return False
+    for param in module.parameters():
+        owner = owning_group(param)
+        if owner is None or not (owner is group or owner.persistent):
+            return False
+        if len(local(param)) != module.num_experts:
+            return False
+    return True
 
 
 def numel_of_one(group: ParamGroup) -> int:
     """Elements of one expert."""
-    return group.layout.numel // group.modules[0].num_experts
+    module: Any = group.modules[0]
+    return group.layout.numel // module.num_experts
 
 
 class SlicedExperts:
@@ -54,6 +59,8 @@ class SlicedExperts:
 
     Args: group: for which `can_be_sliced`; most: elements of a slice, but at least one expert;
     gathering: is told when a slice is about to be gathered."""
+
+    module: Any
 
     def __init__(self, group: ParamGroup, most: int, gathering: Gathering):
         (self.module,) = group.modules
@@ -65,7 +72,7 @@ class SlicedExperts:
         group.modules.clear()
         # Disabled here and not by a decorator, because that would import the compiler with this
         # file.
-        self._run = torch.compiler.disable(partial(_InSlices.apply, self))
+        self._run: Any = torch.compiler.disable(partial(_InSlices.apply, self))
         self.module.forward = self
 
     def remove(self) -> None:
@@ -77,9 +84,8 @@ class SlicedExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """The names are those of the forward in transformers."""
-        return self._run(
-            self._ranges(top_k_index), hidden_states, top_k_index, top_k_weights, *self.params
-        )
+        ranges = self._ranges(top_k_index)
+        return self._run(ranges, hidden_states, top_k_index, top_k_weights, *self.params)
 
     def __deepcopy__(self, memo: dict) -> Callable:
         """A copy of the module has ordinary parameters, and its own forward."""
@@ -96,7 +102,9 @@ class SlicedExperts:
             marks[index.flatten()] = 1.0
             chosen = self.group.comm.all_reduce(marks, of_shards=True).tolist()
         found: list[tuple[int, int]] = []
-        for number in [number for number, mark in enumerate(chosen) if mark]:
+        for number, mark in enumerate(chosen):
+            if not mark:
+                continue
             first, end = found[-1] if found else (0, -1)
             if number == end and number - first < self._step:
                 found[-1] = (first, number + 1)
@@ -121,20 +129,19 @@ class SlicedExperts:
 
     @torch.no_grad()
     def _gather(self, first: int, end: int) -> list[torch.Tensor]:
-        found, works = [], []
+        found, works, shard = [], [], self.group.shard
+        assert shard is not None
         for param in self.params:
             if owning_group(param) is not self.group:
                 found.append(param.detach()[first:end])
                 continue
             slot = self.group.layout.slots[self.group.index[param]]
             row = slot.numel // self.module.num_experts
-            part = torch.empty(
-                (end - first) * row, dtype=self.group.dtype, device=self.group.comm.device
-            )
-            works.append(
-                gather_range(self.group, part, slot.offset + first * row, self.group.shard)
-            )
-            found.append(part.view(end - first, *slot.shape[1:]))
+            shape, device = (end - first, *slot.shape[1:]), self.group.comm.device
+            part = torch.empty(shape, dtype=self.group.dtype, device=device)
+            start = slot.offset + first * row
+            works.append(gather_range(self.group, part.view(-1), start, shard))
+            found.append(part)
         with self.group.comm.clock.waiting("gather"):
             Pending(works).wait()
         return found
@@ -148,14 +155,13 @@ class SlicedExperts:
         """
         hidden, index, weights = inputs
         there = (index >= first) & (index < end)
-        part = object.__new__(type(self.module))
+        part: Any = object.__new__(type(self.module))
         part.__dict__ = {key: value for key, value in vars(self.module).items() if key != "forward"}
         part._parameters = dict(zip(self.names, values, strict=True))
         part.num_experts = end - first
         part._is_expert_parallel = True
-        return part.forward(
-            hidden, torch.where(there, index - first, end - first), weights.masked_fill(~there, 0)
-        )
+        own = torch.where(there, index - first, end - first)
+        return part.forward(hidden, own, weights.masked_fill(~there, 0))
 
 
 class _InSlices(torch.autograd.Function):
@@ -182,48 +188,35 @@ class _InSlices(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         experts, (hidden, index, weights) = ctx.experts, ctx.saved_tensors
         of_inputs = [_zeros_for_a_sum(hidden), _zeros_for_a_sum(weights)]
-        of_params = [
-            torch.zeros(param.shape, dtype=param.dtype, device=grad.device) if needed else None
-            for param, needed in zip(experts.params, ctx.needs_input_grad[5:], strict=True)
-        ]
+        of_params: list[torch.Tensor | None] = []
+        for param, needed in zip(experts.params, ctx.needs_input_grad[5:], strict=True):
+            like = {"dtype": param.dtype, "device": grad.device}
+            of_params.append(torch.zeros(param.shape, **like) if needed else None)
         for first, end, values in experts.slices(ctx.ranges):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 leaves = [value.detach().requires_grad_() for value in (hidden, weights, *values)]
                 out = experts.run(first, end, leaves[2:], (leaves[0], index, leaves[1]))
             if not out.requires_grad:
                 continue  # none of this rank's tokens chose one of these experts
-            targets = [
-                *of_inputs,
-                *(None if whole is None else whole[first:end] for whole in of_params),
-            ]
-            wanted = [number for number, target in enumerate(targets) if target is not None]
-            found = torch.autograd.grad(
-                out, [leaves[number] for number in wanted], grad, allow_unused=True
-            )
-            for number, each in zip(wanted, found, strict=True):
-                if each is not None:
-                    targets[number].add_(each)
-        return (
-            None,
-            None,
-            of_inputs[0].to(hidden.dtype),
-            None,
-            of_inputs[1].to(weights.dtype),
-            *of_params,
-        )
+            slices = [None if whole is None else whole[first:end] for whole in of_params]
+            pairs = zip([*of_inputs, *slices], leaves, strict=True)
+            wanted = [(target, leaf) for target, leaf in pairs if target is not None]
+            sources = [leaf for _, leaf in wanted]
+            found = torch.autograd.grad(out, sources, grad, allow_unused=True)
+            for (target, _), part in zip(wanted, found, strict=True):
+                if part is not None:
+                    target.add_(part)
+        of_hidden, of_weights = of_inputs[0].to(hidden.dtype), of_inputs[1].to(weights.dtype)
+        return None, None, of_hidden, None, of_weights, *of_params
 
 
 def _zeros_for_a_sum(like: torch.Tensor) -> torch.Tensor:
     """Of the results of several slices: at least fp32."""
-    return torch.zeros(
-        like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-    )
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
 
 
 def _autocast(device_type: str) -> dict[str, Any]:
     enabled = torch.is_autocast_enabled(device_type)
-    return {
-        "device_type": device_type,
-        "enabled": enabled,
-        "dtype": torch.get_autocast_dtype(device_type),
-    }
+    dtype = torch.get_autocast_dtype(device_type)
+    return {"device_type": device_type, "enabled": enabled, "dtype": dtype}
