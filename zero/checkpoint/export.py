@@ -40,8 +40,8 @@ from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.gathered_parameters import gather_range
 from zero.core.layout import PIPELINE_PLACE, Slot
-from zero.core.param_group import ParamGroup, owning_group
-from zero.core.sharded_param import Cut, ShardedParameter, cut_of, local
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import Cut, ShardedParameter, cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import precise_values
 

@@ -27,7 +27,8 @@ from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encod
 from zero.comm.communicator import Communicator
 from zero.config import Config
 from zero.core.gradients import GradientReducer
-from zero.core.param_group import ParamGroup, owning_group
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer

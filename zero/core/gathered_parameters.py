@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from zero.comm.work import Pending
-from zero.core.param_group import ParamGroup, State, owning_group, unsharded
+from zero.core.param_group import ParamGroup, State, unsharded
+from zero.core.sharded_param import owning_group
 
 logger = logging.getLogger("zero")
 

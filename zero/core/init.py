@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from zero.comm import communicator as comm
 from zero.comm.consistency import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
-from zero.core.param_group import ParamGroup, owning_group
+from zero.core.param_group import ParamGroup
 from zero.core.schedule import Residency
-from zero.core.sharded_param import written_by
+from zero.core.sharded_param import owning_group, written_by
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
 

@@ -79,11 +79,11 @@ class OptimizerShard:
         else:
             self.master = self.tier.keep(shard if initial is None else initial, dtype)
         self._updates = updates
-        self.group.attach(self)
+        self.group.optimizer_shard = self
 
     def free(self) -> None:
         """Free master and gradient: the optimizer has ended."""
-        self.group.attach(None)
+        self.group.optimizer_shard = None
         self.master = self.grad = None
         self._writes.clear()
 

@@ -1,8 +1,8 @@
 """One group: parameters that are unsharded and resharded as one, and the legal transitions between
 their states.
 
-This file does not know when a group is used, nor its gradients. Of the optimizer it knows only a
-`ShardWriter`.
+This file does not know when a group is used, nor its gradients. The optimizer's part of a group is
+its `OptimizerShard`, which says when the shard has the values of the last step.
 
 [Note: states]
     SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -34,10 +34,21 @@ from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.layout import GroupLayout
 from zero.core.schedule import Residency
-from zero.core.sharded_param import ReadHook, local, owner_of, placeholder, set_owner, take_over
-from zero.core.views import ParameterViews
+from zero.core.sharded_param import (
+    ReadHook,
+    hide,
+    local,
+    owning_group,
+    placeholder,
+    set_owning_group,
+    show,
+    take_over,
+)
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer, Tier
+
+if TYPE_CHECKING:
+    from zero.core.optimizer_shard import OptimizerShard
 
 logger = logging.getLogger("zero")
 
@@ -51,30 +62,6 @@ class State(Enum):
     GATHERING = "the all-gather into `full` is under way; parameters show NaN"
     GATHERED = "`full` has the values, which are not in use; parameters show NaN"
     UNSHARDED = "`full` has the values; parameters are views of it"
-
-
-class ShardWriter(Protocol):
-    """What updates a group's shard between its uses.
-
-    A group knows nothing else of its optimizer.
-    """
-
-    def is_ready(self) -> bool:
-        """Whether the values of the last step are computed.
-
-        They may not be in the shard's file yet.
-        """
-
-    def wait(self) -> None:
-        """Block until the shard has them."""
-
-    def shard_was_replaced(self) -> None:
-        """The shard got new values that do not come from this writer."""
-
-
-def owning_group(param: torch.Tensor) -> ParamGroup | None:
-    """The group that holds `param`'s values, or None for an ordinary parameter."""
-    return owner_of(param)
 
 
 class ParamGroup:
@@ -131,7 +118,8 @@ class ParamGroup:
         self.users = 0
         self.version = 0
         self.index = {param: i for i, param in enumerate(self.params)}
-        self._writer: ShardWriter | None = None
+        # Set by the optimizer that updates the shard; each all-gather waits for its updates.
+        self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
         self._gather = Pending()
         self._handed_over = 0
@@ -153,14 +141,19 @@ class ParamGroup:
             self.shard = self.tier.keep(self._own_slice(values))
             del values
             self.full = torch.empty(self.layout.padded, dtype=self.dtype, device=comm.device)
-        self._views = ParameterViews(self.params, self.layout, self.full, owner=self)
+        self._placeholders = [
+            placeholder(slot.shape, self.dtype, self.full.device) for slot in self.layout.slots
+        ]
+        # Copies of single parameters outside of `full`, by index; shown while the rest is sharded.
+        self._single: dict[int, torch.Tensor] = {}
+        self._make_views()
         if self.persistent:
             residency.add_persistent(self.layout.numel)
-            self._views.show_values()
+            self._show_values()
             self.state = State.UNSHARDED
         else:
             self.full.untyped_storage().resize_(0)
-            self._views.hide_values()
+            self._hide_values()
 
     def __str__(self) -> str:
         names = ", ".join(self.param_names[:2]) + ", ..." * (len(self.params) > 2)
@@ -192,7 +185,7 @@ class ParamGroup:
                 target.copy_(local(param).detach().reshape(-1))
             else:
                 former.hand_over(param, target)
-            set_owner(param, self)
+            set_owning_group(param, self)
             take_over(param, placeholder(slot.shape, source, self.comm.device))
             _trimmer.freed_elements(slot.numel)
         if not sharded_before:
@@ -208,7 +201,7 @@ class ParamGroup:
 
         The last one frees this group's memory.
         """
-        if self._writer is not None:
+        if self.optimizer_shard is not None:
             logger.warning(
                 "%s goes to a new engine: the one that trained it so far must not be used again",
                 self,
@@ -222,10 +215,10 @@ class ParamGroup:
             self.residency.add_persistent(-self.layout.numel)
         elif self.state is not State.SHARDED:
             self.reshard()
-        self._views.forget_buffer()
+        self._views = []
         self.state = State.SHARDED
-        self.shard = None
-        self.full = None
+        self.shard = self.shard.new_empty(0)
+        self.full = self.full.new_empty(0)
         self._writer = None
 
     def _own_slice(self, full: torch.Tensor) -> torch.Tensor:
@@ -233,26 +226,19 @@ class ParamGroup:
 
     # -- the shard
 
-    def attach(self, writer: ShardWriter | None) -> None:
-        """From now on `writer` updates the shard, and each all-gather waits for it.
-
-        None: nobody does any more.
-        """
-        self._writer = writer
-
     @property
     def is_ready(self) -> bool:
         """Whether the values of the last step are computed.
 
         They may not be in the shard's file yet.
         """
-        return self._writer is None or self._writer.is_ready()
+        return self.optimizer_shard is None or self.optimizer_shard.is_ready()
 
     def wait_for_update(self) -> None:
         """Block until the shard has the values of the last step."""
-        if self._writer is not None:
+        if self.optimizer_shard is not None:
             with self.comm.clock.waiting("optimizer"):
-                self._writer.wait()
+                self.optimizer_shard.wait()
 
     @torch.no_grad()
     def write_shard(self, start: int, values: torch.Tensor) -> Pending:
@@ -293,8 +279,8 @@ class ParamGroup:
         else:
             self.comm.scatter(own, self.full, src)
             self.tier.store(self.shard, own).wait()
-        if self._writer is not None:
-            self._writer.shard_was_replaced()
+        if self.optimizer_shard is not None:
+            self.optimizer_shard.shard_was_replaced()
 
     @torch.no_grad()
     def move_weights(self, tier: Tier) -> None:
@@ -302,9 +288,9 @@ class ParamGroup:
         if self.persistent:
             self.full = tier.keep(self.full)
             self.shard = self._own_slice(self.full)
-            self._views.set_buffer(self.full)
+            self._make_views()
             # `param.data` cannot change to each kind of device; meanwhile nothing may be computed.
-            self._views.show_values() if tier.device == self.comm.device else self._views.hide_values()
+            self._show_values() if tier.device == self.comm.device else self._hide_values()
         else:
             self.shard = tier.keep(self.shard)
             self.tier = tier
@@ -351,7 +337,7 @@ class ParamGroup:
         if self.state is State.GATHERING:
             self.wait_for_all_gather()
         if self.state is State.GATHERED:
-            self._views.show_values()
+            self._show_values()
             self.state = State.UNSHARDED
 
     def release(self) -> bool:
@@ -363,7 +349,7 @@ class ParamGroup:
         self.users -= 1
         if self.users > 0 or self.persistent:
             return False
-        self._views.hide_values()
+        self._hide_values()
         self.state = State.GATHERED
         return True
 
@@ -373,7 +359,7 @@ class ParamGroup:
         if self.state is State.GATHERING:
             self.wait_for_all_gather()
         if self.state is State.UNSHARDED:
-            self._views.hide_values()
+            self._hide_values()
         self.full.untyped_storage().resize_(0)
         self.residency.remove(self.layout.numel)
         self.state = State.SHARDED
@@ -387,7 +373,7 @@ class ParamGroup:
         self.state = State.SHARDED
         with torch.inference_mode(False):
             self.full = torch.empty_like(self.full)
-            self._views.set_buffer(self.full)
+            self._make_views()
         self.full.untyped_storage().resize_(0)
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -396,6 +382,27 @@ class ParamGroup:
         After it the group has its former state.
         """
         return unsharded([self])
+
+    # -- what the parameters show
+
+    def _make_views(self) -> None:
+        """From the next `_show_values` on, parameters are views of the present `full`."""
+        self._views = [
+            self.full.narrow(0, slot.offset, slot.numel).view(slot.shape)
+            for slot in self.layout.slots
+        ]
+
+    def _show_values(self) -> None:
+        for param, view in zip(self.params, self._views, strict=True):
+            if owning_group(param) is self:
+                show(param, view)
+
+    def _hide_values(self) -> None:
+        """Show NaN, or a single parameter's copy."""
+        for param, nan in zip(self.params, self._placeholders, strict=True):
+            if owning_group(param) is self:
+                hide(param, nan)
+        self.show_single(self._single)
 
     # -- reads of sharded parameters
 
@@ -413,29 +420,30 @@ class ParamGroup:
     @property
     def is_in_use(self) -> bool:
         """Whether unsharded values of this group are in use."""
-        return self.users > 0 or bool(self._views.single)
+        return self.users > 0 or bool(self._single)
 
     def add_single(self, index: int, values: torch.Tensor) -> None:
         """Take `values` (1-D, in memory of their own): after `show_single` parameter number `index`
         shows them.
         """
         self.residency.add(values.numel())
-        self._views.single[index] = values.view(self.layout.slots[index].shape)
+        self._single[index] = values.view(self.layout.slots[index].shape)
 
     def has_single(self, indices: Iterable[int]) -> bool:
         """Whether each of these parameters is unsharded on its own, outside of `full`."""
-        return all(i in self._views.single for i in indices)
+        return all(i in self._single for i in indices)
 
     def show_single(self, indices: Iterable[int]) -> None:
         """Have these parameters show what they were given by `add_single`."""
-        self._views.show_single(indices)
+        for i in indices:
+            show(self.params[i], self._single[i])
 
     def free_single(self, indices: Iterable[int]) -> None:
         """Undo `add_single` and `show_single`."""
         for i in indices:
-            self.residency.remove(self._views.single.pop(i).numel())
-            if self.state is not State.UNSHARDED:
-                self._views.hide_single(i)
+            self.residency.remove(self._single.pop(i).numel())
+            if self.state is not State.UNSHARDED and owning_group(self.params[i]) is self:
+                hide(self.params[i], self._placeholders[i])
 
 
 @contextmanager

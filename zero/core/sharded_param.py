@@ -5,15 +5,14 @@ A sharded parameter keeps its true shape, dtype and device, and shows NaN. Its c
 parameter itself, whether a module, a list, an activation checkpoint or
 `torch.autograd.Function.apply` holds it.
 
-This file knows nothing of groups, modules or process groups. Who holds a parameter's values is a
-`ParameterOwner`."""
+This file knows nothing of modules or process groups. Of the group that holds a parameter's values
+it uses two methods: `before_read`, and `unsharded` for copies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -21,30 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.errors import UsageError
 
+if TYPE_CHECKING:
+    from zero.core.param_group import ParamGroup
+
 # Called with a sharded parameter and the function that is about to read it.
 ReadHook = Callable[[nn.Parameter, Callable], None]
 
 
-class ParameterOwner(Protocol):
-    """What holds a parameter's values while the parameter shows NaN."""
-
-    def before_read(self, param: nn.Parameter, func: Callable) -> None:
-        """`func` is about to read the sharded `param`.
-
-        If `param` is still sharded afterwards, it reads NaN.
-        """
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        """Context in which the parameter shows its values. All ranks must enter it alike."""
+def owning_group(param: torch.Tensor) -> ParamGroup | None:
+    """The group that holds the values of `param`; None for an ordinary parameter."""
+    return getattr(param, "_zero_group", None)
 
 
-def owner_of(param: torch.Tensor) -> ParameterOwner | None:
-    """Who holds the values of `param`; None for an ordinary parameter."""
-    return getattr(param, "_zero_owner", None)
-
-
-def set_owner(param: nn.Parameter, owner: ParameterOwner | None) -> None:
-    param._zero_owner = owner
+def set_owning_group(param: nn.Parameter, group: ParamGroup | None) -> None:
+    vars(param)["_zero_group"] = group
 
 
 class Cut(Protocol):
@@ -201,7 +190,7 @@ def _refuse_writes(tensor: torch.Tensor) -> torch.Tensor:
 class ShardedParameter(nn.Parameter):
     """The class of a parameter while it shows no values.
 
-    A function that needs them tells the owner first.
+    A function that needs them tells its group first.
     """
 
     @classmethod
@@ -214,10 +203,10 @@ class ShardedParameter(nn.Parameter):
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)
             ]
             for param in sharded:
-                owner = owner_of(param)
+                group = owning_group(param)
                 # Another parameter of the same group may have come first.
-                if owner is not None and isinstance(param, ShardedParameter):
-                    owner.before_read(param, func)
+                if group is not None and isinstance(param, ShardedParameter):
+                    group.before_read(param, func)
             if not any(isinstance(param, ShardedParameter) for param in sharded):
                 return func(*args, **kwargs)
             return PlaceholderView.__torch_function__(func, types, args, kwargs)
@@ -229,7 +218,7 @@ class ShardedParameter(nn.Parameter):
 
         Its group is unsharded for that: all ranks must copy alike.
         """
-        with owner_of(self).unsharded():
+        with owning_group(self).unsharded():
             copied = nn.Parameter(
                 self.data.clone(memory_format=torch.contiguous_format), self.requires_grad
             )

@@ -13,8 +13,7 @@ from torch import nn
 
 from zero.comm.communicator import Communicator
 from zero.core.layout import packs_experts
-from zero.core.param_group import owning_group
-from zero.core.sharded_param import local
+from zero.core.sharded_param import local, owning_group
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from zero.core.layout import Piece
 from zero.core.optimizer_shard import OptimizerShard
-from zero.core.param_group import ParamGroup, owning_group
-from zero.core.sharded_param import cut_of, local
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.adam8bit import CodedSlice, replace
 from zero.optim.sharded_optimizer import optimizer_of

@@ -25,8 +25,8 @@ from zero.comm.work import Pending
 from zero.core.gathered_parameters import gather_range
 from zero.core.gathering import Gathering
 from zero.core.layout import packs_experts
-from zero.core.param_group import ParamGroup, owning_group
-from zero.core.sharded_param import local
+from zero.core.param_group import ParamGroup
+from zero.core.sharded_param import local, owning_group
 
 
 def can_be_sliced(group: ParamGroup) -> bool:

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from zero.core.param_group import owning_group
-from zero.core.sharded_param import owner_of, set_owner, show
+from zero.core.sharded_param import owning_group, set_owning_group, show
 from zero.errors import UsageError
 
 
@@ -115,7 +114,7 @@ def _prepare_dtensor(
             f"parameter {name!r} is a DTensor with the placement {placement}: it must be Shard or "
             "Replicate"
         )
-    if owner_of(param) is not None:
+    if owning_group(param) is not None:
         return  # by an earlier engine, for which it was prepared
     fits = (param.dtype, param.device) == (dtype, device)
     if dtype is not None and param.is_floating_point() and not fits:
@@ -253,7 +252,7 @@ def _take_back(param: nn.Parameter) -> None:
     values = torch.empty(param.numel(), dtype=param.dtype, device=group.comm.device)
     group.hand_over(param, values)
     show(param, values.view(param.shape))
-    set_owner(param, None)
+    set_owning_group(param, None)
 
 
 def _summed_over_ranks(model: nn.Module) -> Iterator[nn.Module]:
