@@ -292,7 +292,7 @@ def _serve(imported: str) -> None:
                 module.enable()
             for lazy in _LAZY.get(name, "").split():
                 getattr(module, lazy)
-    if kernel := sys.modules.get("zero.optim.cpu_adam"):
+    if kernel := sys.modules.get("zero.optim.adam_cpu"):
         # asks the compiler, which takes as long as a short test; forks inherit the answer
         kernel.is_compiled()
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all these imports

@@ -30,7 +30,7 @@ from zero.core.sharded_param import cut_of, local
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim.cpu_adam import has_adams_moments
+from zero.optim.adam_cpu import has_adams_moments
 from zero.optim.elementwise import is_elementwise
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement

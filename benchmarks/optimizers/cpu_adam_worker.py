@@ -49,14 +49,14 @@ Step = Callable[[State], None]
 
 
 def ours(with_compiler: bool) -> Step:
-    from zero.optim import cpu_adam
+    from zero.optim import adam_cpu
 
-    kernel = cpu_adam._kernel() if with_compiler else None
+    kernel = adam_cpu._kernel() if with_compiler else None
     if with_compiler and kernel is None:
         raise RuntimeError("the kernel could not be built here")
 
     def step(state: State) -> None:
-        cpu_adam._kernel = lambda: kernel
+        adam_cpu._kernel = lambda: kernel
         tensors = state.master, state.grad, state.exp_avg, state.exp_avg_sq, state.out
         numbers = {
             "lr": LR,
@@ -65,19 +65,19 @@ def ours(with_compiler: bool) -> Step:
             "eps": EPS,
             "weight_decay": DECAY,
         }
-        cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+        adam_cpu.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
 
     return step
 
 
 def ours_8_bit() -> Step:
     """With coded moments, which are made of the state's fp32 ones by its first step."""
-    from zero.optim import adam8bit, cpu_adam
+    from zero.optim import adam8bit, adam_cpu
 
-    kernel = cpu_adam._kernel()
+    kernel = adam_cpu._kernel()
 
     def step(state: State) -> None:
-        cpu_adam._kernel = lambda: kernel
+        adam_cpu._kernel = lambda: kernel
         state.coded = state.coded or adam8bit.encode(state.exp_avg, state.exp_avg_sq)
         numbers = {
             "lr": LR,
@@ -87,7 +87,7 @@ def ours_8_bit() -> Step:
             "weight_decay": DECAY,
         }
         tensors = state.master, state.grad, *state.coded, state.out
-        cpu_adam.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
+        adam_cpu.adam(*tensors, step=STEP, **numbers, decoupled=True, factor=1.0)
 
     return step
 
@@ -116,7 +116,7 @@ def by_torch(**choice: bool) -> Step:
 
 
 def by_compile() -> Step:
-    """The formula of `zero.optim.cpu_adam`, compiled into one loop by torch.compile."""
+    """The formula of `zero.optim.adam_cpu`, compiled into one loop by torch.compile."""
     correction, step_size = (1 - BETAS[1] ** STEP) ** 0.5, LR / (1 - BETAS[0] ** STEP)
 
     @torch.compile(dynamic=True)

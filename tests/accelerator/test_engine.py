@@ -2,7 +2,7 @@
 torch on that device.
 
 Without offload, torch updates the weights, so the bits are equal. Offloaded state is updated by
-`cpu_adam`, which takes exact square roots. So its numbers equal plain torch's within rounding, and
+`adam_cpu`, which takes exact square roots. So its numbers equal plain torch's within rounding, and
 have the same bits on every tier."""
 
 import math

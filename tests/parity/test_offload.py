@@ -19,7 +19,7 @@ from tests.parity.models import batches, build
 from tests.parity.test_fp32 import SMALL
 from tests.parity.test_mixed_precision import SECTIONS
 from zero.offload import tiers
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
 
 STEPS = {torch.float32: 20, torch.bfloat16: 8}
 BOTH = {"pipeline_read": True, "pipeline_write": True}
@@ -57,7 +57,7 @@ def offloaded(
 
 
 def by_offloads_adam(rank: int, world_size: int, dtype: torch.dtype, others: dict) -> Curve:
-    with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
+    with mock.patch.object(adam_cpu, "is_compiled", return_value=True):
         return offloaded(rank, world_size, "", dtype, {}, {}, others)
 
 
@@ -91,7 +91,7 @@ RUNS += [
 def test_same_bits(tmp_path, world_size, dtype, case):
     param, optimizer, others = CASES[case]
     found = curve_on(world_size, offloaded, str(tmp_path), dtype, param, optimizer, others)
-    if optimizer["device"] == "nvme" and not cpu_adam.is_compiled():
+    if optimizer["device"] == "nvme" and not adam_cpu.is_compiled():
         assert_equal(found, curve_on(world_size, by_offloads_adam, dtype, others))
     else:
         assert_equal(found, in_memory(world_size, dtype))

@@ -18,7 +18,7 @@ taken. Thresholds keep a distance from both ends: so a value that is exactly a c
 spite of the roots' last bits.
 
 A coded tensor is uint8 and 1-D: the codes, up to 3 bytes of padding, the scales. 0 bytes mean 0.
-`cpu_adam` reads and writes codes in its one pass. All others use the functions here, which compute
+`adam_cpu` reads and writes codes in its one pass. All others use the functions here, which compute
 the same."""
 
 from __future__ import annotations

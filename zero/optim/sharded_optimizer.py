@@ -33,7 +33,7 @@ from zero.core.sharded_param import is_copy
 from zero.device import is_accelerator
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import Placement
@@ -79,7 +79,7 @@ class ZeroOptimizer:
 
     The param groups stay the optimizer's own (learning-rate schedulers act on them). Their `params`
     become sub-groups: 1-D fp32 views of the masters, of at most `sub_group_size` elements.
-    `zero.optim.cpu_adam` computes Adam on host memory. For an optimizer that is not element-wise
+    `zero.optim.adam_cpu` computes Adam on host memory. For an optimizer that is not element-wise
     they become whole tensors, and all updates are made in `step`.
 
     Args: placement: made the shards and decides where they live; elementwise: the update of an
@@ -144,8 +144,8 @@ class ZeroOptimizer:
         self._has_kernel = (
             elementwise
             and on_host
-            and cpu_adam.serves(optimizer)
-            and (offloaded or cpu_adam.is_compiled())
+            and adam_cpu.serves(optimizer)
+            and (offloaded or adam_cpu.is_compiled())
         )
         self._rounding = rounding
         self.state_dtype = state_dtype
@@ -350,7 +350,7 @@ class ZeroOptimizer:
             self.optimizer,
             factor,
             # Checked in each step: scripts put hooks on their optimizers at any time.
-            by_kernel=self._has_kernel and cpu_adam.serves(self.optimizer),
+            by_kernel=self._has_kernel and adam_cpu.serves(self.optimizer),
             # If the model computes on the CPU, updates have torch's bits, offloaded or not.
             torch_sqrt=self.comm.device.type == "cpu",
             rounding=self._rounding,

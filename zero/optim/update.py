@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 
 from zero.errors import UsageError
-from zero.optim import adam8bit, cpu_adam
+from zero.optim import adam8bit, adam_cpu
 from zero.optim.background import SubGroupInMemory
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import is_state_tensor
@@ -22,12 +22,12 @@ class SubGroupUpdate:
     """The update of one step, sub-group by sub-group, with the settings that `optimizer` has now: a
     scheduler may change them while sub-groups are still to be updated.
 
-    Where `cpu_adam` does not compute, a twin of the optimizer takes torch's `step()` for one
+    Where `adam_cpu` does not compute, a twin of the optimizer takes torch's `step()` for one
     sub-group at a time. It shares the optimizer's settings and hooks, but not its param groups and
     state, because the user's own `zero_grad()` or scheduler may run at the same time in another
     thread.
 
-    Args: factor: by which gradients are multiplied. by_kernel: `cpu_adam` updates sub-groups in
+    Args: factor: by which gradients are multiplied. by_kernel: `adam_cpu` updates sub-groups in
     host memory. torch_sqrt: its square roots are torch's. rounding: rounds bf16 masters; None for
     fp32 ones. state_dtype: of the optimizer's state; uint8: Adam's moments are codes
     (`zero.optim.adam8bit`)."""
@@ -84,11 +84,11 @@ class SubGroupUpdate:
         """Adam on host memory in one pass, which also rounds to the weights' dtype."""
         state, (beta1, beta2) = values.state, param_group["betas"]
         if not state:
-            state |= cpu_adam.new_state(values.master, self._has_codes)
+            state |= adam_cpu.new_state(values.master, self._has_codes)
         # It may have been counted on the device before.
         state["step"] = state["step"].to("cpu") + 1
         out = values.weights_target() if self._rounding is None else None
-        cpu_adam.adam(
+        adam_cpu.adam(
             values.master,
             values.grad,
             state["exp_avg"],

@@ -32,7 +32,7 @@ from zero.fragments import (
     safe_set_full_fp32_param,
 )
 from zero.offload import tiers
-from zero.optim import cpu_adam, placement
+from zero.optim import adam_cpu, placement
 
 STEPS = 8
 FILES = {"device": "nvme", "max_in_cpu": 0}
@@ -55,7 +55,7 @@ def in_memory() -> zero.ZeroEngine:
 
     Without a compiler that is torch's fused Adam.
     """
-    with mock.patch.object(cpu_adam, "is_compiled", return_value=True):
+    with mock.patch.object(adam_cpu, "is_compiled", return_value=True):
         return start(build("t5"), ds_config(**{**SMALL, "sub_group_size": 20000}))[0]
 
 
@@ -217,7 +217,7 @@ def interrupted(rank: int, world_size: int, folder: str, checkpoint: str) -> Cur
     engine = engine_on(folder, FILES, {"device": "nvme", "overlap_step": False})
     train_zero(engine, batches("t5", STEPS // 2))
     engine.save_checkpoint(checkpoint)
-    adam, calls = cpu_adam.adam, []
+    adam, calls = adam_cpu.adam, []
 
     def interrupts(*args: object, **kwargs: object) -> None:
         calls.append(args)
@@ -225,7 +225,7 @@ def interrupted(rank: int, world_size: int, folder: str, checkpoint: str) -> Cur
             raise KeyboardInterrupt
         adam(*args, **kwargs)
 
-    with mock.patch.object(cpu_adam, "adam", interrupts), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(adam_cpu, "adam", interrupts), pytest.raises(KeyboardInterrupt):
         train_zero(engine, batches("t5", 1))
     with pytest.raises(RuntimeError, match="interrupted; load a checkpoint"):
         train_zero(engine, batches("t5", 1))

@@ -35,7 +35,7 @@ from zero.fragments import (
     safe_set_full_optimizer_state,
 )
 from zero.offload import tiers
-from zero.optim import adam8bit, cpu_adam
+from zero.optim import adam8bit, adam_cpu
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 CODED = {"zero_quantized_moments": True}
@@ -98,7 +98,7 @@ def test_losses_stay_near_those_of_fp32_moments():
 
 
 @pytest.mark.skipif(
-    not cpu_adam.is_compiled(), reason="the fallback's bits depend on where a sub-group begins"
+    not adam_cpu.is_compiled(), reason="the fallback's bits depend on where a sub-group begins"
 )
 @pytest.mark.parametrize("bf16", [{}, BF16])
 def test_tiers_change_no_bit(bf16, tmp_path):

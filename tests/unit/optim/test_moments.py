@@ -7,8 +7,8 @@ import shutil
 import pytest
 import torch
 
-from tests.unit.optim.test_cpu_adam import COMPILER
-from zero.optim import adam8bit, cpu_adam
+from tests.unit.optim.test_adam_cpu import COMPILER
+from zero.optim import adam8bit, adam_cpu
 from zero.optim.adam8bit import BLOCK, CodedSlice
 
 SETTINGS = {
@@ -24,11 +24,11 @@ SETTINGS = {
 @pytest.fixture(params=["compiled", "fallback"])
 def path(request, monkeypatch):
     if request.param == "fallback":
-        monkeypatch.setattr(cpu_adam, "_kernel", lambda: None)
+        monkeypatch.setattr(adam_cpu, "_kernel", lambda: None)
     elif not shutil.which(COMPILER):
         pytest.skip(f"needs {COMPILER}")
     else:
-        assert cpu_adam._kernel() is not None
+        assert adam_cpu._kernel() is not None
 
 
 def random_moments(numel, decades=0.5, seed=0):
@@ -142,12 +142,12 @@ def test_what_is_not_finite_becomes_0_and_changes_no_neighbour(bad):
 @pytest.mark.parametrize(
     ("numel", "dtype"),
     [(1, torch.bfloat16), (255, torch.float32), (257, torch.float16), (1000, torch.bfloat16)]
-    + [(cpu_adam.PIECE + 300, torch.float32)],
+    + [(adam_cpu.PIECE + 300, torch.float32)],
 )
 def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel, generator=generator)
-    state = cpu_adam.new_state(master, coded=True)
+    state = adam_cpu.new_state(master, coded=True)
     coded, out = [state[key] for key in adam8bit.KEYS], torch.empty(numel, dtype=torch.bfloat16)
     for number in range(1, 6):
         grad = (
@@ -158,8 +158,8 @@ def test_a_step_is_decoding_then_adam_then_encoding(path, numel, dtype):
         grad[number % numel] = (1.0, float("inf"), 1e-40, 1e18, float("nan"))[number - 1]
         grad = grad.to(dtype)
         expected, wide = master.clone(), values(*coded, numel=numel)
-        cpu_adam.adam(expected, grad, *wide, None, step=number, factor=0.5, **SETTINGS)
-        cpu_adam.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)
+        adam_cpu.adam(expected, grad, *wide, None, step=number, factor=0.5, **SETTINGS)
+        adam_cpu.adam(master, grad, *coded, out, step=number, factor=0.5, **SETTINGS)
         assert torch.equal(master.nan_to_num(), expected.nan_to_num())
         assert torch.equal(out.nan_to_num(), expected.bfloat16().nan_to_num())
         for found, made, kind in zip(
@@ -183,12 +183,12 @@ def test_second_moments_follow_slow_changes(path, early, late):
     """
     generator, settings = torch.Generator().manual_seed(0), SETTINGS | {"beta2": 0.99, "lr": 0.0}
     master, exact = torch.zeros(BLOCK), torch.zeros(BLOCK)
-    state = cpu_adam.new_state(master, coded=True)
+    state = adam_cpu.new_state(master, coded=True)
     coded = [state[key] for key in adam8bit.KEYS]
     for step in range(1, 1201):
         grad = torch.randn(BLOCK, generator=generator) * (early if step <= 100 else late)
         grad[0] = 1e3
-        cpu_adam.adam(master, grad, *coded, None, step=step, factor=1.0, **settings)
+        adam_cpu.adam(master, grad, *coded, None, step=step, factor=1.0, **settings)
         exact = 0.99 * exact + 0.01 * grad**2
     ratio = values(*coded, numel=BLOCK)[1] / exact
     assert abs(ratio.log().mean()) < 0.1 and ratio.log().std() < 0.5
@@ -201,7 +201,7 @@ def test_weights_without_gradients_come_to_rest(path):
         SETTINGS | {"beta2": 0.99, "lr": 1e-3, "weight_decay": 0.0},
     )
     pairs = [
-        (torch.zeros(BLOCK), cpu_adam.new_state(torch.zeros(BLOCK), coded=coded))
+        (torch.zeros(BLOCK), adam_cpu.new_state(torch.zeros(BLOCK), coded=coded))
         for coded in (True, False)
     ]
     for step in range(1, 2001):
@@ -209,7 +209,7 @@ def test_weights_without_gradients_come_to_rest(path):
         grad[64:] *= step <= 100
         for master, state in pairs:
             moments_of = (state[key] for key in adam8bit.KEYS)
-            cpu_adam.adam(master, grad, *moments_of, None, step=step, factor=1.0, **settings)
+            adam_cpu.adam(master, grad, *moments_of, None, step=step, factor=1.0, **settings)
     idle, expected = (master[64:].abs().max().item() for master, _ in pairs)
     assert idle == pytest.approx(expected, rel=0.2)
 
@@ -217,13 +217,13 @@ def test_weights_without_gradients_come_to_rest(path):
 def test_threads_change_no_bit(monkeypatch):
     found = []
     for threads in (1, 3):
-        monkeypatch.setattr(cpu_adam, "thread_count", lambda threads=threads: threads)
+        monkeypatch.setattr(adam_cpu, "thread_count", lambda threads=threads: threads)
         master, grad = (
-            torch.ones(3 * cpu_adam.PIECE + 77),
-            random_moments(3 * cpu_adam.PIECE + 77)[0],
+            torch.ones(3 * adam_cpu.PIECE + 77),
+            random_moments(3 * adam_cpu.PIECE + 77)[0],
         )
-        state = cpu_adam.new_state(master, coded=True)
-        cpu_adam.adam(
+        state = adam_cpu.new_state(master, coded=True)
+        adam_cpu.adam(
             master,
             grad,
             *(state[key] for key in adam8bit.KEYS),

@@ -52,7 +52,7 @@ def test_what_would_fail_is_said_with_a_remedy(capsys, monkeypatch):
 
 
 def test_a_machine_without_a_compiler_is_slow(monkeypatch):
-    monkeypatch.setattr(checks.cpu_adam, "is_compiled", lambda: False)
+    monkeypatch.setattr(checks.adam_cpu, "is_compiled", lambda: False)
     monkeypatch.setenv("CXX", "no-compiler")
     assert checks._compiler()[1:3] == (SLOW, "no-compiler cannot build the Adam kernel")
 

@@ -22,11 +22,11 @@ from zero.comm.world import compute_device, get_world_size
 from zero.config import Config
 from zero.config.optim import TYPES, OptimizerConfig, optimizer_defaults, why_refused
 from zero.errors import UsageError
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
 from zero.optim.elementwise import Lion, make_state_late, require_possible
 from zero.optim.muon import MuonWithAdamW, split_groups
 
-# Where torch has a fused Adam that is the fastest one. On a CPU, `cpu_adam` has the bits of the
+# Where torch has a fused Adam that is the fastest one. On a CPU, `adam_cpu` has the bits of the
 # unfused one.
 _FUSING = ("cuda", "xpu", "hpu")
 
@@ -65,7 +65,7 @@ def _refuse_groups_of_another(params: Params) -> None:
             )
 
 
-@cpu_adam.computes_as_torch_adam
+@adam_cpu.computes_as_torch_adam
 class FusedAdam(torch.optim.Adam):
     """Adam (arXiv 1412.6980) with an L2 term in the gradient, or with `adam_w_mode` AdamW (arXiv
     1711.05101).
@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **settings)
 
 
-@cpu_adam.computes_as_torch_adam
+@adam_cpu.computes_as_torch_adam
 class DeepSpeedCPUAdam(FusedAdam):
     """`FusedAdam` with another order of arguments, and `adam_w_mode` under another name."""
 

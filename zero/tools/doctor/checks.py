@@ -24,7 +24,7 @@ from zero.comm.world import compute_device, default_backend
 from zero.device import CPU, accelerator, is_accelerator, room
 from zero.errors import UsageError
 from zero.offload.nvme import ScratchFile
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
 
 OK, SLOW, FAILS = "ok", "slow", "FAILS"
 # The oldest versions that the package accepts.
@@ -199,7 +199,7 @@ def _memory() -> Finding:
 
 def _compiler() -> Finding:
     name = os.environ.get("CXX") or "c++"
-    if cpu_adam.is_compiled():
+    if adam_cpu.is_compiled():
         return Finding("C++ compiler", OK, f"{name} has built the Adam kernel")
     remedy = "only for offloaded optimizers: install a C++ compiler, or name one in CXX"
     return Finding("C++ compiler", SLOW, f"{name} cannot build the Adam kernel", remedy)

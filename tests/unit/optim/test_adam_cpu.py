@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
+from zero.optim.adam_cpu import build
 
 SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 DECAYS = [(0.0, True), (0.1, True), (0.1, False)]
@@ -33,19 +34,19 @@ def kernels(tmp_path_factory):
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        cpu_adam._kernel.cache_clear()
+        adam_cpu._kernel.cache_clear()
         with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(cpu_adam._kernel.__wrapped__) for _ in range(3)]
+            calls = [pool.submit(adam_cpu._kernel.__wrapped__) for _ in range(3)]
         yield [call.result() for call in calls]
-        cpu_adam._kernel.cache_clear()
+        adam_cpu._kernel.cache_clear()
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "fallback"])
 def path(request, monkeypatch):
     if request.param == "fallback":
-        monkeypatch.setattr(cpu_adam, "_kernel", lambda: None)
+        monkeypatch.setattr(adam_cpu, "_kernel", lambda: None)
     else:
-        assert cpu_adam._kernel() is not None
+        assert adam_cpu._kernel() is not None
 
 
 def state(numel, seed=0):
@@ -114,7 +115,7 @@ def adam(tensors, grad, out=None, step=1, decay=0.0, decoupled=True, factor=1.0,
         "factor": factor,
     }
     settings.setdefault("torch_sqrt", True)
-    cpu_adam.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, **settings)
+    adam_cpu.adam(master, grad, exp_avg, exp_avg_sq, out, step=step, **settings)
 
 
 @needs_compiler
@@ -136,7 +137,7 @@ def test_fifty_steps_have_the_bits_of_torch(decay, decoupled, dtype, beta1):
 
 @needs_compiler
 def test_many_pieces_on_several_threads_have_the_bits_of_torch(monkeypatch):
-    monkeypatch.setattr(cpu_adam, "thread_count", lambda: 3)
+    monkeypatch.setattr(adam_cpu, "thread_count", lambda: 3)
     ours, out = state(1_000_003), torch.empty(1_000_003, dtype=torch.bfloat16)
     reference = Reference(ours, 0.1, True)
     for step in (1, 2):
@@ -160,7 +161,7 @@ def test_but_for_its_square_root_the_kernel_has_the_bits_of_torch(monkeypatch):
 
 @pytest.mark.parametrize(("decay", "decoupled"), DECAYS)
 def test_the_fallback_is_close_to_torchs_default(decay, decoupled, monkeypatch):
-    monkeypatch.setattr(cpu_adam, "_kernel", lambda: None)
+    monkeypatch.setattr(adam_cpu, "_kernel", lambda: None)
     ours, out = state(1003), torch.empty(1003, dtype=torch.float16)
     for step in range(1, 20):
         grad, before = gradient(1003, torch.bfloat16, step), ours[0].clone()
@@ -190,8 +191,8 @@ def test_a_cut_anywhere_changes_no_bit(dtype):
 
 
 def test_calls_from_several_threads_at_once(path, monkeypatch):
-    monkeypatch.setattr(cpu_adam, "PIECE", 100)
-    monkeypatch.setattr(cpu_adam, "thread_count", lambda: 2)
+    monkeypatch.setattr(adam_cpu, "PIECE", 100)
+    monkeypatch.setattr(adam_cpu, "thread_count", lambda: 2)
     results = {seed: state(10_007, seed) for seed in range(4)}
     grad = gradient(10_007, torch.bfloat16, 1)
     callers = [threading.Thread(target=adam, args=(tensors, grad)) for tensors in results.values()]
@@ -270,7 +271,7 @@ def test_other_tensors_are_refused(name, change, message):
     tensors["out"] = torch.zeros(4, dtype=torch.bfloat16)
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=message):
-        cpu_adam.adam(
+        adam_cpu.adam(
             *tensors.values(), step=1, **SETTINGS, weight_decay=0.0, decoupled=True, factor=1.0
         )
 
@@ -284,7 +285,7 @@ def afresh(monkeypatch):
 
     Afterwards the shared kernel is there again.
     """
-    monkeypatch.setattr(cpu_adam, "_kernel", cpu_adam._kernel.__wrapped__)
+    monkeypatch.setattr(adam_cpu, "_kernel", adam_cpu._kernel.__wrapped__)
 
 
 @needs_compiler
@@ -295,10 +296,10 @@ def test_ranks_that_build_at_once_all_get_the_kernel(kernels):
 
 @needs_compiler
 def test_a_compiler_that_fails_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
-    source = tmp_path / "cpu_adam.cpp"
+    source = tmp_path / "adam_cpu.cpp"
     source.write_text("this is not C++")
-    monkeypatch.setattr(cpu_adam, "SOURCE", source)
-    assert cpu_adam._kernel() is None
+    monkeypatch.setattr(build, "SOURCE", source)
+    assert adam_cpu._kernel() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "falls back on torch's fused kernel" in caplog.text and "error" in caplog.text
 
@@ -306,7 +307,7 @@ def test_a_compiler_that_fails_is_one_warning(afresh, tmp_path, monkeypatch, cap
 def test_no_compiler_is_no_warning(afresh, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with caplog.at_level(logging.INFO, logger="zero"):
-        assert cpu_adam._kernel() is None
+        assert adam_cpu._kernel() is None
     assert [record.levelno for record in caplog.records] == [logging.INFO]
     assert "found no no-such-compiler" in caplog.text
 
@@ -319,9 +320,9 @@ def libraries() -> list[Path]:
 def test_libraries_of_other_cpus_have_other_names(monkeypatch):
     before = libraries()
     monkeypatch.setattr(
-        cpu_adam, "FLAGS", tuple(flag for flag in cpu_adam.FLAGS if flag != "-march=native")
+        build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-march=native")
     )
-    cpu_adam._library()
+    build.load_library()
     assert len(libraries()) == len(before) + 1
 
 
@@ -341,24 +342,24 @@ def plant(tmp_path: Path, library: Path) -> None:
 @needs_compiler
 def test_a_library_that_is_not_what_was_compiled_is_not_loaded(afresh, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert cpu_adam._kernel() is not None
+    assert adam_cpu._kernel() is not None
     (library,) = libraries()
     folder = library.parent
     assert folder.stat().st_mode & 0o777 == 0o700
     library.unlink()
     plant(tmp_path, library)
-    assert cpu_adam._kernel() is not None and libraries() == [library]
+    assert adam_cpu._kernel() is not None and libraries() == [library]
 
 
 @needs_compiler
 @pytest.mark.parametrize("make", ["writable", "link", "not ours"])
 def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
-    assert cpu_adam._kernel() is not None
+    assert adam_cpu._kernel() is not None
     (library,) = libraries()
     content = library.read_bytes()
     plant(tmp_path, library)
-    planted = library.with_name(f"{library.name[:33]}{cpu_adam._hash(library.read_bytes())}.so")
+    planted = library.with_name(f"{library.name[:33]}{build._hash(library.read_bytes())}.so")
     library.rename(planted)
     folder = planted.parent
     if make == "writable":
@@ -370,7 +371,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, m
         os.chown(folder, 12345, 12345)
     else:
         pytest.skip("only root can give a folder away")
-    assert cpu_adam._kernel() is not None
+    assert adam_cpu._kernel() is not None
     assert [record.levelno for record in caplog.records] == [
         logging.WARNING
     ] and "nobody else can write" in caplog.text
@@ -379,10 +380,10 @@ def test_a_folder_that_others_can_write_to_is_not_used(make, afresh, tmp_path, m
 
 @needs_compiler
 def test_a_library_without_the_function_is_one_warning(afresh, tmp_path, monkeypatch, caplog):
-    source = tmp_path / "cpu_adam.cpp"
+    source = tmp_path / "adam_cpu.cpp"
     source.write_text("int other() { return 1; }")
-    monkeypatch.setattr(cpu_adam, "SOURCE", source)
-    assert cpu_adam._kernel() is None
+    monkeypatch.setattr(build, "SOURCE", source)
+    assert adam_cpu._kernel() is None
     assert [record.levelno for record in caplog.records] == [
         logging.WARNING
     ] and "zero_cpu_adam" in caplog.text
@@ -409,17 +410,17 @@ def test_threads(cores, ranks, omp, expected, monkeypatch):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert cpu_adam.thread_count() == expected
+    assert adam_cpu.thread_count() == expected
 
 
 @needs_compiler
 def test_a_default_dtype_that_scripts_set_changes_nothing():
     torch.set_default_dtype(torch.bfloat16)
     try:
-        cpu_adam._roots.cache_clear()
+        adam_cpu._roots.cache_clear()
         ours = [tensor.float() for tensor in state(1003)]
         before = ours[0].clone()
-        assert cpu_adam.new_state(ours[0])["step"].dtype == torch.float32
+        assert adam_cpu.new_state(ours[0])["step"].dtype == torch.float32
         adam(ours, before, step=1)
     finally:
         torch.set_default_dtype(torch.float32)

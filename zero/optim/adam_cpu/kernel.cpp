@@ -1,4 +1,4 @@
-// Adam on host memory in one pass; compiled and called by cpu_adam.py, which says what is computed and to which bits.
+// Adam on host memory in one pass; compiled by build.py and called by __init__.py, which says what is computed and to which bits.
 //
 // No header of torch or Python, so that it compiles in seconds. Every operation is one IEEE fp32 operation in torch's
 // order, and `fused` stands where torch's own kernels fuse; with -ffp-contract=off nothing else is fused. Vector bodies
@@ -15,7 +15,7 @@
 // MKL's vmsSqrt by its Fortran name: (count, values, roots, mode).
 extern "C" typedef void Roots(const int32_t*, const float*, float*, const int64_t*);
 
-// As `_Scalars` in cpu_adam.py: each a Python float rounded to fp32, where torch rounds it.
+// As `_Scalars` in __init__.py: each a Python float rounded to fp32, where torch rounds it.
 extern "C" struct Scalars {
     float factor;       // on the gradient
     float l2;           // coupled weight decay, else 0
@@ -26,7 +26,7 @@ extern "C" struct Scalars {
     float correction;   // sqrt(1 - beta2 ** step)
     float eps;
     float step_size;    // -lr / (1 - beta1 ** step)
-    uint32_t turn;      // the step's part of the thresholds; see moments.py
+    uint32_t turn;      // the step's part of the thresholds; see adam8bit.py
     Roots* roots;       // where torch takes square roots from; null: the CPU's instruction
 };
 
@@ -138,7 +138,7 @@ inline float float_of(uint32_t bits) {
     return value;
 }
 
-constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // these three as in moments.py
+constexpr uint32_t OF_PLACE = 0x85ebca6bu, OF_FIRST = 0x5bd1e995u;  // these three as in adam8bit.py
 constexpr float EDGE = 1.0f / 4096.0f;
 constexpr uint32_t MAGNITUDE = 0x7fffffffu, INFINITE = 0x7f800000u, LEAST_NORMAL = 0x00800000u;
 
@@ -154,7 +154,7 @@ inline float threshold(uint32_t turn) {
     return share < EDGE ? EDGE : share > 1.0f - EDGE ? 1.0f - EDGE : share;
 }
 
-// The same with moments as codes; see moments.py. Magnitudes are ordered as their bits, whose maximum the compiler
+// The same with moments as codes; see adam8bit.py. Magnitudes are ordered as their bits, whose maximum the compiler
 // vectorises.
 template <class Gradient>
 void update_coded(float* __restrict master, const Gradient* __restrict grad, int8_t* __restrict exp_avg,

@@ -6,7 +6,7 @@ operation by operation, in fp32; scalars are computed in Python and rounded to f
 
     grad = grad * factor
     master = master * (1 - lr * weight_decay)         decoupled (AdamW, arXiv 1711.05101), or
-    grad = fma(master, weight_decay, grad)            coupled (Adam with an L2 term, arXiv 1412.6980)
+    grad = fma(master, weight_decay, grad)            coupled (Adam with L2, arXiv 1412.6980)
     exp_avg = fma(1 - beta1, grad - exp_avg, exp_avg)
     exp_avg_sq = fma((1 - beta2) * grad, grad, exp_avg_sq * beta2)
     denominator = sqrt(exp_avg_sq) / sqrt(1 - beta2 ** step) + eps
@@ -32,14 +32,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
-import shlex
-import stat
 import subprocess
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from pathlib import Path
 
@@ -48,21 +44,10 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero.optim import adam8bit
+from zero.optim.adam_cpu import build
 
 logger = logging.getLogger("zero")
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-# No contraction: the source says where to fuse. The others let the compiler vectorise sqrt and
-# selections.
-FLAGS = (
-    "-std=c++17",
-    "-pthread",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)
 # Elements that a thread takes at a time: 7 MB of memory. The calling thread alone updates tensors
 # of up to this size.
 PIECE = 1 << 18
@@ -71,7 +56,7 @@ _CAST_PIECE = 1 << 22
 
 
 class _Scalars(ctypes.Structure):
-    """As `Scalars` in cpu_adam.cpp; ctypes rounds a Python float to fp32, to nearest."""
+    """As `Scalars` in kernel.cpp; ctypes rounds a Python float to fp32, to nearest."""
 
     _fields_ = [
         (name, ctypes.c_float)
@@ -129,41 +114,66 @@ def adam(
     kernel = _kernel()
     casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
     most = max(1, _CAST_PIECE if casts else master.numel())
-    parts = [repeat(None) if each is None else each.split(most) for each in tensors.values()]
-    parts += [
-        repeat(None) if each is None else each.split(-(-most // adam8bit.BLOCK)) for each in scales
-    ]
-    pieces = list(zip(*parts, strict=False))
-    if kernel is not None:
-        scalars = _Scalars(
-            factor=factor,
-            l2=0.0 if decoupled else weight_decay,
-            shrink=1 - lr * weight_decay if decoupled else 1.0,
-            to_gradient=1 - beta1,
-            beta2=beta2,
-            from_square=1 - beta2,
-            correction=(1 - beta2**step) ** 0.5,
-            eps=eps,
-            step_size=-(lr / (1 - beta1**step)),
-            turn=adam8bit.turn(step),
-            roots=_roots() if torch_sqrt else None,
-        )
-        _by_kernel(kernel, scalars, pieces)
+    pieces = zip(
+        *(_split(tensor, most) for tensor in tensors.values()),
+        *(_split(scale, -(-most // adam8bit.BLOCK)) for scale in scales),
+        strict=False,
+    )
+    if kernel is None:
+        numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+        variant = {"fused": True, "amsgrad": False, "maximize": False}
+        for p, g, m, v, o, *scales in pieces:
+            wide = g.to(torch.float32, copy=True).mul_(factor)
+            steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
+            with adam8bit.as_fp32((m, v), scales, step) as (m, v):
+                torch_adam(
+                    [p],
+                    [wide],
+                    [m],
+                    [v],
+                    [],
+                    [steps],
+                    weight_decay=weight_decay,
+                    decoupled_weight_decay=decoupled,
+                    **numbers,
+                    **variant,
+                )
+            if o is not None:
+                o.copy_(p)
         return
-    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    variant = {
-        "fused": True,
-        "decoupled_weight_decay": decoupled,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    scalars = _Scalars(
+        factor=factor,
+        l2=0.0 if decoupled else weight_decay,
+        shrink=1 - lr * weight_decay if decoupled else 1.0,
+        to_gradient=1 - beta1,
+        beta2=beta2,
+        from_square=1 - beta2,
+        correction=(1 - beta2**step) ** 0.5,
+        eps=eps,
+        step_size=-(lr / (1 - beta1**step)),
+        turn=adam8bit.turn(step),
+        roots=_roots() if torch_sqrt else None,
+    )
+    threads = thread_count()
     for p, g, m, v, o, *scales in pieces:
-        wide = g.to(torch.float32, copy=True).mul_(factor)
-        steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-        with adam8bit.as_fp32((m, v), scales, step) as (exp_avg, exp_avg_sq):
-            torch_adam([p], [wide], [exp_avg], [exp_avg_sq], [], [steps], **numbers, **variant)
-        if o is not None:
+        # The kernel knows no fp16: torch casts.
+        wide = g.float() if g.dtype == torch.float16 else g
+        rounds = o is not None and o.dtype == torch.bfloat16
+        places = (p, wide, m, v, o if rounds else None, *scales)
+        kernel(
+            *(None if place is None else place.data_ptr() for place in places),
+            p.numel(),
+            wide.dtype == torch.bfloat16,
+            ctypes.byref(scalars),
+            PIECE,
+            threads,
+        )
+        if o is not None and not rounds:
             o.copy_(p)
+
+
+def _split(tensor: torch.Tensor | None, most: int) -> Iterable[torch.Tensor | None]:
+    return repeat(None) if tensor is None else tensor.split(most)
 
 
 def _check(tensors: dict[str, torch.Tensor | None]) -> None:
@@ -186,26 +196,6 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
 
 def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
     return all(adam8bit.is_coded(tensors[key], tensors["master"].numel()) for key in adam8bit.KEYS)
-
-
-def _by_kernel(kernel: Callable[..., None], scalars: _Scalars, pieces: list[tuple]) -> None:
-    """Update all pieces, each on several threads. The kernel knows no fp16: torch casts."""
-    threads = thread_count()
-    for p, g, m, v, o, *scales in pieces:
-        wide = g.float() if g.dtype == torch.float16 else g
-        rounds = o is not None and o.dtype == torch.bfloat16
-        places = (p, wide, m, v, o if rounds else None, *scales)
-        addresses = (None if each is None else each.data_ptr() for each in places)
-        kernel(
-            *addresses,
-            p.numel(),
-            wide.dtype == torch.bfloat16,
-            ctypes.byref(scalars),
-            PIECE,
-            threads,
-        )
-        if o is not None and not rounds:
-            o.copy_(p)
 
 
 _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
@@ -278,18 +268,14 @@ def _roots() -> ctypes.c_void_p | None:
     except (OSError, AttributeError):
         return None
     # With every dtype and device named: scripts change the defaults.
-    values = torch.rand(
-        1000, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-    )
-    found, count, mode = (
-        torch.empty_like(values),
-        ctypes.c_int32(1000),
-        ctypes.c_int64(0x2 | 0x140000 | 0x100),
-    )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(1000, generator=generator, dtype=torch.float32, device="cpu")
+    found = torch.empty_like(values)
     function(
-        ctypes.byref(count),
-        *(ctypes.c_void_p(t.data_ptr()) for t in (values, found)),
-        ctypes.byref(mode),
+        ctypes.byref(ctypes.c_int32(1000)),
+        ctypes.c_void_p(values.data_ptr()),
+        ctypes.c_void_p(found.data_ptr()),
+        ctypes.byref(ctypes.c_int64(0x2 | 0x140000 | 0x100)),
     )
     return ctypes.cast(function, ctypes.c_void_p) if torch.equal(found, values.sqrt()) else None
 
@@ -301,9 +287,9 @@ def thread_count() -> int:
     `OMP_NUM_THREADS` takes precedence, up to the number of those cores. With several ranks on a
     machine a 1 is ignored: torchrun sets it by itself, to limit the threads of torch's operations.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > (1 if ranks > 1 else 0):
@@ -320,7 +306,7 @@ def is_compiled() -> bool:
 def _kernel() -> Callable[..., None] | None:
     """The compiled function, built by the first call on a machine; None if it cannot be built."""
     try:
-        kernel = _library().zero_cpu_adam
+        kernel = build.load_library().zero_cpu_adam
     except (
         OSError,
         RuntimeError,
@@ -328,100 +314,17 @@ def _kernel() -> Callable[..., None] | None:
         AttributeError,
         subprocess.CalledProcessError,
     ) as error:
-        missing = isinstance(error, FileNotFoundError)
-        reason = (
-            f"found no {error.filename}"
-            if missing
-            else getattr(error, "stderr", None) or str(error)
-        )
+        level, reason = logging.WARNING, getattr(error, "stderr", None) or str(error)
+        if isinstance(error, FileNotFoundError):
+            level, reason = logging.INFO, f"found no {error.filename}"
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line of each machine
-            level, line = (
-                logging.INFO if missing else logging.WARNING,
-                (reason.splitlines() or [repr(error)])[0],
-            )
             logger.log(
                 level,
                 "Adam on host memory falls back on torch's fused kernel, which is slower: %s",
-                line,
+                (reason.splitlines() or [repr(error)])[0],
             )
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 7 + [
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.POINTER(_Scalars),
-    ]
-    kernel.argtypes += [ctypes.c_int64, ctypes.c_int]
+    numbers = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Scalars), ctypes.c_int64, ctypes.c_int
+    kernel.argtypes = [ctypes.c_void_p] * 7 + [*numbers]
     kernel.restype = None
     return kernel
-
-
-def _library() -> ctypes.CDLL:
-    """The compiled kernel, built unless it is in the cache.
-
-    The first half of its name is a hash of all that it depends on: the command and the
-    preprocessor's output, which is the source and, as macros, the compiler's version and the CPU's
-    instructions. (Machines may share a home folder.) The second half is a hash of the library's
-    content. torch's own loader does not look at the CPU, and its lock file outlives a killed
-    process."""
-    compiler = [
-        *shlex.split(os.environ.get("CXX") or "c++"),
-        *FLAGS,
-        f"-DTORCH_FUSES={int(_torch_fuses())}",
-        str(SOURCE),
-    ]
-    name = _hash(f"{compiler} {_output_of([*compiler, '-E', '-dD'])}".encode())
-    folder = _cache()
-    for library in folder.glob(f"{name}-*.so") if folder else ():
-        if library.name == f"{name}-{_hash(library.read_bytes())}.so":
-            return ctypes.CDLL(str(library))
-    with tempfile.TemporaryDirectory(
-        dir=folder
-    ) as private:  # a folder where no other user may write
-        library = Path(private, "kernel.so")
-        _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
-        loaded = ctypes.CDLL(str(library))
-        if folder:
-            os.replace(
-                library, folder / f"{name}-{_hash(library.read_bytes())}.so"
-            )  # whole or not at all
-        return loaded
-
-
-def _cache() -> Path | None:
-    """The folder of compiled kernels;
-
-    None if other users may write to it, because their files would be run.
-    """
-    folder = (
-        Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-        / "zero_cpu_adam"
-    )
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError:
-        return None  # it is compiled for this process alone
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not own and os.environ.get("LOCAL_RANK", "0") == "0":
-        logger.warning(
-            "%s is not used: it must be a folder of this user that nobody else can write to", folder
-        )
-    return folder if own else None
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
-
-
-def _torch_fuses() -> bool:
-    """Whether torch's kernels fuse a product and a sum, rounding once: not at its lowest level of
-    x86 instructions.
-    """
-    values = torch.tensor([1 + 2.0**-12, -1.0], dtype=torch.float32, device="cpu")
-    return torch.addcmul(values[1], values[0], values[0]).item() != 2.0**-11
-
-
-def _output_of(command: list[str]) -> str:
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace"
-    ).stdout
