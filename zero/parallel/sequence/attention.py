@@ -43,13 +43,11 @@ _cores: dict[str, Callable | None] = {}
 class _Model:
     """A model whose sequences are shared. `in_eval`: also where it is not training."""
 
-    def __init__(self, model: nn.Module, ranks: SequenceGroup, in_eval: bool):
+    def __init__(self, model: nn.Module, config: Any, ranks: SequenceGroup, in_eval: bool):
         self.ranks = ranks
         self.in_eval = in_eval
         self.calls = 0
-        self.has_chunks = (
-            getattr(model.config.get_text_config(), "attention_chunk_size", None) is not None
-        )
+        self.has_chunks = getattr(config, "attention_chunk_size", None) is not None
 
         # Functions, not methods: a copy of the model shares them, and is not known here.
         def before(*given: Any) -> tuple[tuple, dict[str, Any]] | None:
@@ -79,8 +77,7 @@ class _Model:
         if mask is not None and mask.shape != piece.shape[:2]:
             raise UsageError(
                 f"sequence parallelism: attention_mask of shape {tuple(mask.shape)} does not "
-                "belong to a piece of "
-                f"shape {tuple(piece.shape[:2])}: give (batch, piece)"
+                f"belong to a piece of shape {tuple(piece.shape[:2])}: give (batch, piece)"
             )
         if positions is None:
             first = self.ranks.rank * piece.shape[1]
@@ -92,9 +89,8 @@ class _Model:
         whole_mask = None if mask is None else _if_it_matters(self.ranks.gather(mask).bool())
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
         if self.has_chunks and whole_mask is not None:
-            raise UsageError(
-                "sequence parallelism: attention in chunks takes padding on the right only"
-            )
+            message = "attention in chunks takes padding on the right only"
+            raise UsageError(f"sequence parallelism: {message}")
         if mask is None or self.has_chunks:
             # With a mask, transformers does not look for packed sequences in this piece. Otherwise
             # chunk borders would shift by this piece's padding.
@@ -107,8 +103,8 @@ class _Model:
         if output is not None and ended is not None and not self.calls:
             raise UsageError(
                 f"sequence parallelism: {type(module).__name__} has called none of transformers' "
-                "attention functions, "
-                "so each rank has attended to its own piece only: this model is not supported"
+                "attention functions, so each rank has attended to its own piece only: this model "
+                "is not supported"
             )
 
 
@@ -123,24 +119,20 @@ def attach(model: nn.Module, ranks: SequenceGroup, in_eval: bool = True) -> None
 
     Raises UsageError, naming the numbers, if the group's size does not divide the heads; and for
     models whose tokens depend on others outside of causal attention."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    name = type(model).__name__
     if not hasattr(config, "get_text_config"):
-        raise UsageError(
-            f"sequence parallelism: {type(model).__name__} is not a model of transformers: no "
-            "config"
-        )
+        raise UsageError(f"sequence parallelism: {name} is not a model of transformers: no config")
     text = config.get_text_config()
     if (heads := getattr(text, "num_attention_heads", 0)) % ranks.size:
-        raise UsageError(
-            f"sequence_parallel_size: {ranks.size} does not divide the model's {heads} attention "
-            "heads"
-        )
+        message = f"{ranks.size} does not divide the model's {heads} attention heads"
+        raise UsageError(f"sequence_parallel_size: {message}")
     others = {*(getattr(text, "layer_types", None) or ())} - _KINDS_OF_LAYERS
     if getattr(config, "is_encoder_decoder", False) or others:
         kind = f"layers of type {sorted(others)}" if others else "an encoder and a decoder"
-        raise UsageError(f"sequence parallelism: not for {type(model).__name__}, which has {kind}")
+        raise UsageError(f"sequence parallelism: not for {name}, which has {kind}")
     detach(model)
-    known = _Model(model, ranks, in_eval)
+    known = _Model(model, text, ranks, in_eval)
     for module in model.modules():
         _models[module] = known
         if implementation := getattr(getattr(module, "config", None), "_attn_implementation", None):
@@ -165,7 +157,7 @@ def _wrap(implementation: str) -> None:
     core = _cores[implementation] = ALL_ATTENTION_FUNCTIONS.get(implementation)
 
     @torch.compiler.disable
-    def attention(module: nn.Module, *tensors: torch.Tensor | None, **kwargs: Any) -> tuple:
+    def attention(module: nn.Module, *tensors: Any, **kwargs: Any) -> tuple:
         call = core or _eager_function(module)
         model = _models.get(module)
         if model is None or not model.acts(module):
@@ -183,27 +175,19 @@ def _wrap(implementation: str) -> None:
 
 def _eager_function(module: nn.Module) -> Callable:
     """Each modeling file defines its own eager attention, which is not registered."""
-    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    found = next(
-        (
-            file.eager_attention_forward
-            for file in files
-            if hasattr(file, "eager_attention_forward")
-        ),
-        None,
+    for kind in type(module).__mro__:
+        if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+            return function
+    raise UsageError(
+        f"attn_implementation 'eager': {type(module).__name__} has no eager_attention_forward"
     )
-    if found is None:
-        raise UsageError(
-            f"attn_implementation 'eager': {type(module).__name__} has no eager_attention_forward"
-        )
-    return found
 
 
 def _attend(
     core: Callable,
     implementation: str,
     ranks: SequenceGroup,
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -214,24 +198,14 @@ def _attend(
     heads, ...).
     """
     kind = type(module).__name__
-    if (
-        query.shape[2] != key.shape[2]
-        or not getattr(module, "is_causal", True)
-        or kwargs.get("is_causal") is False
-    ):
-        raise UsageError(
-            f"sequence parallelism: {kind} is not causal attention of a sequence to itself without "
-            "a cache"
-        )
-    if (
-        kwargs.get("s_aux") is not None
-        or kwargs.get("position_bias") is not None
-        or hasattr(module, "sinks")
-    ):
-        raise UsageError(
-            f"sequence parallelism: {kind} has values of each head (sinks, position bias): not "
-            "supported"
-        )
+    is_causal = getattr(module, "is_causal", True) and kwargs.get("is_causal") is not False
+    if query.shape[2] != key.shape[2] or not is_causal:
+        message = "is not causal attention of a sequence to itself without a cache"
+        raise UsageError(f"sequence parallelism: {kind} {message}")
+    per_head = (kwargs.get("s_aux"), kwargs.get("position_bias"), getattr(module, "sinks", None))
+    if any(values is not None for values in per_head):
+        message = "has values of each head (sinks, position bias): not supported"
+        raise UsageError(f"sequence parallelism: {kind} {message}")
     if kwargs.get("position_ids") is not None and implementation not in _READS_THE_MASK:
         kwargs["position_ids"] = ranks.gather(kwargs["position_ids"].expand(query.shape[0], -1))
     # Ranks that share a head of keys and values all need it.
@@ -256,14 +230,11 @@ def _of_the_whole(given: dict[str, Any]) -> dict[str, Any]:
         return given
     ranks, mask, positions, documents = _forward
     if given["q_length"] != given["kv_length"]:
-        raise UsageError(
-            "sequence parallelism: attention to a cache of earlier tokens is not supported"
-        )
+        message = "attention to a cache of earlier tokens is not supported"
+        raise UsageError(f"sequence parallelism: {message}")
     if given.get("use_vmap"):
-        raise UsageError(
-            "sequence parallelism: this model adds its own mask, which cannot be built for the "
-            "whole sequence"
-        )
+        message = "this model adds its own mask, which cannot be built for the whole sequence"
+        raise UsageError(f"sequence parallelism: {message}")
     length = given["q_length"] * ranks.size
     given = {**given, "q_length": length, "kv_length": length, "attention_mask": mask}
     if documents is not None:

@@ -31,7 +31,8 @@ class SequenceGroup:
         # Under the plain name, the backward of torch's differentiable all-gather confuses group
         # ranks with global ranks. The Trainer's loss uses this function.
         backend = "cpu:gloo" if backend == "gloo" else backend
-        self.group, _ = dist.new_subgroups(size, timeout=world.group_timeout(), backend=backend)
+        group, _ = dist.new_subgroups(size, timeout=world.group_timeout(), backend=backend)
+        self.group: Any = group
         self.size = size
         self.rank = dist.get_rank(self.group)
 
