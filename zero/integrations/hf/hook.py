@@ -31,14 +31,13 @@ def enable() -> None:
     Call it before transformers or accelerate are imported; a second call does nothing. It also
 
     - makes a script started by plain `python` the only rank: it sets the variables that a launcher
-    would set. A script
-      that imports Lightning is left alone, because Lightning starts the other ranks itself;
-    - on a machine without a CUDA device, has accelerate use the CPU;
-    - before transformers looks for the last checkpoint, sets aside what a killed run left
-    incomplete;
-    - in a job of several ranks, ends a rank's process when an exception reaches the top of its main
-    thread, so that the
-      launcher stops the others; if several ranks fail, one prints the exception.
+      would set. A script that imports Lightning is left alone, because Lightning starts the other
+      ranks itself;
+    - has accelerate use the CPU on a machine without a CUDA device;
+    - sets aside what a killed run left incomplete, before transformers looks for the last
+      checkpoint;
+    - ends a rank's process when an exception reaches the top of its main thread in a job of several
+      ranks, so that the launcher stops the others; if several ranks fail, one prints the exception.
 
     Raises `RuntimeError` if it comes too late: after transformers' or accelerate's integration was
     imported, or after the real DeepSpeed was. Raises `ValueError` where `ACCELERATE_USE_CPU` is set
@@ -46,17 +45,14 @@ def enable() -> None:
     if finder.is_installed():
         return
     if finder.PACKAGE in sys.modules:
-        raise RuntimeError(
-            "the real deepspeed is already imported: call zero.hf.enable() before anything imports "
-            "it"
-        )
+        call = "call zero.hf.enable() before anything imports it"
+        raise RuntimeError(f"the real deepspeed is already imported: {call}")
     imported = [name for name in _ASK_AT_IMPORT if name in sys.modules]
     if imported:
         raise RuntimeError(
             f"{' and '.join(imported)} already imported, and looked for deepspeed then: call "
-            "zero.hf.enable() before "
-            "importing transformers or accelerate, or start the script by `python -m zero run "
-            "SCRIPT.py`"
+            "zero.hf.enable() before importing transformers or accelerate, or start the script by "
+            "`python -m zero run SCRIPT.py`"
         )
     set_up()
 
@@ -67,9 +63,8 @@ def set_up() -> finder.FacadeFinder:
     `startup/sitecustomize.py` calls this when DeepSpeed is looked for the first time.
     """
     _choose_device()
-    if not any(
-        name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    ) and not _LIGHTNING & {*sys.modules}:
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & {*os.environ}
+    if not launched and not _LIGHTNING & {*sys.modules}:
         sys.meta_path.insert(0, _WorldOfOne(world.become_world_of_one()))
     _say_if_the_real_one_is_installed()
     installed = finder.install()
@@ -97,34 +92,23 @@ def _choose_device() -> None:
     """Have accelerate choose the device that the engine chooses: an accelerator, or the CPU where
     there is none.
     """
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in (
-        "1",
-        "true",
-        "t",
-        "yes",
-        "y",
-        "on",
-    )
+    given = os.environ.get("ACCELERATE_USE_CPU", "").lower()
     if accelerator() is None:
         # With this variable accelerate would ignore its DeepSpeed plugin, and wrap the model in DDP
         # instead.
         os.environ.pop("ACCELERATE_USE_CPU", None)
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
-    elif use_cpu:
+    elif given in ("1", "true", "t", "yes", "y", "on"):
         raise UsageError(
             "ACCELERATE_USE_CPU makes accelerate train without DeepSpeed: unset it, and to train "
-            "on the CPU of a "
-            'machine with GPUs set CUDA_VISIBLE_DEVICES="" instead'
+            'on the CPU of a machine with GPUs set CUDA_VISIBLE_DEVICES="" instead'
         )
 
 
 def _say_if_the_real_one_is_installed() -> None:
     # A search in named folders finds only installed packages, not zero under DeepSpeed's name.
-    real = next(
-        iter(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path))), None
-    )
-    if real is not None and os.environ.get("RANK", "0") == "0":
-        print(
-            f"zero: DeepSpeed {real.version} is installed too; this run uses zero in its place",
-            file=sys.stderr,
-        )
+    installed = list(importlib.metadata.distributions(name=finder.PACKAGE, path=list(sys.path)))
+    if installed and os.environ.get("RANK", "0") == "0":
+        version = installed[0].version
+        text = f"zero: DeepSpeed {version} is installed too; this run uses zero in its place"
+        print(text, file=sys.stderr)
