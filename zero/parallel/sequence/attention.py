@@ -86,7 +86,7 @@ class _Model:
         whole = self.ranks.gather(positions)
         # As transformers does: with a mask, positions do not separate sequences.
         documents = _documents(whole) if mask is None else None
-        whole_mask = None if mask is None else _if_it_matters(self.ranks.gather(mask).bool())
+        whole_mask = None if mask is None else _needed_mask(self.ranks.gather(mask).bool())
         _forward, self.calls = _Whole(self.ranks, whole_mask, whole, documents), 0
         if self.has_chunks and whole_mask is not None:
             message = "attention in chunks takes padding on the right only"
@@ -169,7 +169,7 @@ def _wrap(implementation: str) -> None:
     if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
         make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
         ALL_MASK_ATTENTION_FUNCTIONS.register(
-            implementation, lambda **given: make(**_of_the_whole(given))
+            implementation, lambda **given: make(**_for_whole_sequences(given))
         )
 
 
@@ -212,7 +212,9 @@ def _attend(
     repeats = ranks.size // math.gcd(key.shape[1], ranks.size)
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    query, key, value = (ranks.exchange(tensor, cut=1, join=2) for tensor in (query, key, value))
+    query, key, value = (
+        ranks.all_to_all(tensor, scatter_dim=1, gather_dim=2) for tensor in (query, key, value)
+    )
     groups = getattr(module, "num_key_value_groups", 1)
     try:
         if repeats > 1:
@@ -221,10 +223,10 @@ def _attend(
     finally:
         if repeats > 1:
             module.num_key_value_groups = groups
-    return ranks.exchange(output, cut=1, join=2), None
+    return ranks.all_to_all(output, scatter_dim=1, gather_dim=2), None
 
 
-def _of_the_whole(given: dict[str, Any]) -> dict[str, Any]:
+def _for_whole_sequences(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments for making a mask, of whole sequences instead of pieces."""
     if _forward is None:
         return given
@@ -243,7 +245,7 @@ def _of_the_whole(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _if_it_matters(mask: torch.Tensor) -> torch.Tensor | None:
+def _needed_mask(mask: torch.Tensor) -> torch.Tensor | None:
     """None if padding is on the right only, as no token attends to a later one.
 
     Then no square mask need be made.

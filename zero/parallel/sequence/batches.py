@@ -58,7 +58,7 @@ class MicroBatches(IterableDataset):
                 return
             yield from pieces
 
-    def _cut(self, batch: Mapping[str, Any]) -> tuple[Batch, list[torch.Tensor]]:
+    def _split(self, batch: Mapping[str, Any]) -> tuple[Batch, list[torch.Tensor]]:
         """The batch with a `_Kind` in place of each tensor; and for each rank its pieces of all
         tensors, as bytes.
         """
@@ -93,15 +93,15 @@ class MicroBatches(IterableDataset):
 
     def _exchange(self, batch: Mapping[str, Any] | None) -> list[Batch] | None:
         """This rank's piece of each rank's batch. None if a loader has ended."""
-        own, parts = (None, []) if batch is None else self._cut(batch)
-        batches: list[Batch] = self.ranks.exchange_objects(own)
+        own, parts = (None, []) if batch is None else self._split(batch)
+        batches: list[Batch] = self.ranks.all_gather_objects(own)
         if None in batches:
             return None
         kinds = [
             {key: kind for key, kind in each.items() if isinstance(kind, _Kind)} for each in batches
         ]
         sizes = [[kind.bytes for kind in each.values()] for each in kinds]
-        received = self.ranks.exchange_bytes(parts, [sum(each) for each in sizes])
+        received = self.ranks.all_to_all_bytes(parts, [sum(each) for each in sizes])
         for each, found, split, whole in zip(batches, kinds, sizes, received, strict=True):
             for (key, kind), piece in zip(found.items(), whole.split(split), strict=True):
                 each[key] = piece.clone().view(kind.dtype).view(kind.shape)  # a copy is aligned

@@ -41,13 +41,13 @@ class SequenceGroup:
         """Whether the script has destroyed the process groups since."""
         return self.group not in dist.distributed_c10d._world.pg_map
 
-    def exchange(self, tensor: torch.Tensor, cut: int, join: int) -> torch.Tensor:
-        """All-to-all: cut this rank's tensor along dimension `cut`, and join the pieces received
-        along `join`.
+    def all_to_all(self, tensor: torch.Tensor, scatter_dim: int, gather_dim: int) -> torch.Tensor:
+        """Split this rank's tensor along `scatter_dim` over the ranks, and join the pieces received
+        along `gather_dim`.
 
-        Dimension `cut` becomes `size` times shorter, `join` as much longer. The gradient takes the
-        way back."""
-        return _Exchange.apply(tensor, self, cut, join)
+        `scatter_dim` becomes `size` times shorter, `gather_dim` as much longer. The gradient takes
+        the way back."""
+        return _AllToAll.apply(tensor, self, scatter_dim, gather_dim)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, piece) of every rank as (batch, sequence). Without a gradient."""
@@ -56,13 +56,13 @@ class SequenceGroup:
         dist.all_gather(pieces, tensor, group=self.group)
         return torch.cat(pieces, dim=1)
 
-    def exchange_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks."""
         values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def exchange_bytes(
+    def all_to_all_bytes(
         self, parts: list[torch.Tensor], sizes: list[int]
     ) -> tuple[torch.Tensor, ...]:
         """Send part i (1-D, uint8) to rank i.
@@ -95,26 +95,20 @@ class SequenceGroup:
         return scaled + (value - scaled.detach())
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, ranks: SequenceGroup, cut: int, join: int
+        ctx: Any, tensor: torch.Tensor, ranks: SequenceGroup, scatter_dim: int, gather_dim: int
     ) -> torch.Tensor:
-        ctx.ranks = ranks
-        ctx.cut = cut
-        ctx.join = join
-        return _all_to_all(tensor, ranks, cut, join)
+        ctx.way_back = (ranks, gather_dim, scatter_dim)
+        sent = torch.stack(tensor.chunk(ranks.size, dim=scatter_dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ranks.group)
+        return torch.cat(received.unbind(), dim=gather_dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return _all_to_all(gradient, ctx.ranks, ctx.join, ctx.cut), None, None, None
-
-
-def _all_to_all(tensor: torch.Tensor, ranks: SequenceGroup, cut: int, join: int) -> torch.Tensor:
-    sent = torch.stack(tensor.chunk(ranks.size, dim=cut))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=ranks.group)
-    return torch.cat(received.unbind(), dim=join)
+        return _AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
 _current: SequenceGroup | None = None

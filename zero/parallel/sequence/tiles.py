@@ -32,12 +32,10 @@ def tiled(
 
     Ranks that share parameters must use the same number of tiles. Parts differ by one in length,
     and may be empty. join: the dimension along which results are joined, if it is another one."""
-    return torch.cat(
-        _of_each_tile(function, tensors, tiles, dim), dim=dim if join is None else join
-    )
+    return torch.cat(_run_tiles(function, tensors, tiles, dim), dim=dim if join is None else join)
 
 
-def _of_each_tile(
+def _run_tiles(
     function: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...], tiles: int, dim: int
 ) -> list[torch.Tensor]:
     if tiles < 1:
@@ -84,5 +82,5 @@ def tiled_loss(
         return cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
 
     tokens = hidden.reshape(-1, hidden.shape[-1]), shift_labels.reshape(-1)
-    total = torch.stack(_of_each_tile(part, tokens, tiles, 0)).sum()
+    total = torch.stack(_run_tiles(part, tokens, tiles, 0)).sum()
     return total / (shift_labels != ignore_index).sum().clamp(min=1)
