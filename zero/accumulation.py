@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zero.config import ResolvedConfig
-from zero.core.gradients import GradientReducer
+from zero.core.reduction import GradientReducer
 from zero.errors import UsageError
 
 

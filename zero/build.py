@@ -21,9 +21,9 @@ from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
-from zero.core.gradients import GradientReducer
 from zero.core.layout import GroupPlan, plan_groups
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
 from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.core.sharded_param import cut_of, local

@@ -8,6 +8,7 @@ compares such programs with what the engine does on the simulated accelerator.""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
 from zero.core.layout import GroupLayout, GroupPlan, plan_groups
 from zero.core.param_group import State
-from zero.core.reduction import ReductionOrder
+from zero.core.reduction import GroupGradients, ReductionOrder
 from zero.core.schedule import Residency
 from zero.tools.estimate.activation_trace import enable_checkpointing, operations
 from zero.tools.estimate.states import Home, homes
@@ -127,17 +128,17 @@ class RehearsedReducer:
     def __init__(self, program: Program, reduces_now: Callable[[], bool]):
         self._program = program
         self._reduces_now = reduces_now
-        self._collected: set[RehearsedGroup] = set()
+        self.gradients: dict[RehearsedGroup, GroupGradients] = defaultdict(GroupGradients)
 
     def collect(self, group: RehearsedGroup, index: int) -> None:
         group.params[index].grad = None
-        self._collected.add(group)
+        self.gradients[group].parts[index] = None
 
     def has_pending(self, group: RehearsedGroup) -> bool:
-        return group in self._collected
+        return bool(self.gradients[group].parts)
 
     def reduce(self, group: RehearsedGroup) -> None:
-        self._collected.discard(group)
+        self.gradients[group].forget_parts()
         if self._reduces_now():
             self._program.add("reduce", group.number)
 

@@ -16,8 +16,8 @@ from tests.dist.training import ds_config, start
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.config import load_config
-from zero.core.gradients import GradientReducer
 from zero.core.param_group import ParamGroup, State
+from zero.core.reduction import GradientReducer
 
 SMALL = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 3000}
 HOST = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}

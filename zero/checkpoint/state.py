@@ -26,8 +26,8 @@ from zero.checkpoint.manifest import Manifest
 from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
 from zero.comm.communicator import Communicator
 from zero.config import Config
-from zero.core.gradients import GradientReducer
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError

@@ -26,9 +26,9 @@ from torch import nn
 
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
-from zero.core.gradients import GradientReducer
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.core.sharded_param import is_copy
 from zero.device import is_accelerator
 from zero.errors import UsageError

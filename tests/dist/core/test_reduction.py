@@ -15,7 +15,7 @@ from tests.dist.training import assert_same_weights, ds_config, start, step, tra
 from tests.processes import run_on
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
-from zero.core.gradients import GradientReducer
+from zero.core.reduction import GradientReducer
 from zero.fragments import safe_get_full_grad, safe_set_full_grad
 from zero.offload import tiers
 
@@ -114,7 +114,7 @@ def buffers(rank: int, world_size: int, contiguous: bool) -> tuple[list[bool], d
 
     with (
         mock.patch.object(GradientReducer, "collect", collected),
-        mock.patch("zero.core.gradients.MOST_APART", 0),
+        mock.patch("zero.core.reduction.MOST_APART", 0),
     ):
         weights = train_zero(engine, toy_batches(2)).weights
     return seen, weights

@@ -22,8 +22,8 @@ from tests.dist.training import adamw, ds_config, loss_of, one_group, split, tra
 from tests.processes import REPOSITORY, kill_tree, run, run_on
 from zero.comm.communicator import Communicator
 from zero.config import load_config
-from zero.core.gradients import GradientReducer
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer

@@ -1,5 +1,5 @@
 """The gradients of one backward on the device of one rank, for `zero estimate`: as
-`zero/core/gradients.py` reduces them.
+`zero/core/reduction.py` reduces them.
 """
 
 from __future__ import annotations

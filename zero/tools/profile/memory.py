@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.core.gradients import GradientReducer
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.device import is_accelerator
 from zero.engine import ZeroEngine
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
