@@ -8,7 +8,7 @@ Each installed script runs full and with adapters: train 4 steps on two CPU proc
 evaluate, save, resume from the checkpoint of step 2, load the result. The reference is the same
 script under DDP. The command is `torchrun --nproc_per_node 2 -m zero run SCRIPT ... --deepspeed
 FILE`, but the ranks are forks of a process that has imported transformers. `--launcher accelerate`
-really calls `zero run accelerate launch`. `compatibility_data` makes models and data, so no hub is
+really calls `zero run accelerate launch`. `data` makes models and data, so no hub is
 needed.
 
 Prints a table and writes the rows to a JSON file. That keeps rows of earlier runs of other scripts
@@ -54,7 +54,7 @@ COMMON = (
 _TRL = COMMON + " --dtype float32 --model_name_or_path {data}/"
 _SAMPLING = (
     "model --dataset_name {data}/prompt --num_generations 2 --max_completion_length 12 --beta 0.1"
-    " --reward_funcs benchmarks.compatibility_data.vowels"
+    " --reward_funcs benchmarks.compatibility.data.vowels"
 )
 _TEACHER = " --teacher_model_name_or_path {data}/teacher"
 _LORA = "--use_peft --lora_r 4 --lora_alpha 8 --lora_target_modules all-linear"
