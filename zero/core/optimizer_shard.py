@@ -39,7 +39,8 @@ class OptimizerShard:
     def __init__(self, group: ParamGroup, tier: Tier):
         self.group = group
         self.tier = tier
-        self.master: torch.Tensor | None = None
+        # Nobody asks for it before `make_master`, nor after `free`.
+        self.master: torch.Tensor = None  # pyright: ignore[reportAttributeAccessIssue]
         self.grad: torch.Tensor | None = None
         # 2-norms of the pieces of an offloaded gradient, by the piece's start. They are computed on
         # the compute device before the gradient leaves it.
@@ -84,7 +85,8 @@ class OptimizerShard:
     def free(self) -> None:
         """Free master and gradient: the optimizer has ended."""
         self.group.optimizer_shard = None
-        self.master = self.grad = None
+        self.master = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.grad = None
         self._writes.clear()
 
     @torch.no_grad()

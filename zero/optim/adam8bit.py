@@ -23,10 +23,10 @@ the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -61,7 +61,7 @@ def new(master: torch.Tensor) -> torch.Tensor:
     return torch.zeros(nbytes(master.numel()), dtype=torch.uint8, device=master.device)
 
 
-def is_coded(value: object, numel: int) -> bool:
+def is_coded(value: object, numel: int) -> TypeGuard[torch.Tensor]:
     """Whether `value` is a coded tensor of `numel` elements."""
     return (
         isinstance(value, torch.Tensor)
@@ -150,7 +150,7 @@ def decode(key: str, codes: torch.Tensor, scales: torch.Tensor, begin: int = 0) 
 
 
 @contextmanager
-def as_fp32(codes: Pair, scales: Sequence[torch.Tensor | None], step: int) -> Iterator[Pair]:
+def as_fp32(codes: Pair, scales: Pair | tuple[None, None], step: int) -> Iterator[Pair]:
     """The values of both moments, of which the codes are made again after a step.
 
     Without scales they are no codes.
@@ -158,9 +158,9 @@ def as_fp32(codes: Pair, scales: Sequence[torch.Tensor | None], step: int) -> It
     if scales[0] is None:
         yield codes
         return
-    values = tuple(decode(*each) for each in zip(KEYS, codes, scales, strict=True))
-    yield values
-    _encode_into(codes, scales, *values, step)
+    exp_avg, exp_avg_sq = (decode(*known) for known in zip(KEYS, codes, scales, strict=True))
+    yield exp_avg, exp_avg_sq
+    _encode_into(codes, scales, exp_avg, exp_avg_sq, step)
 
 
 def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
@@ -173,13 +173,14 @@ def decoded(state: dict[str, Any], numel: int) -> dict[str, Any]:
 def encoded(
     state: dict[str, Any], into: dict[str, Any], step: Step = None
 ) -> dict[str, torch.Tensor]:
-    """The coded moments of a sub-group's state, which has fp32 ones: in the tensors of `into`, if it has
-    coded ones.
+    """The coded moments of a sub-group's state, which has fp32 ones: in the tensors of `into` if
+    it has coded ones.
 
     `step`: as for `encode`. On an accelerator each step may have a stream of its own. A tensor that
     is kept need not wait for all of them."""
     found = {}
-    for key, made in zip(KEYS, encode(*(state[key] for key in KEYS), step), strict=True):
+    made_of_both = encode(state[KEYS[0]], state[KEYS[1]], step)
+    for key, made in zip(KEYS, made_of_both, strict=True):
         found[key] = into[key].copy_(made) if key in into else made
     return found
 
@@ -201,7 +202,7 @@ class CodedSlice:
     dtype, itemsize = torch.float32, 4
 
     @classmethod
-    def of(cls, key: str, value: object, numel: int) -> object:
+    def of(cls, key: str, value: Any, numel: int) -> Any:
         """All elements of a state's value if that is a coded tensor of `numel` elements, else the
         value itself.
         """

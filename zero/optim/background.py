@@ -55,7 +55,9 @@ class SubGroupInMemory:
         self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
         self._reads: list[Pending] = []
         self._stored = state.state_of(sub_group)
-        self.grad = self._read(sub_group.shard.grad[sub_group.start : sub_group.end])
+        grad = sub_group.shard.grad
+        assert grad is not None, "in a step each shard has a gradient"
+        self.grad = self._read(grad[sub_group.start : sub_group.end])
         self.master = self._read(sub_group.master)
         self.state = {
             key: self._read(value) if is_state_tensor(value) else value
@@ -95,7 +97,8 @@ class SubGroupInMemory:
         shard, tier, writes, stored = self.sub_group.shard, self._tier, [rounded], {}
         if self.master is not self.sub_group.master:
             writes.append(tier.store(self.sub_group.master, self.master))
-        in_file = tier.puts_in_file(shard.master.nbytes)  # of the group: each one may be small
+        # The whole group counts: each sub-group may be small.
+        file = tier.file if tier.puts_in_file(shard.master.nbytes) else None
         for key, value in self.state.items():
             place = self._stored.get(key)
             if not is_state_tensor(value):
@@ -104,7 +107,7 @@ class SubGroupInMemory:
             if not (
                 is_state_tensor(place) and tier.holds_in_file(place) and place.dtype == value.dtype
             ):
-                place = tier.file.empty(value.numel(), value.dtype) if in_file else value
+                place = value if file is None else file.empty(value.numel(), value.dtype)
             if place is not value:
                 writes.append(tier.store(place, value))
             stored[key] = place

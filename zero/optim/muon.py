@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,13 @@ from torch import nn
 from zero.errors import UsageError
 
 # What a group has that says nothing else; as in DeepSpeed and in Muon's first implementation.
-MUON_DEFAULTS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-ADAM_DEFAULTS = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+ADAM_DEFAULTS: dict[str, Any] = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+}
 # Matrices whose names contain one of these are no hidden layers, for which Muon is made.
 NOT_HIDDEN = ("embed", "lm_head")
 # Most elements of a batch of matrices. Small matrices gain by a batch; big ones would only take
@@ -92,13 +97,13 @@ class BatchedMuon(torch.optim.Muon):
                 for first in range(0, len(params), most):
                     self._update(params[first : first + most], group)
 
-    def _update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
+    def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
         """Update matrices of one shape."""
         lr, momentum, (rows, columns) = float(group["lr"]), group["momentum"], params[0].shape
-        grads = [param.grad for param in params]
-        for param in params:
+        grads = [param.grad for param in params if param.grad is not None]
+        for param, grad in zip(params, grads, strict=True):
             if "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
+                self.state[param]["momentum_buffer"] = torch.zeros_like(grad)
         averages = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(averages, grads, 1 - momentum)
         updates = torch._foreach_lerp(grads, averages, momentum) if group["nesterov"] else averages

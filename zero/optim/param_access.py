@@ -15,10 +15,10 @@ from torch import nn
 
 from zero.core.layout import Piece
 from zero.core.optimizer_shard import OptimizerShard
-from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.adam8bit import CodedSlice, replace
+from zero.optim.redistribute import WholeTensor
 from zero.optim.sharded_optimizer import optimizer_of
 
 FP32, GRADIENT = "fp32 value", "gradient"
@@ -30,37 +30,43 @@ class ParameterState:
     """
 
     def __init__(self, param: nn.Parameter, kind: str):
-        group = owning_group(param)
         self.param = param
         self.kind = kind
-        self.group = group
-        self.optimizer = None if group is None else optimizer_of(group)
+        self._is_state = kind not in (FP32, GRADIENT)
+        self._whole: WholeTensor | None = None
+        # The state of the whole tensor, if this rank owns it, and if it has the tensor's shape.
+        self._owned: torch.Tensor | None = None
+        self.exists = False
+        group = owning_group(param)
         if group is not None:
             group.wait_for_update()
-        whole = None if self.optimizer is None or kind in (FP32, GRADIENT) else self.optimizer.whole
-        self._whole = None if whole is None else whole.of_param.get(param)
-        self.exists = self.optimizer is not None and self._has_values(group)
+        optimizer = None if group is None else optimizer_of(group)
+        self.is_trained = optimizer is not None
+        if group is None or optimizer is None:
+            return
+        self.group = group
+        self.optimizer = optimizer
+        if self._is_state and optimizer.whole is not None:
+            self._whole = optimizer.whole.of_param.get(param)
+        if self._whole is not None and optimizer.whole is not None:
+            found = optimizer.whole.state_of(self._whole).get(kind)
+            if isinstance(found, torch.Tensor) and found.shape == param.shape:
+                self._owned = found
+        self.exists = self._has_values()
         if self.exists:
             slot = next(i for i, held in enumerate(group.params) if held is param)
             # A rank without a part of the parameter has an empty piece, because it must take part
             # in collectives.
             self.piece = group.layout.part(slot, group.comm.shard_group.rank)
 
-    def _has_values(self, group: ParamGroup) -> bool:
+    def _has_values(self) -> bool:
         if self.kind == GRADIENT:
             reducer = self.optimizer.reducer
-            return reducer.is_fresh(group) or reducer.carried(group) is not None
+            return reducer.is_fresh(self.group) or reducer.carried(self.group) is not None
         if self._whole is not None:
-            return self._owned() is not None
+            return self._owned is not None
         return self.kind == FP32 or any(
             self.kind in state for state in self.optimizer.state.values()
-        )
-
-    def _owned(self) -> torch.Tensor | None:
-        """The state of a whole tensor, if this rank owns it, and if it has the tensor's shape."""
-        found = self.optimizer.whole.state_of(self._whole).get(self.kind)
-        return (
-            found if isinstance(found, torch.Tensor) and found.shape == self.param.shape else None
         )
 
     def _refuse_local(self) -> None:
@@ -73,7 +79,7 @@ class ParameterState:
 
     def _refuse_unknown(self) -> None:
         """Raise UsageError if the optimizer has states, and none of this name."""
-        if self.optimizer is None or self._whole is not None or self.kind in (FP32, GRADIENT):
+        if not self.is_trained or self._whole is not None or not self._is_state:
             return
         known = sorted({key for state in self.optimizer.state.values() for key in state})
         if known:
@@ -95,19 +101,20 @@ class ParameterState:
         """
         group = self.group
         waiting = self.optimizer.reducer.carried(group)
+        reduced = self._shard.grad
         if waiting is None:
-            return self._shard.grad
+            assert reduced is not None, "this rank has a gradient if `exists`"
+            return reduced
         out = torch.empty(group.layout.shard_numel, dtype=torch.float32, device=waiting.device)
         exchange = group.comm.reduce if group.layout.replicated else group.comm.reduce_scatter
         exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
-        if self.optimizer.reducer.is_fresh(
-            group
-        ):  # micro-batches of `coalesce_grad_reduction` are reduced already
-            out.add_(self._shard.grad.to(out.device))
+        if self.optimizer.reducer.is_fresh(group) and reduced is not None:
+            # Micro-batches of `coalesce_grad_reduction` are reduced already.
+            out.add_(reduced.to(out.device))
         return out
 
     def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
-        """(position in the piece, stored tensor) in order; the optimizer keeps its state by sub-groups.
+        """(position in the piece, stored tensor) in order; state is kept by sub-groups.
 
         Values of coded moments are a copy, which is stored before the next one comes if the caller
         `writes`."""
@@ -152,8 +159,7 @@ class ParameterState:
         """
         if self._whole is not None:
             return self._read_whole()
-        is_state = self.kind not in (FP32, GRADIENT)
-        if self.optimizer is None or not (is_state or self.exists):
+        if not self.is_trained or not (self._is_state or self.exists):
             return None
         comm, numel = self.group.comm, local(self.param).numel()
         # The last element says whether a rank has a part. A rank of padding alone does not know
@@ -167,7 +173,7 @@ class ParameterState:
             full[numel] = 1
         if not self.group.layout.replicated:
             comm.all_reduce(full, of_shards=True)
-        if is_state and not full[numel]:
+        if self._is_state and not full[numel]:
             return None
         full, cut = full[:numel].view(local(self.param).shape), cut_of(self.param)
         return full if cut is None else cut.gather(full)
@@ -179,8 +185,9 @@ class ParameterState:
         """
         comm, numel = self.group.comm, self.param.numel()
         full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
-        if self.exists:
-            full[:numel], full[numel] = self._owned().reshape(-1), 1
+        if self._owned is not None:
+            full[:numel] = self._owned.reshape(-1)
+            full[numel] = 1
         if not self.group.layout.replicated:
             comm.all_reduce(full, of_shards=True)
         return full[:numel].view(self.param.shape) if full[numel] else None
@@ -222,8 +229,8 @@ class ParameterState:
             raise UsageError(
                 f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}"
             )
-        if self._whole is not None:
-            self._owned().copy_(value)
+        if self._owned is not None:
+            self._owned.copy_(value)
             return
         cut = cut_of(self.param)
         part = (value if cut is None else cut.of(value)).reshape(-1)[

@@ -56,11 +56,8 @@ class Placement:
         self._free: list[int] = []
         self._patience = STEPS_TO_WATCH
         self.shards: list[OptimizerShard] = []
-        stays = (
-            0
-            if ratio == "auto"
-            else (1 - ratio) * sum(group.layout.shard_numel for group in groups)
-        )
+        total = sum(group.layout.shard_numel for group in groups)
+        stays = 0 if isinstance(ratio, str) else (1 - ratio) * total
         for group in groups:
             fits = group.layout.shard_numel <= stays
             stays -= group.layout.shard_numel if fits else 0

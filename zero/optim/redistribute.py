@@ -83,7 +83,7 @@ class GatheredForStep:
         self._all = [tensor for of_shard in tensors.values() for tensor in of_shard]
         self._moving = [tensor for tensor in self._all if tensor.moves]
         self.own = [tensor for tensor in self._all if tensor.is_own]
-        self.masters: dict[OptimizerShard, torch.Tensor] = dict.fromkeys(tensors)
+        self.masters = {shard: shard.master for shard in tensors}
         self._grads: dict[OptimizerShard, torch.Tensor] = {}
         self._whole: dict[WholeTensor, torch.Tensor] = {}
         self._works: list[Pending] = []

@@ -90,10 +90,10 @@ class ZeroOptimizer:
     order of a forward, as far as known; rounding: rounds bf16 masters, None for fp32 ones;
     state_dtype: see `SubGroupUpdate`.
 
-    Attributes: shards: the `OptimizerShard` of each trainable group. sub_groups: the pieces of their
-    masters. whole: state of an optimizer of whole tensors, which has no sub-groups, or None. grad_norm,
-    overflow: of the last step. before_norm: functions to be called in each step, on all ranks, when
-    gradients are reduced."""
+    Attributes: shards: the `OptimizerShard` of each trainable group. sub_groups: the pieces of
+    their masters. whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
+    grad_norm, overflow: of the last step. before_norm: functions to be called in each step, on all
+    ranks, when gradients are reduced."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class ZeroOptimizer:
         return list(self.shards)
 
     @property
-    def sub_groups(self) -> list[SubGroup]:
+    def sub_groups(self) -> Sequence[SubGroup]:
         return self._state.sub_groups
 
     @property
@@ -336,16 +336,18 @@ class ZeroOptimizer:
     def _update(self, factor: float) -> None:
         if self._rounding is not None:
             self._rounding.begin_step()
-        if self.whole is not None:
+        state = self._state
+        if isinstance(state, WholeTensorState):
             try:
-                self.whole.update(factor)
+                state.update(factor)
             except BaseException as error:
                 self._updates.fail(error)
                 raise
             for param_group in self.shards:
                 param_group.refresh()
             return
-        self.optimizer._opt_called = True  # torch's schedulers ask whether step() was called
+        # torch's schedulers ask whether step() was called.
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         update = SubGroupUpdate(
             self.optimizer,
             factor,
@@ -358,7 +360,7 @@ class ZeroOptimizer:
         )
         self._updates.run(
             [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
-            self._state,
+            state,
             update,
         )
         for param_group in self.shards:
@@ -371,7 +373,7 @@ class ZeroOptimizer:
         }
         later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
         self._updates.start(
-            sorted(later, key=lambda sub_group: place[sub_group.group]), self._state, update
+            sorted(later, key=lambda sub_group: place[sub_group.group]), state, update
         )
 
     def _can_wait(self, param_group: ParamGroup) -> bool:
@@ -489,19 +491,19 @@ class ZeroOptimizer:
     def _norms_of_pieces(self) -> list[torch.Tensor]:
         """2-norms of this rank's pieces of gradients, scalars on the compute device."""
         norms = [shard.known_norm(start) for _, shard, start, _ in self._pieces]
-        if unknown := [i for i, norm in enumerate(norms) if norm is None]:
-            parts = [
-                shard.grad[start:end] for _, shard, start, end in (self._pieces[i] for i in unknown)
-            ]
-            for i, norm in zip(
-                unknown, torch._foreach_norm(parts, dtype=torch.float32), strict=True
-            ):
-                norms[i] = norm
-        return [norm.to(self.comm.device) for norm in norms]
+        unknown = [
+            shard.grad[start:end]
+            for (_, shard, start, end), norm in zip(self._pieces, norms, strict=True)
+            if norm is None and shard.grad is not None
+        ]
+        found = iter(torch._foreach_norm(unknown, dtype=torch.float32) if unknown else ())
+        return [(next(found) if norm is None else norm).to(self.comm.device) for norm in norms]
 
     def _clip_coefficient(self) -> float:
         """As `torch.nn.utils.clip_grad_norm_`."""
-        return min(1.0, self.clipping / (self.grad_norm + 1e-6)) if self.clipping > 0 else 1.0
+        if self.grad_norm is None or self.clipping <= 0:
+            return 1.0
+        return min(1.0, self.clipping / (self.grad_norm + 1e-6))
 
     def _explain_non_finite(self) -> str:
         """Names the model's first parameter with a non-finite gradient on any rank."""

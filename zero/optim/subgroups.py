@@ -1,15 +1,16 @@
-"""Sub-groups: the pieces of the masters that the optimizer sees as its parameters, and its state for
-each.
+"""Sub-groups: the pieces of the masters that the optimizer sees as its parameters, and its state
+for each.
 
 This file does not know when or how sub-groups are updated.
 
-A torch optimizer keys its state by the parameter object, here a sub-group's master. So who moves masters
-or state tensors must do it by `SubGroupState`, which keeps keys and param groups right."""
+A torch optimizer keys its state by the parameter object, here a sub-group's master. So who moves
+masters or state tensors must do it by `SubGroupState`, which keeps keys and param groups right."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -46,8 +47,8 @@ def split_into_sub_groups(
 ) -> Iterator[SubGroup]:
     """Split a master where the param group changes, and into sub-groups of at most `most` elements.
 
-    A run of slots in one group is one sub-group, gaps included: gradients are zero there and stay so.
-    Parameters that are in no group are in no sub-group, and stay as they are."""
+    A run of slots in one group is one sub-group, gaps included: gradients are zero there and stay
+    so. Parameters that are in no group are in no sub-group, and stay as they are."""
     layout, (low, high) = shard.group.layout, shard.group.shard_range
     starts: list[tuple[int, int | None]] = []
     for param, slot in zip(shard.group.params, layout.slots, strict=True):
@@ -57,20 +58,22 @@ def split_into_sub_groups(
     ends = [start for start, _ in starts[1:]] + [layout.padded]
     for (start, group), end in zip(starts, ends, strict=True):
         first, last = max(start, low), min(end, high)
-        for a in range(first, last, most) if group is not None else ():
+        if group is None:
+            continue
+        for a in range(first, last, most):
             b = min(a + most, last)
             yield SubGroup(shard, group, a - low, shard.master[a - low : b - low])
 
 
-def is_state_tensor(value: object) -> bool:
-    """Whether a value in a sub-group's state is a tensor of its elements, such as `exp_avg`, and not a
-    number.
+def is_state_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value in a sub-group's state is a tensor of its elements, such as `exp_avg`,
+    and not a number.
     """
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 class SubGroupState:
-    """The sub-groups of all masters as the parameters of `optimizer`, whose param groups get them."""
+    """The sub-groups of all masters as the parameters of `optimizer`."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ class SubGroupUpdate:
         values.state = self._twin.state[master]
         # A reference would keep the sub-group's buffers from being used again.
         param_group["params"] = []
-        self._twin.state = {}
+        self._twin.state = defaultdict(dict)
 
     def _narrow(
         self,

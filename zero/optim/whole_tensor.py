@@ -200,8 +200,10 @@ class WholeTensorState:
             gathered.wait()
             for following in coming[:1]:
                 following.start()
-            for tensor in gathered.own if factor != 1.0 else ():
-                tensor.param.grad.mul_(factor)
+            if factor != 1.0:
+                for tensor in gathered.own:
+                    if tensor.param.grad is not None:
+                        tensor.param.grad.mul_(factor)
             yield self._call_for(gathered.own, method, by_twin=bool(coming))
             gathered.return_masters()
             self._store(gathered)

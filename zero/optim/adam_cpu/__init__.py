@@ -35,7 +35,7 @@ import functools
 import logging
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import repeat
 from pathlib import Path
 
@@ -100,32 +100,36 @@ def adam(
     `out` (bf16 or fp16, or None) becomes the master, rounded to nearest. `weight_decay` is AdamW's
     if `decoupled`, else an L2 term. `torch_sqrt`: with torch's square roots; see above. Raises
     ValueError for tensors that are otherwise."""
-    tensors = {
-        "master": master,
-        "grad": grad,
-        "exp_avg": exp_avg,
-        "exp_avg_sq": exp_avg_sq,
-        "out": out,
-    }
-    _check(tensors)
-    scales: list[torch.Tensor | None] = [None, None]
-    for number, key in enumerate(adam8bit.KEYS if _are_coded(tensors) else ()):
-        tensors[key], scales[number] = adam8bit.parts(tensors[key], master.numel())
+    moments = exp_avg, exp_avg_sq
+    are_coded = all(adam8bit.is_coded(moment, master.numel()) for moment in moments)
+    _check(master.numel(), master=master, grad=grad, out=out)
+    if not are_coded:
+        _check(master.numel(), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    scales: adam8bit.Pair | tuple[None, None] = None, None
+    if are_coded:
+        coded = [adam8bit.parts(moment, master.numel()) for moment in moments]
+        (exp_avg, scale), (exp_avg_sq, scale_sq) = coded
+        scales = scale, scale_sq
     kernel = _kernel()
     casts = kernel is None or torch.float16 in (grad.dtype, None if out is None else out.dtype)
     most = max(1, _CAST_PIECE if casts else master.numel())
     pieces = zip(
-        *(_split(tensor, most) for tensor in tensors.values()),
-        *(_split(scale, -(-most // adam8bit.BLOCK)) for scale in scales),
+        master.split(most),
+        grad.split(most),
+        exp_avg.split(most),
+        exp_avg_sq.split(most),
+        repeat(None) if out is None else out.split(most),
+        *(
+            repeat(None) if scale is None else scale.split(-(-most // adam8bit.BLOCK))
+            for scale in scales
+        ),
         strict=False,
     )
     if kernel is None:
-        numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
-        variant = {"fused": True, "amsgrad": False, "maximize": False}
-        for p, g, m, v, o, *scales in pieces:
+        for p, g, m, v, o, scale, scale_sq in pieces:
             wide = g.to(torch.float32, copy=True).mul_(factor)
             steps = torch.tensor(step - 1, dtype=torch.float32, device="cpu")
-            with adam8bit.as_fp32((m, v), scales, step) as (m, v):
+            with adam8bit.as_fp32((m, v), (scale, scale_sq), step) as (m, v):
                 torch_adam(
                     [p],
                     [wide],
@@ -133,10 +137,15 @@ def adam(
                     [v],
                     [],
                     [steps],
+                    lr=lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=eps,
                     weight_decay=weight_decay,
                     decoupled_weight_decay=decoupled,
-                    **numbers,
-                    **variant,
+                    fused=True,
+                    amsgrad=False,
+                    maximize=False,
                 )
             if o is not None:
                 o.copy_(p)
@@ -155,11 +164,11 @@ def adam(
         roots=_roots() if torch_sqrt else None,
     )
     threads = thread_count()
-    for p, g, m, v, o, *scales in pieces:
+    for p, g, m, v, o, scale, scale_sq in pieces:
         # The kernel knows no fp16: torch casts.
         wide = g.float() if g.dtype == torch.float16 else g
         rounds = o is not None and o.dtype == torch.bfloat16
-        places = (p, wide, m, v, o if rounds else None, *scales)
+        places = (p, wide, m, v, o if rounds else None, scale, scale_sq)
         kernel(
             *(None if place is None else place.data_ptr() for place in places),
             p.numel(),
@@ -172,16 +181,11 @@ def adam(
             o.copy_(p)
 
 
-def _split(tensor: torch.Tensor | None, most: int) -> Iterable[torch.Tensor | None]:
-    return repeat(None) if tensor is None else tensor.split(most)
-
-
-def _check(tensors: dict[str, torch.Tensor | None]) -> None:
-    length, sixteen_bits = tensors["master"].numel(), (torch.bfloat16, torch.float16)
+def _check(length: int, **tensors: torch.Tensor | None) -> None:
+    sixteen_bits = torch.bfloat16, torch.float16
     dtypes = {"grad": (torch.float32, *sixteen_bits), "out": sixteen_bits}
-    coded = _are_coded(tensors)
     for name, tensor in tensors.items():
-        if (tensor is None and name == "out") or (coded and name in adam8bit.KEYS):
+        if tensor is None:
             continue
         allowed = dtypes.get(name, (torch.float32,))
         if tensor.dtype not in allowed or tensor.device.type != "cpu" or tensor.shape != (length,):
@@ -192,10 +196,6 @@ def _check(tensors: dict[str, torch.Tensor | None]) -> None:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-
-
-def _are_coded(tensors: dict[str, torch.Tensor | None]) -> bool:
-    return all(adam8bit.is_coded(tensors[key], tensors["master"].numel()) for key in adam8bit.KEYS)
 
 
 _served: set[type] = {torch.optim.Adam, torch.optim.AdamW}
@@ -230,7 +230,8 @@ def serves(optimizer: torch.optim.Optimizer) -> bool:
     if any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
         return False
     own = vars(optimizer).get("step")
-    counts = getattr(own, "_wrapped_by_lr_sched", False) and own.__wrapped__ is type(optimizer).step
+    wrapped = getattr(own, "__wrapped__", None)
+    counts = getattr(own, "_wrapped_by_lr_sched", False) and wrapped is type(optimizer).step
     return (own is None or counts) and all(_is_plain(group) for group in optimizer.param_groups)
 
 
