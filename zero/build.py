@@ -287,6 +287,7 @@ def make_optimizer(
     kind: type[ZeroOptimizer],
     inner: torch.optim.Optimizer,
     settings: Config,
+    *,
     reducer: GradientReducer,
     placement: Placement,
     scaler: LossScaler | None,

@@ -140,15 +140,17 @@ class ZeroEngine(Accumulation, nn.Module):
         self.scaler = LossScaler.from_config(settings.fp16) if settings.fp16.enabled else None
         self.optimizer: ZeroOptimizer | None = None
         if optimizer is not None:
-            parts = (
-                self.reducer,
-                placement,
-                self.scaler,
-                self.groups,
-                self.schedule,
-                lambda: self.global_steps,
+            self.optimizer = build.make_optimizer(
+                self.optimizer_class,
+                optimizer,
+                settings,
+                reducer=self.reducer,
+                placement=placement,
+                scaler=self.scaler,
+                groups=self.groups,
+                schedule=self.schedule,
+                steps=lambda: self.global_steps,
             )
-            self.optimizer = build.make_optimizer(self.optimizer_class, optimizer, settings, *parts)
         self.relocation = Relocation(self.groups, self.optimizer, self.comm.device)
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
