@@ -1,9 +1,9 @@
 """DeepSpeed's `safe_*` functions, which read and write a sharded parameter's fp32 value, gradient
 and optimizer state.
 
-    safe_get_full_fp32_param(param)                       safe_set_full_fp32_param(param, value)
-    safe_get_full_grad(param)                             safe_set_full_grad(param, value)
-    safe_get_full_optimizer_state(param, key)             safe_set_full_optimizer_state(param, value, key)
+    safe_get_full_fp32_param(param)              safe_set_full_fp32_param(param, value)
+    safe_get_full_grad(param)                    safe_set_full_grad(param, value)
+    safe_get_full_optimizer_state(param, key)    safe_set_full_optimizer_state(param, value, key)
 
 *full*: the whole parameter, in its shape. Every rank must call, and gets (or gives) the same.
 *local* in the place of *full*: this rank's part, 1-D and possibly empty, in the layout of

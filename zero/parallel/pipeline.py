@@ -3,8 +3,9 @@ ranks that share them.
 
 torch's schedules (GPipe, 1F1B, interleaved 1F1B) say which micro-batch runs when. The engine sees
 forwards and backwards of a model that lacks layers. All parameters keep the names that they have in
-the whole model. So checkpoints load into any number of stages. The engine's core sees an attribute of the
-model (`zero.core.layout.PIPELINE_PLACE`) and is told which part runs (`hooks.part`), no more.
+the whole model. So checkpoints load into any number of stages. The engine's core sees an attribute
+of the model (`zero.core.layout.PIPELINE_PLACE`) and is told which part runs (`hooks.part`), no
+more.
 
     split     take from the model what other ranks have
     Pipeline  run a schedule over the engine's model; a step is one call
@@ -395,7 +396,7 @@ class Pipeline:
 
 
 def _sum_gradient(param: nn.Parameter, group: Any) -> None:
-    """Make the reduced gradient of `param` the sum over `group`, whose ranks have equal parameters."""
+    """Make the reduced gradient of `param` the sum over `group`, whose ranks have it too."""
     state = ParameterState(param, GRADIENT)
     grad = state.read_full()
     if grad is not None:

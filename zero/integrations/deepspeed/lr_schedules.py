@@ -136,7 +136,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then down to `warmup_min_lr` in a straight line until step `total_num_steps`."""
+    """As `WarmupLR`, then down to `warmup_min_lr` in a straight line until `total_num_steps`."""
 
     parameters = ("total_num_steps", *WarmupLR.parameters)
     default_max_lr = 0.001

@@ -1,3 +1,3 @@
-"""For Hugging Face libraries: `zero.hf.enable()`, and what an unpatched `transformers.Trainer` needs
-to resume.
+"""For Hugging Face libraries: `zero.hf.enable()`, and what an unpatched `transformers.Trainer`
+needs to resume.
 """
