@@ -198,7 +198,7 @@ GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
 # `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
 REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
-NORM = {"optim/step.py:_global_norm: aten._to_copy": 1}  # the one wait of the host in a step
+NORM = {"optim/sharded_optimizer.py:_global_norm: aten._to_copy": 1}  # the one wait of the host in a step
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_offload_allocates_no_host_memory_after_the_first_steps_and_blocks_for_t
         gathers = (2 * BLOCKS - 1) / BLOCKS if "offload_param" in sections else 1
         copied = Counter()
         for (file, where), nbytes in found.copied.items():
-            copied[where] += nbytes * (file != "optim/step.py")
+            copied[where] += nbytes * (file != "optim/sharded_optimizer.py")
         assert copied == {
             device.NAME: gathers * weight * found.shard_numel,
             "cpu": weight * found.shard_numel,
@@ -280,7 +280,7 @@ def test_each_activation_goes_to_the_host_once_and_comes_back_once():
         copied = {
             where: nbytes
             for (file, where), nbytes in found.copied.items()
-            if file == "activations.py"
+            if file == "core/activation_offload.py"
         }
         assert copied == {"cpu": saved, device.NAME: saved}
         assert found.moved[IN] == found.moved[OUT] == saved
