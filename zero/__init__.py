@@ -3,8 +3,6 @@
 See `zero.hf.enable` for use under transformers and accelerate.
 """
 
-import os
-
 from zero import fragments
 from zero.core.gathered_parameters import GatheredParameters
 from zero.core.init import Init
@@ -17,15 +15,6 @@ from zero.streaming import stream_weights
 __version__ = "0.1.0"
 
 labels.register()
-
-if "ZERO_VERIFY_MODE" in os.environ:  # this process was started by `zero verify`
-    from zero.tools.verify import record
-
-    record.set_up()
-elif "ZERO_WATCH" in os.environ:  # by `zero trace` or `zero memory`
-    from zero.tools.profile import recorder
-
-    recorder.set_up()
 
 __all__ = [
     "GatheredParameters",

@@ -198,7 +198,9 @@ GATHER = {"c10d._allgather_base_": 2 * BLOCKS - 1}
 # `_foreach_zero_` clears the padding at the end of the flat buffer.
 COPY_IN = {"aten._foreach_copy_": BLOCKS, "aten._foreach_zero_": BLOCKS}
 REDUCE = {"c10d._reduce_scatter_base_": BLOCKS}
-NORM = {"optim/sharded_optimizer.py:_global_norm: aten._to_copy": 1}  # the one wait of the host in a step
+NORM = {
+    "optim/sharded_optimizer.py:_global_norm: aten._to_copy": 1
+}  # the one wait of the host in a step
 
 
 @pytest.mark.parametrize(

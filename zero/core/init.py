@@ -68,9 +68,6 @@ class Init:
         nothing here.
     """
 
-    # True: no context does anything. The plain run of `zero verify` holds whole models. was_off:
-    # one was asked for.
-    is_off = was_off = False
     _active: Init | None = None
 
     def __init__(
@@ -90,10 +87,7 @@ class Init:
                 f"zero.Init: not supported: {', '.join(unknown)}; leave the argument out"
             )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        Init.was_off |= (
-            enabled and Init.is_off and (dtype is not None or source is not None)
-        )  # else it does not round
-        self.enabled = enabled and not Init.is_off
+        self.enabled = enabled
         self.dtype = dtype
         if not self.enabled:
             return

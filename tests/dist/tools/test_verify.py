@@ -30,7 +30,7 @@ from zero.optim.sharded_optimizer import ZeroOptimizer
 from zero.optim.update import SubGroupUpdate
 from zero.tools.verify.command import as_json, as_text
 from zero.tools.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare
-from zero.tools.verify.plain import PlainEngine
+from zero.tools.verify.plain import PlainEngine, hold_whole_models
 from zero.tools.verify.record import Recorder
 
 RANKS, STEPS, ACCUMULATION = 2, 2, 2
@@ -130,7 +130,9 @@ def record(
             "stage3_param_persistence_threshold": 0,
         }
         settings = load_config(ds_config(**options, **DTYPES[dtype]))
-        with mock.patch.object(zero.Init, "is_off", name == "plain"):
+        with mock.patch.object(zero.Init, "__init__", zero.Init.__init__):
+            if name == "plain":
+                hold_whole_models()
             with zero.Init(**init or {}, enabled=init is not None):
                 model = toy()
         model.dropped.add(LEFT_OUT)

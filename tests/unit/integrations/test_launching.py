@@ -184,7 +184,9 @@ def test_wheel_claims_one_name(tmp_path):
             next(name for name in names if name.endswith("entry_points.txt"))
         ).decode()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"zero"}
-    assert {"zero/integrations/hf/startup/sitecustomize.py", "zero/optim/adam_cpu/kernel.cpp"} <= {
-        *names
-    }
+    assert {
+        "zero/integrations/hf/startup/sitecustomize.py",
+        "zero/tools/startup/sitecustomize.py",
+        "zero/optim/adam_cpu/kernel.cpp",
+    } <= {*names}
     assert "zero = zero.tools.cli:main" in scripts

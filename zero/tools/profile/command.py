@@ -18,7 +18,7 @@ from zero.tools.profile.running import PROGRESS, run, what_went_wrong
 from zero.tools.report.pictures import pyplot
 from zero.tools.report.runs import size
 
-# The variables that `zero/__init__.py` reads.
+# The variables that `recorder.py` reads.
 KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
 
 
@@ -109,7 +109,7 @@ def _record(kind: str, options: Namespace, folder: Path) -> list[Path]:
         done = file.read_text() if file.exists() else ""
         return f"{kind}: step {done} of {options.step}" if done else None
 
-    run(options.command, variables, log, name, progress)
+    run(options.command, "zero.tools.profile.recorder", variables, log, name, progress)
     files = sorted(folder.glob("rank*.json"))
     if not files:
         raise UsageError(

@@ -19,8 +19,13 @@ _POLL = 0.2  # seconds between two looks for new steps
 _GRACE = 10.0  # seconds that a launcher has to end its ranks
 
 
+# For PYTHONPATH: sets the recorder up in each process of the command that imports zero.
+STARTUP = str(Path(__file__).parents[1] / "startup")
+
+
 def run(
     command: list[str],
+    recorder: str,
     variables: dict[str, str],
     log: Path,
     what: str,
@@ -29,12 +34,15 @@ def run(
     """Run the command to its end. What it prints goes to the file `log`, the end of it into an
     error.
 
-    progress: a line for stderr, with the seconds on a terminal; None before the first step. what:
+    recorder: the module whose `set_up` is called in the command's processes. variables: what it
+    reads from the environment. progress: a line for stderr, with the seconds on a terminal; None before the first step. what:
     the run's name."""
+    path = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | variables | {"ZERO_RECORDER": recorder, "PYTHONPATH": path}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "zero", "run", *command],
-            env=os.environ | variables, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=environment, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:

@@ -82,7 +82,8 @@ def _record(mode: str, folder: Path, steps: int, command: list[str]) -> None:
         done = steps_in(folder / mode, folder / mode)
         return f"{MODES[mode]}: step {done} of {steps}" if done else None
 
-    run(command, variables, log, f"verify: the run {MODES[mode]}", progress)
+    name = f"verify: the run {MODES[mode]}"
+    run(command, "zero.tools.verify.record", variables, log, name, progress)
     if not steps_in(folder / mode, folder / mode):
         raise UsageError(
             f"verify: the run {MODES[mode]} made no optimizer step by deepspeed.initialize or the "

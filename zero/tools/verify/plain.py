@@ -38,6 +38,30 @@ class _NoHooks:
     def remove(self) -> None: ...
 
 
+# Whether a script has asked zero.Init for a dtype, in which the engine's values are rounded.
+_init_rounds = False
+
+
+def hold_whole_models() -> None:
+    """From now on zero.Init does nothing in this process, so that each rank holds whole models."""
+
+    def __init__(
+        self: Init,
+        module: nn.Module | None = None,
+        config_dict_or_path: object = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        config: object = None,
+        **others: object,
+    ) -> None:
+        global _init_rounds
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        _init_rounds |= enabled and (dtype is not None or source is not None)
+        self.enabled = False
+
+    Init.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class PlainEngine(DeepSpeedEngine):
     """Trains `model` as `DeepSpeedEngine` does, with torch alone. Offload, buckets and the stage
     have no effect.
@@ -81,7 +105,7 @@ class PlainEngine(DeepSpeedEngine):
         given = self._place_parameters()
         # The optimizer trains fp32 values. A parameter in 16 bits has a second one for them. The
         # engine's begins with the values that a script gave, but those of zero.Init are rounded.
-        first = {p: p.detach() for p in self._trained} if Init.was_off else given
+        first = {p: p.detach() for p in self._trained} if _init_rounds else given
         self._masters = {
             p: p if p.dtype == torch.float32 else nn.Parameter(first[p].float())
             for p in self._trained

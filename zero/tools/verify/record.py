@@ -17,13 +17,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from zero.config import Config
-from zero.core.init import Init
 from zero.errors import UsageError
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.optim.param_access import FP32, GRADIENT, ParameterState
 from zero.optim.subgroups import is_state_tensor
 from zero.tools.profile.brief import BriefRun, follow
-from zero.tools.verify.plain import PlainEngine
+from zero.tools.verify.plain import PlainEngine, hold_whole_models
 
 FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STEPS"
 
@@ -31,7 +30,8 @@ FOLDER, MODE, STEPS = "ZERO_VERIFY_FOLDER", "ZERO_VERIFY_MODE", "ZERO_VERIFY_STE
 def set_up() -> None:
     """Have `initialize` make engines that are recorded, or plain ones: as the environment says."""
     plain = os.environ[MODE] == "plain"
-    Init.is_off = plain
+    if plain:
+        hold_whole_models()
     folder, steps = Path(os.environ[FOLDER]), int(os.environ[STEPS])
     make = PlainEngine if plain else DeepSpeedEngine
     follow(lambda engine: Recorder(engine, folder, steps), make, _refuse_rounding)
