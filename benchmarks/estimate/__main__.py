@@ -19,8 +19,10 @@ from benchmarks.arguments import Parser
 from benchmarks.estimate.worker import measure, shape_of
 from tests.processes import run_on
 from zero.config import load_config
+from zero.tools.estimate.machine import DEVICE, DISK, HOST
+from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import DEVICE, DISK, HOST, build, estimate
+from zero.tools.estimate.rank import estimate
 
 PLACES = (DEVICE, HOST, DISK)
 RANKS, TOLERANCE, LEAST = 2, 0.1, 1 << 16  # bytes: smaller differences do not count

@@ -12,7 +12,7 @@ import zero
 from tests.accelerator import device
 from zero.monitor.memory_usage import DEVICE, DISK, HOST, held
 from zero.offload import tiers
-from zero.tools.estimate.activation_trace import enable_checkpointing
+from zero.tools.estimate.model import enable_checkpointing
 
 STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -40,8 +40,10 @@ from benchmarks.scaling.timeline import (
 from zero.config import Config, load_config
 from zero.errors import UsageError
 from zero.tools.arguments import count
+from zero.tools.estimate.machine import DEVICE, HOST
+from zero.tools.estimate.model import build
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import DEVICE, HOST, build, estimate, fill_in
+from zero.tools.estimate.rank import estimate, fill_in
 
 CONFIG = REPOSITORY / "configs" / "ds_config_zero3.json"
 TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}

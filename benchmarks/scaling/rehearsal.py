@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.rehearsed_groups import NO_COMMUNICATOR, CountedGroup, Home, homes
 from zero.build import make_schedule
 from zero.config import Config
 from zero.core.gathering import Gathering
@@ -26,9 +27,8 @@ from zero.core.layout import GroupLayout, GroupPlan, plan_groups
 from zero.core.param_group import State
 from zero.core.reduction import GroupGradients, ReductionOrder
 from zero.core.schedule import Residency
-from zero.tools.estimate.activation_trace import enable_checkpointing, operations
-from zero.tools.estimate.states import Home, homes
-from zero.tools.estimate.step import NO_COMMUNICATOR, CountedGroup
+from zero.tools.estimate.model import enable_checkpointing
+from zero.tools.estimate.operations import operations
 
 
 class Op(NamedTuple):

@@ -28,7 +28,9 @@ from zero.config import Config, load_config
 from zero.config.offload import OffloadOptimizerConfig
 from zero.errors import UsageError
 from zero.tools.arguments import above_zero, count
-from zero.tools.estimate.rank import DEVICE, DISK, HOST, fill_in, read_config
+from zero.tools.estimate.machine import DEVICE, DISK, HOST
+from zero.tools.estimate.model import read_config
+from zero.tools.estimate.rank import fill_in
 from zero.tools.estimate.traffic import (
     COMPUTE_SPEED,
     DISK_SPEED,

@@ -24,7 +24,7 @@ from benchmarks.estimate.__main__ import (
     TWO,
     run,
 )
-from zero.tools.estimate.rank import DEVICE, DISK, HOST
+from zero.tools.estimate.machine import DEVICE, DISK, HOST
 
 STAGE3 = {
     "stage": 3,

@@ -37,7 +37,12 @@ def model_folder(source: str) -> Path:
             "folder"
         )
     if not (folder / "config.json").is_file():
-        raise UsageError(f"{source}: expected a model's folder with config.json, or that file")
+        hint = ""
+        if not folder.exists() and source.count("/") <= 1:
+            hint = f"; of a model on the hub: hf download {source} config.json --local-dir FOLDER"
+        raise UsageError(
+            f"{source}: expected a model's folder with config.json, or that file{hint}"
+        )
     return folder
 
 

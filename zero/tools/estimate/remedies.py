@@ -15,9 +15,9 @@ from torch import nn
 
 from zero.config import Config
 from zero.config.settings import ZeroConfig
+from zero.tools.estimate.machine import DEVICE, HOST
 from zero.tools.estimate.question import Question
 from zero.tools.estimate.rank import Estimate, estimate
-from zero.tools.estimate.states import DEVICE, HOST
 
 # At most so many remedies are named, of which those with fewer settings come first. What is named
 # for its memory has at most this part of that of the others.
@@ -101,7 +101,7 @@ def remedies(
 
 def can_checkpoint(model: nn.Module, question: Question) -> bool:
     """Whether activations are counted, and the model has gradient checkpointing."""
-    return bool(question.batch) and model.supports_gradient_checkpointing
+    return bool(question.batch and model.supports_gradient_checkpointing)
 
 
 def _halves(batch: int) -> Iterator[int]:

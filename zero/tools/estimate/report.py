@@ -10,19 +10,12 @@ from typing import Any
 import transformers
 
 from zero.config import Config
+from zero.tools.estimate.machine import DEVICE, DISK, HOST, PAGEABLE, PINNED
+from zero.tools.estimate.model import build, class_of, read_config
+from zero.tools.estimate.parts import TILES
 from zero.tools.estimate.question import Question
-from zero.tools.estimate.rank import (
-    PAGEABLE,
-    PINNED,
-    Estimate,
-    build,
-    class_of,
-    estimate,
-    fill_in,
-    read_config,
-)
+from zero.tools.estimate.rank import Estimate, estimate, fill_in
 from zero.tools.estimate.remedies import Remedy, can_checkpoint, fits, remedies
-from zero.tools.estimate.states import DEVICE, DISK, HOST
 from zero.tools.estimate.traffic import ASSUMPTION
 
 _PLACES = {DEVICE: "on a device", HOST: "into host memory"}
@@ -105,13 +98,16 @@ class _Answer:
 
     def _other_way(self, other: Estimate) -> str:
         found, word = self.found, "Without" if self.question.checkpointing else "With"
-        return (
-            f"{word} gradient checkpointing: {_size(other.total(DEVICE))} instead of "
-            f"{_size(found.total(DEVICE))} "
-            f"on the device, activations at most {_size(other.activations)} instead of "
-            f"{_size(found.activations)}, "
-            f"{_seconds(other)} s instead of {_seconds(found)} s a step."
-        )
+        pairs = [
+            (_size(other.total(DEVICE)), _size(found.total(DEVICE)), "{} on the device"),
+            (_size(other.activations), _size(found.activations), "activations at most {}"),
+            (f"{_seconds(other)} s", f"{_seconds(found)} s", "{} a step"),
+        ]
+        texts = [
+            words.format(there if there == here else f"{there} instead of {here}")
+            for there, here, words in pairs
+        ]
+        return f"{word} gradient checkpointing: {', '.join(texts)}."
 
     def _verdict(self) -> list[str]:
         """Whether it fits, and what to change; the assumed speeds, wherever seconds are named."""
@@ -125,7 +121,7 @@ class _Answer:
             )
         for place, most in self.limits.items():
             if (parts := self.found.parts[place]) and self.found.total(place) > most:
-                largest = max(parts, key=parts.get)
+                largest = max(parts, key=lambda part: parts[part])
                 lines.append(
                     f"This does not fit {_PLACES[place]} of {_size(most)}; the largest part: "
                     f"{largest}."
@@ -145,9 +141,11 @@ def pinned(found: Estimate, config: Config) -> int:
     The rest is pageable.
     """
     zero = config.zero_optimization
-    weights = bool(zero.offloads_params and zero.offload_param.pin_memory)
-    optimizer = bool(zero.offloads_optimizer and zero.offload_optimizer.pin_memory)
-    pins = {"parameters": weights, "activations": True, PINNED: True, PAGEABLE: False}
+    weights = bool(zero.offload_param and zero.offloads_params and zero.offload_param.pin_memory)
+    optimizer = bool(
+        zero.offload_optimizer and zero.offloads_optimizer and zero.offload_optimizer.pin_memory
+    )
+    pins = {"parameters": weights, "activations": True, PINNED: True, PAGEABLE: False, TILES: False}
     return sum(nbytes for part, nbytes in found.parts[HOST].items() if pins.get(part, optimizer))
 
 

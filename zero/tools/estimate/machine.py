@@ -1,0 +1,530 @@
+"""A machine that computes nothing, on which the engine runs as one of many ranks.
+
+The compute device is torch's `meta` device, so its tensors have shapes and no memory. Large tensors
+in host memory are real ones whose pages are never touched: `Memory` skips each operation on them.
+Collectives, streams, pinned memory and files do nothing but count. All of it is substituted for
+the duration of `imitated`, in torch and in each module of the engine that has imported the
+name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import os
+import platform
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zero import device as zero_device
+from zero.comm import communicator, traffic, watchdog, world
+from zero.comm.traffic import READ, WRITTEN
+from zero.config import AioConfig, report
+from zero.offload import nvme, pinned, tiers
+from zero.optim import cpu_adam
+from zero.tools.estimate.operations import operations
+
+META = torch.device("meta")
+DEVICE, HOST, DISK = "device", "host", "disk"
+# Parts of host memory: buffers for transfers.
+PINNED, PAGEABLE = "buffers, pinned", "buffers, pageable"
+# The place of tensors in those buffers, which are counted themselves.
+ALIGNED = "in a buffer"
+# Tensors in host memory of at most so many elements are computed with.
+COMPUTED = 1 << 12
+
+_aten = torch.ops.aten
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all storages from the operation that makes them until they are freed.
+
+    Attributes: live: bytes now, by (place, part). most: of each of these, the most so far. fullest:
+    by place, the parts at the fullest moment so far. part: what is allocated now belongs to
+    it. cause: of what is moved now. operations: floating-point ones so far. moved: bytes so far by
+    (link, cause)."""
+
+    def __init__(self, part: str):
+        super().__init__()
+        self.part = self.cause = part
+        self.live: Counter[tuple[str, str]] = Counter()
+        self.most: Counter[tuple[str, str]] = Counter()
+        self.fullest: dict[str, dict[str, int]] = {DEVICE: {}, HOST: {}, DISK: {}}
+        self.operations = 0
+        self.moved: Counter[tuple[str, str]] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._peaks: Counter[str] = Counter()
+        # By storage: place, part, bytes.
+        self._known: dict[int, tuple[str, str, int]] = {}
+        # Of small tensors that were copied to the device: the engine reads some of them again.
+        self._values: dict[int, torch.Tensor] = {}
+
+    # -- bytes
+
+    def forget_peaks(self) -> None:
+        """From now on the fullest moment is searched for."""
+        self._peaks.clear()
+        for place in self.fullest:
+            self._add(place, self.part, 0)
+
+    def forget_most(self) -> None:
+        """From now on the most of each part is searched for."""
+        self.most = Counter(self.live)
+
+    def add(self, place: str, part: str, nbytes: int) -> None:
+        """Count bytes that belong to no tensor, and are never freed."""
+        self._add(place, part, nbytes)
+
+    def note(self, tensor: torch.Tensor, place: str | None = None) -> None:
+        """Count the tensor's storage, unless it is known. Without a place, by its device."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._known:
+            place = place or (DEVICE if tensor.device.type == META.type else HOST)
+            self._known[key] = (place, self.part, storage.nbytes())
+            self._add(place, self.part, storage.nbytes())
+            weakref.finalize(storage, self._forget, key).atexit = False
+
+    def empty(self, numel: int, dtype: torch.dtype, place: str | None) -> torch.Tensor:
+        """A new tensor on the CPU, counted as one in another place; None: not counted."""
+        with _disable_current_modes():
+            tensor = torch.empty(numel, dtype=dtype)
+        if place is None:
+            key = tensor.untyped_storage()._cdata
+            self._known[key] = (ALIGNED, self.part, 0)
+            weakref.finalize(tensor.untyped_storage(), self._forget, key).atexit = False
+        else:
+            self.note(tensor, place)
+        return tensor
+
+    def label(self, tensor: torch.Tensor | None, part: str) -> None:
+        """The tensor's storage is `part` from now on."""
+        if tensor is None or (key := tensor.untyped_storage()._cdata) not in self._known:
+            return
+        place, before, nbytes = self._known[key]
+        if before != part:
+            self._known[key] = (place, part, nbytes)
+            self.live[place, before] -= nbytes
+            self._totals[place] -= nbytes
+            self._add(place, part, nbytes)
+
+    def place_of(self, tensor: torch.Tensor) -> str:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return HOST if known is None else known[0]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known:
+            place, part, before = self._known[storage._cdata]
+            self._known[storage._cdata] = (place, part, storage.nbytes())
+            self._add(place, part, storage.nbytes() - before)
+
+    def _add(self, place: str, part: str, nbytes: int) -> None:
+        self.live[place, part] += nbytes
+        self._totals[place] += nbytes
+        self.most[place, part] = max(self.most[place, part], self.live[place, part])
+        if self._totals[place] >= self._peaks[place] and nbytes >= 0:
+            self._peaks[place] = self._totals[place]
+            self.fullest[place] = {
+                each: count for (where, each), count in self.live.items() if where == place
+            }
+
+    def _forget(self, key: int) -> None:
+        place, part, nbytes = self._known.pop(key)
+        self._values.pop(key, None)
+        self.live[place, part] -= nbytes
+        self._totals[place] -= nbytes
+
+    # -- operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
+        out = self._call(func, args, kwargs)
+        self.operations += operations(func, args, kwargs, out)
+        before, self.part = self.part, "activations" if is_pinned else self.part
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.note(leaf)
+        self.part = before
+        return out
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func is _aten._local_scalar_dense.default and _is_on_device(args[0]):
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is _aten._to_copy.default and args[0].numel() <= COMPUTED:
+            return self._copy_small(func, args[0], kwargs)
+        if getattr(func, "overloadpacket", None) is _aten._grouped_mm:
+            # torch's formula for shapes takes bf16 alone
+            narrow = (each.bfloat16() for each in args[:2])
+            return func(*narrow, *args[2:], **kwargs).to(args[0].dtype)
+        on_device = any(map(_is_on_device, tensors))
+        target = kwargs.get("device")
+        leaves = on_device and target is not None and torch.device(target).type == "cpu"
+        is_large = any(not _is_on_device(each) and each.numel() > COMPUTED for each in tensors)
+        mixed = on_device and not all(map(_is_on_device, tensors)) and func._schema.is_mutable
+        if func.is_view or not (leaves or is_large or mixed):
+            return func(*args, **kwargs)
+        return self._skip(func, args, kwargs, torch.device(target) if target else None)
+
+    def _skip(self, func: Any, args: tuple, kwargs: dict, target: torch.device | None) -> Any:
+        """The result's shape alone, without touching host memory."""
+        schema = func._schema
+        if schema.is_mutable:
+            if not schema.returns:
+                return None
+            for argument, value in zip(schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    return value
+            return kwargs["out"]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        target = target or next((each.device for each in given if each.dim()), given[0].device)
+        args, kwargs = tree_map_only(torch.Tensor, _shape_on_device, (args, kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = META
+        out = func(*args, **kwargs)
+        return out if target.type == META.type else tree_map_only(torch.Tensor, _on_host, out)
+
+    def _copy_small(self, func: Any, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """A copy of a small tensor, which keeps its values over a stay on the device."""
+        target = torch.device(kwargs.get("device") or source.device)
+        if not _is_on_device(source):
+            out = func(source, **kwargs)
+            if _is_on_device(out):
+                self.note(out)
+                self._values[out.untyped_storage()._cdata] = source.detach().clone()
+            return out
+        if target.type == META.type:
+            return func(source, **kwargs)
+        values = self._values.get(source.untyped_storage()._cdata)
+        if values is None or values.numel() != source.numel():
+            values = torch.zeros(source.shape, dtype=source.dtype)
+        return values.reshape(source.shape).to(kwargs.get("dtype") or source.dtype)
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == META.type
+
+
+def _shape_on_device(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_on_device(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    make = torch.zeros if tensor.numel() <= COMPUTED else torch.empty
+    return make(tensor.shape, dtype=tensor.dtype)
+
+
+# -- what a machine has
+
+
+class _Done:
+    """Work, a stream or an event: all is done at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> _Done:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def record_event(self) -> _Done:
+        return self
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    wait_stream = wait_event
+
+    def wait(self) -> None:
+        pass
+
+    synchronize = wait
+
+    def query(self) -> bool:
+        """As if work were late: then more buffers are under way."""
+        return False
+
+
+class _Transfer(_Done):
+    """Keeps a buffer until it is waited for."""
+
+    def __init__(self, buffer: torch.Tensor):
+        self._buffer: torch.Tensor | None = buffer
+
+    def wait(self) -> None:
+        self._buffer = None
+
+
+class _Watchdog:
+    """Waits for nobody."""
+
+    position = ""
+
+    def __init__(self, *args: Any):
+        pass
+
+    def wait(self, collective: Callable[[], Any], what: object, at_least: float = 0.0) -> Any:
+        return collective()
+
+    def set_position(self, where: object) -> None:
+        pass
+
+    set_timeout = set_position
+
+    def stop(self) -> None:
+        pass
+
+
+class _Block:
+    """Host memory without memory. `is_counted`: its tensors are not to be counted again."""
+
+    def __init__(self, size: int, is_counted: bool):
+        self.size = size
+        self.is_counted = is_counted
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> _Block:
+        return _Block(len(range(*part.indices(self.size))), self.is_counted)
+
+
+class _File:
+    """A rank's file, as the tiers see it: what is read and written is counted."""
+
+    def __init__(self, memory: Memory, settings: AioConfig):
+        self._memory = memory
+        self._settings = settings
+        self._bounced = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory.empty(numel, dtype, DISK)
+
+    zeros = empty
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self._memory.place_of(tensor) == DISK
+
+    def read(self, source: torch.Tensor, target: torch.Tensor) -> _Done:
+        self._move(READ, source, target)
+        return _Transfer(target)
+
+    def write(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Callable[[], None] | None = None,
+    ) -> _Done:
+        self._move(WRITTEN, target, source)
+        return _Transfer(source)
+
+    def _move(self, link: str, mapped: torch.Tensor, host: torch.Tensor) -> None:
+        self._memory.moved[link, self._memory.cause] += mapped.nbytes
+        if self._memory.place_of(host) == HOST:
+            # Direct I/O needs an aligned buffer for each request that is under way.
+            size = nvme.request_bytes(self._settings)
+            most = min(self._settings.thread_count, math.ceil(host.nbytes / size)) * size
+            if most > self._bounced:
+                self._memory.add(HOST, PAGEABLE, most - self._bounced)
+                self._bounced = most
+
+
+# -- the machine
+
+
+@contextlib.contextmanager
+def imitated(memory: Memory, rank: int, ranks: int, of_machine: int) -> Iterator[None]:
+    """Context in which this process is rank `rank` of `ranks`, of which each machine has
+    `of_machine`.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(of_machine)}))
+        for owner, names in _substitutes(memory, rank, ranks, of_machine):
+            for name, substitute in names.items():
+                _substitute(stack, owner, name, substitute)
+        # Tensors of tiers are counted as tensors, unlike those in buffers that are used again.
+        own_block = mock.patch.object(tiers, "new_block", lambda size, pin: _Block(size, False))
+        stack.enter_context(own_block)
+        stack.enter_context(memory)
+        yield
+
+
+def _substitute(stack: contextlib.ExitStack, owner: Any, name: str, substitute: Any) -> None:
+    """In `owner`, and in each module of the engine that has the same object under any name."""
+    original = getattr(owner, name)
+    stack.enter_context(mock.patch.object(owner, name, substitute))
+    for module in [each for key, each in sys.modules.items() if key.startswith("zero.")]:
+        for key in [key for key, value in vars(module).items() if value is original]:
+            stack.enter_context(mock.patch.object(module, key, substitute))
+
+
+def _substitutes(
+    memory: Memory, rank: int, ranks: int, of_machine: int
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    group, stream = object(), _Done()
+    collectives = [
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+        "irecv",
+        "isend",
+        "reduce_scatter_tensor",
+        "scatter",
+    ]
+    newer = ("all_gather_single", "reduce_scatter_single")
+    collectives += [name for name in newer if hasattr(dist, name)]
+
+    def exchange(values: list, value: Any, group: object = None) -> None:
+        if isinstance(value, tuple) and value[:1] == (platform.node(),):  # the machine of each rank
+            values[:] = [(platform.node(), each // of_machine) for each in range(len(values))]
+
+    yield (
+        dist,
+        dict.fromkeys(collectives, _Done)
+        | {
+            "all_gather_object": exchange,
+            "get_rank": lambda group=None: rank,
+            "get_world_size": lambda group=None: ranks,
+            "is_initialized": lambda: True,
+            "new_subgroups_by_enumeration": lambda *_, **__: (group, [group]),
+        },
+    )
+    yield (
+        world,
+        {
+            "compute_device": lambda: META,
+            "default_backend": lambda device: "imitated",
+            "group_timeout": world.default_timeout,
+            "is_initialized": lambda: True,
+        },
+    )
+    yield watchdog, {"Watchdog": _Watchdog, "end_with_launcher": lambda: None}
+    yield communicator, {"_communicators": {}}
+    yield communicator.Communicator, {"is_destroyed": False}
+    yield zero_device, {"use": lambda device: None}
+    yield report, {"announce": lambda *_: None}
+    yield torch.accelerator, {"current_stream": lambda *_: stream, "synchronize": lambda *_: None}
+    yield from _substitutes_of_tensors(memory)
+    yield from _substitutes_on_host(memory)
+
+
+def _attention(
+    plain: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Fused attention: torch takes none on the meta device. Where a mask has a gradient, it takes
+    none anywhere.
+    """
+    if attn_mask is not None and attn_mask.requires_grad:
+        tensors = (query, key, value)
+        return plain(*tensors, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype, device=META)
+    fused = _aten._scaled_dot_product_flash_attention_for_cpu
+    tensors = (query, key, value)
+    return fused(*tensors, 0.0, is_causal, attn_mask=attn_mask, scale=options.get("scale"))[0]
+
+
+def _substitutes_of_tensors(memory: Memory) -> Iterator[tuple[Any, dict[str, Any]]]:
+    resize, tensor = torch.UntypedStorage.resize_, torch.tensor
+    optimizer = importlib.import_module("torch.optim.optimizer")
+    foreach = optimizer._get_foreach_kernels_supported_devices
+
+    def resize_counted(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        out = resize(storage, nbytes)
+        memory.resized(storage)
+        return out
+
+    def tensor_with_values(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        made = tensor(data, **options, device="cpu")
+        return made if device is None else made.to(device)
+
+    def address(each: torch.Tensor) -> int:
+        return (each.untyped_storage()._cdata << 40) + each.storage_offset() * each.itemsize
+
+    yield torch, {"Stream": _Done, "tensor": tensor_with_values}
+    yield (
+        torch.UntypedStorage,
+        {
+            "data_ptr": lambda storage: storage._cdata << 40 if storage.nbytes() else 0,
+            "resize_": resize_counted,
+        },
+    )
+    yield (
+        torch.Tensor,
+        {
+            "data_ptr": address,
+            "is_meta": False,  # a meta tensor of a model has no values, and is refused
+            "is_pinned": lambda each, *_: (
+                each.device.type == "cpu" and memory.place_of(each) != DISK
+            ),
+            "record_stream": lambda each, stream: None,
+        },
+    )
+    yield (
+        torch.nn.functional,
+        {
+            "scaled_dot_product_attention": functools.partial(
+                _attention, torch.nn.functional.scaled_dot_product_attention
+            )
+        },
+    )
+    yield (
+        optimizer,
+        {"_get_foreach_kernels_supported_devices": lambda: [*foreach(), META.type]},
+    )
+
+
+def _substitutes_on_host(memory: Memory) -> Iterator[tuple[Any, dict[str, Any]]]:
+    files: dict[str, _File] = {}
+
+    def scratch_file(folder: str, aio: AioConfig) -> _File:
+        return files.setdefault(repr(aio), _File(memory, aio))
+
+    def new_block(size: int, pin: bool) -> _Block:
+        memory.add(HOST, PINNED if pin else PAGEABLE, size)
+        return _Block(size, is_counted=True)
+
+    def frombuffer(buffer: _Block, *, dtype: torch.dtype, count: int = -1) -> torch.Tensor:
+        numel = len(buffer) // dtype.itemsize if count < 0 else count
+        tensor = memory.empty(numel, dtype, None if buffer.is_counted else HOST)
+        weakref.finalize(tensor.untyped_storage(), id, buffer).atexit = False  # keeps it
+        return tensor
+
+    def moved(link: str, nbytes: int) -> None:
+        memory.moved[link, memory.cause] += nbytes
+
+    yield torch, {"frombuffer": frombuffer}
+    yield traffic, {"_count": moved}
+    yield pinned, {"new_block": new_block}
+    yield (
+        tiers,
+        {
+            "scratch_file": scratch_file,
+            "_staging": tiers._Staging(),
+        },
+    )
+    yield cpu_adam, {"adam": lambda *_, **__: None, "is_compiled": lambda: True}

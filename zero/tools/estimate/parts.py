@@ -1,0 +1,146 @@
+"""To which part memory belongs, and what causes traffic, while a method of the engine runs.
+
+Of the estimate, this file alone knows the engine's methods by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from zero.comm.quantized import CompressedCommunicator
+from zero.core.gradients import GradientReducer
+from zero.core.optimizer_shard import OptimizerShard
+from zero.core.param_group import ParamGroup
+from zero.core.secondary_partition import SecondaryPartitionGroup
+from zero.optim.background import TileInMemory
+from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.optim.subgroups import TiledState, is_state_tensor
+from zero.tools.estimate.machine import Memory
+
+# Parts of memory.
+PARAMETERS, GATHERED, SECOND, GRADIENTS, MASTERS, STATE, ACTIVATIONS = (
+    "parameters",
+    "gathered parameters",
+    "second shards",
+    "gradients",
+    "masters",
+    "optimizer state",
+    "activations",
+)
+MOVING, SUMS, CODES = "gradients on their way", "sums of micro-batches", "codes of quantization"
+TILES, WHOLE = "temporary tensors of the optimizer", "whole tensors of the optimizer"
+# Causes of traffic.
+GATHERS, REFRESH = "parameters for forward and backward", "updated parameters"
+UPDATES, EXCHANGE = "masters and optimizer state", "whole tensors to their owners and back"
+
+Labels = Callable[..., Iterator[tuple[torch.Tensor | None, str]]]
+
+
+class During(NamedTuple):
+    """While `method` of `owner` runs, new memory is `part`, and what is moved has `cause`; None: as
+    before. `labels` gives tensors that are something else from now on; it gets the method's
+    arguments, before it is called and after.
+    """
+
+    owner: type
+    method: str
+    part: str | None = None
+    cause: str | None = None
+    labels: Labels | None = None
+
+
+def _full(group: ParamGroup, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield group.full, PARAMETERS if group.persistent else GATHERED
+
+
+def _second(group: SecondaryPartitionGroup) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield group.second, SECOND
+
+
+def _gradient(shard: OptimizerShard, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield shard.grad, GRADIENTS
+
+
+def _master(shard: OptimizerShard, *_: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield shard.master, PARAMETERS if shard.shares_weights else MASTERS
+
+
+def _sum(reducer: GradientReducer, group: ParamGroup) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield reducer.carried(group), SUMS
+
+
+def _collected(
+    reducer: GradientReducer, group: ParamGroup, index: int
+) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield group.params[index].grad, MOVING
+
+
+def _state(
+    states: TiledState, tile: object, state: dict
+) -> Iterator[tuple[torch.Tensor | None, str]]:
+    yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
+
+
+def _all_states(optimizer: ZeroOptimizer) -> Iterator[tuple[torch.Tensor | None, str]]:
+    for state in optimizer.optimizer.state.values():
+        yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
+
+
+_METHODS = (
+    During(ParamGroup, "__init__", PARAMETERS),
+    During(ParamGroup, "all_gather", GATHERED, GATHERS, _full),
+    During(ParamGroup, "wait_for_all_gather", GATHERED, GATHERS),
+    During(SecondaryPartitionGroup, "wait_for_all_gather", labels=_second),
+    During(ParamGroup, "refresh", cause=REFRESH),
+    During(ParamGroup, "write_shard", cause=REFRESH),
+    During(OptimizerShard, "make_master", MASTERS, UPDATES, _master),
+    During(OptimizerShard, "reduction_target", labels=_gradient),
+    During(OptimizerShard, "put_gradient", GRADIENTS, GRADIENTS, _gradient),
+    During(OptimizerShard, "widen_gradient", GRADIENTS, GRADIENTS, _gradient),
+    During(GradientReducer, "collect", MOVING, GRADIENTS, _collected),
+    During(GradientReducer, "reduce", MOVING, GRADIENTS, _sum),
+    During(GradientReducer, "drain", MOVING, GRADIENTS),
+    During(CompressedCommunicator, "all_gather", CODES),
+    During(CompressedCommunicator, "reduce_scatter", CODES),
+    During(ZeroOptimizer, "step", TILES, UPDATES, _all_states),
+    During(TileInMemory, "write", STATE, UPDATES),
+    During(TiledState, "put", STATE, UPDATES, _state),
+)
+
+
+@contextlib.contextmanager
+def labelled(memory: Memory) -> Iterator[None]:
+    """Context in which `memory` is told of the parts and causes."""
+    with contextlib.ExitStack() as stack:
+        for each in _METHODS:
+            stack.enter_context(mock.patch.object(each.owner, each.method, _told(memory, each)))
+        yield
+
+
+def _told(memory: Memory, during: During) -> Callable[..., Any]:
+    method = getattr(during.owner, during.method)
+
+    def label(args: tuple) -> None:
+        for tensor, part in during.labels(*args) if during.labels is not None else ():
+            memory.label(tensor, part)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = memory.part, memory.cause
+        is_whole = isinstance(args[0], ZeroOptimizer) and args[0].whole is not None
+        memory.part = WHOLE if is_whole else during.part or memory.part
+        memory.cause = EXCHANGE if is_whole else during.cause or memory.cause
+        label(args)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            label(args)
+            memory.part, memory.cause = before
+
+    return call
