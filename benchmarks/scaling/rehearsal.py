@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.rehearsed_groups import NO_COMMUNICATOR, CountedGroup, Home, homes
+from benchmarks.scaling.rehearsed_groups import NO_COMMUNICATOR, CountedGroup, Home, homes
 from zero.build import make_schedule
 from zero.config import Config
 from zero.core.gathering import Gathering

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zero import device as zero_device
 from zero.comm import communicator, traffic, watchdog, world
 from zero.comm.traffic import READ, WRITTEN
-from zero.config import AioConfig, report
+from zero.config import AioConfig, table
 from zero.offload import nvme, pinned, tiers
-from zero.optim import cpu_adam
+from zero.optim import adam_cpu
 from zero.tools.estimate.operations import operations
 
 META = torch.device("meta")
@@ -419,7 +419,7 @@ def _substitutes(
     yield communicator, {"_communicators": {}}
     yield communicator.Communicator, {"is_destroyed": False}
     yield zero_device, {"use": lambda device: None}
-    yield report, {"announce": lambda *_: None}
+    yield table, {"announce": lambda *_: None}
     yield torch.accelerator, {"current_stream": lambda *_: stream, "synchronize": lambda *_: None}
     yield from _substitutes_of_tensors(memory)
     yield from _substitutes_on_host(memory)
@@ -527,4 +527,4 @@ def _substitutes_on_host(memory: Memory) -> Iterator[tuple[Any, dict[str, Any]]]
             "_staging": tiers._Staging(),
         },
     )
-    yield cpu_adam, {"adam": lambda *_, **__: None, "is_compiled": lambda: True}
+    yield adam_cpu, {"adam": lambda *_, **__: None, "is_compiled": lambda: True}

@@ -18,9 +18,9 @@ from zero.core.gradients import GradientReducer
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.optim.background import TileInMemory
+from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.optim.subgroups import TiledState, is_state_tensor
+from zero.optim.subgroups import SubGroupState, is_state_tensor
 from zero.tools.estimate.machine import Memory
 
 # Parts of memory.
@@ -82,7 +82,7 @@ def _collected(
 
 
 def _state(
-    states: TiledState, tile: object, state: dict
+    states: SubGroupState, tile: object, state: dict
 ) -> Iterator[tuple[torch.Tensor | None, str]]:
     yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
 
@@ -109,8 +109,8 @@ _METHODS = (
     During(CompressedCommunicator, "all_gather", CODES),
     During(CompressedCommunicator, "reduce_scatter", CODES),
     During(ZeroOptimizer, "step", TILES, UPDATES, _all_states),
-    During(TileInMemory, "write", STATE, UPDATES),
-    During(TiledState, "put", STATE, UPDATES, _state),
+    During(SubGroupInMemory, "write", STATE, UPDATES),
+    During(SubGroupState, "put_state", STATE, UPDATES, _state),
 )
 
 
