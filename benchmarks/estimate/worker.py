@@ -83,7 +83,8 @@ def measure(
         engine.step()
     engine.optimizer.wait()
     torch.accelerator.synchronize()
-    pools = [engine.optimizer._rounded, engine.optimizer._updates._memory, tiers._staging._memory]
+    updates = engine.optimizer._updates
+    pools = [updates._for_weights, updates._buffers, tiers._staging._memory]
     pools += [file._bounces for file in tiers._files.values()]
     tiers._staging._copies.clear()
     buffers = sum(len(block) for pool in pools for block in pool._free)

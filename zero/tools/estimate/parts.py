@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 
 from zero.comm.quantized import CompressedCommunicator
-from zero.core.gradients import GradientReducer
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
+from zero.core.reduction import GradientReducer
 from zero.core.secondary_partition import SecondaryPartitionGroup
 from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer
