@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 # Not used: tests, bundled tools, data tables written as code.
 _LEFT_OUT = {
-    "test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo", "ensurepip", "encodings",
+    "test", "tests", "idlelib", "site-packages", "dist-packages", "lib2to3", "turtledemo",
+    "ensurepip", "encodings",
     "pydoc_data", "__pycache__", "_vendor", "config",
 }  # fmt: skip
 _LONGEST = 200_000  # characters

@@ -20,7 +20,8 @@ from translation.records import InputError
 
 PLAIN_TEXT = (".txt", ".py", ".md")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("input", "output"),
+_PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("input",
+    "output"),
           ("source", "target"), ("user", "assistant"))  # fmt: skip
 
 

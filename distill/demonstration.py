@@ -82,7 +82,8 @@ def run(data_args: DataArguments, args: DistillationConfig) -> None:
         )
         student = from_config(_config(tokenizer, data_args, STUDENT))
         trainer = DistillationTrainer(
-            student, teacher, own, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer,
+            student, teacher, own, train_dataset=train, eval_dataset=held_out,
+            processing_class=tokenizer,
             data_collator=data.Collator(tokenizer.pad_token_id),
         )  # fmt: skip
         results[name] = _train(trainer, data_args.max_length)
@@ -205,11 +206,13 @@ def _teacher(
     _say(args, f"training the teacher for {data_args.teacher_steps} steps")
     set_seed(TEACHER_SEED)
     own = replace(
-        args, output_dir=str(where), kd_alpha=0.0, max_steps=data_args.teacher_steps, eval_strategy="no",
+        args, output_dir=str(where), kd_alpha=0.0, max_steps=data_args.teacher_steps,
+        eval_strategy="no",
         teacher_model_name_or_path=None,
     )  # fmt: skip
     trainer = DistillationTrainer(
-        from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train, eval_dataset=held_out,
+        from_config(_config(tokenizer, data_args, TEACHER)), None, own, train_dataset=train,
+        eval_dataset=held_out,
         processing_class=tokenizer, data_collator=data.Collator(tokenizer.pad_token_id),
     )  # fmt: skip
     result = _train(trainer, data_args.max_length)
@@ -246,7 +249,9 @@ def _train(trainer: DistillationTrainer, length: int) -> Result:
 
 
 def _best(last: Result) -> Result:
-    """Return what early stopping would have kept: the evaluation with the smallest held-out loss."""
+    """Return what early stopping would have kept: the evaluation with the smallest held-out
+    loss.
+    """
     step, loss = min(last.curve, key=lambda point: point[1])
     return replace(
         last,
@@ -269,7 +274,8 @@ def _complete(
     ids = tokenizer(PROMPT, return_tensors="pt").to(args.device)
     sharded = is_deepspeed_zero3_enabled() and args.world_size > 1
     written = model.generate(
-        input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=48, do_sample=False,
+        input_ids=ids["input_ids"], attention_mask=ids["attention_mask"], max_new_tokens=48,
+        do_sample=False,
         synced_gpus=sharded, repetition_penalty=1.2,
     )  # fmt: skip
     return tokenizer.decode(written[0], skip_special_tokens=True)

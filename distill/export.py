@@ -8,9 +8,12 @@ from pathlib import Path
 from distill.config import DistillationConfig
 
 RECIPE = (
-    "loss_type", "kd_alpha", "temperature", "temperature_schedule", "final_temperature", "beta", "skew_alpha", "top_k",
-    "hidden_loss_weight", "hidden_loss_type", "layer_mapping", "attn_relation_weight", "vocab_policy", "lmbda",
-    "seq_kd", "teacher_cache", "learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
+    "loss_type", "kd_alpha", "temperature", "temperature_schedule", "final_temperature", "beta",
+    "skew_alpha", "top_k",
+    "hidden_loss_weight", "hidden_loss_type", "layer_mapping", "attn_relation_weight",
+    "vocab_policy", "lmbda",
+    "seq_kd", "teacher_cache", "learning_rate", "max_steps", "num_train_epochs",
+    "per_device_train_batch_size",
     "gradient_accumulation_steps", "seed",
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ KL, and fourteen for JSD. Here forward takes a chunk of tokens at a time. It mul
 heads, takes softmax in fp32, computes the closed-form gradient dz on the logits, and multiplies it
 back:
 
-    d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            only (chunk, V) exists, never (N, V)
+    d hidden[chunk] = dz @ W            d W += dz.T @ hidden[chunk]            only (chunk, V)
+                                        exists, never (N, V)
 
 Backward multiplies these results, (N, H) and (V, H), by the incoming scalar. So weights are needed
 in forward only, and an engine may reshard the head before backward."""
@@ -47,7 +48,9 @@ class Teacher(Protocol):
 
 
 class StoredChunk(NamedTuple):
-    """Rows of a teacher cache: bins at the stored temperature, and the teacher's own cross-entropy."""
+    """Rows of a teacher cache: bins at the stored temperature, and the teacher's own
+    cross-entropy.
+    """
 
     top_k: TopK
     cross_entropy: torch.Tensor

@@ -103,7 +103,9 @@ def _left_padded(
 
 
 def _until_end(written: torch.Tensor, pad: int, end: int | None) -> torch.Tensor:
-    """Return the labels of generated tokens: the tokens up to the first end token, -100 after it."""
+    """Return the labels of generated tokens: the tokens up to the first end token, -100 after
+    it.
+    """
     ended = torch.zeros_like(written) if end is None else (written == end).int()
     after = (ended.cumsum(1) - ended) > 0
     return written.masked_fill(after, IGNORED)
@@ -116,7 +118,9 @@ def _right_padded(
     answers: torch.Tensor,
     pad: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the batch with the tokens of each row moved to the left end, as in training batches."""
+    """Return the batch with the tokens of each row moved to the left end, as in training
+    batches.
+    """
     mask = torch.cat([prompt_mask.bool(), answers != IGNORED], dim=1)
     order = torch.argsort(~mask, dim=1, stable=True)
     mask = mask.gather(1, order)

@@ -1,4 +1,6 @@
-"""run_distill.py with named models and data: load, train, score, export; and write a teacher cache."""
+"""run_distill.py with named models and data: load, train, score, export; and write a teacher
+cache.
+"""
 
 from __future__ import annotations
 
@@ -324,7 +326,8 @@ def cache_teacher(arguments: Arguments) -> None:
     try:
         count = cache.write_cache(
             args.teacher_cache, description, examples, data.Collator(tokenizer.pad_token_id), ask,
-            args.per_device_eval_batch_size, args.process_index, args.world_size, args.process_index == 0,
+            args.per_device_eval_batch_size, args.process_index, args.world_size,
+            args.process_index == 0,
         )  # fmt: skip
     except cache.CacheError as error:
         raise InputError(str(error)) from error

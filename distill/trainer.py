@@ -138,7 +138,9 @@ class DistillationTrainer(Seq2SeqTrainer):
         return replace(recipe, shared=alignment.shared, teacher_labels=alignment.teacher_labels)
 
     def _prepare_inner_losses(self, model, teacher_model, args) -> None:
-        """Make projections and attention recorders, if losses inside of the models are configured."""
+        """Make projections and attention recorders, if losses inside of the models are
+        configured.
+        """
         self._recorders: tuple[AttentionRecorder, AttentionRecorder] | None = None
         self._matches_hidden = args.hidden_loss_weight > 0
         self._to_match: tuple[Batch, Observed] | None = None
@@ -366,7 +368,9 @@ class DistillationTrainer(Seq2SeqTrainer):
     def _get_num_items_in_batch(
         self, batch_samples: list, device: torch.device
     ) -> torch.Tensor | int | None:
-        """Return the number of predicted labels over all micro-batches of the step and all ranks."""
+        """Return the number of predicted labels over all micro-batches of the step and all
+        ranks.
+        """
         if not batch_samples:
             return None
         count = sum(

@@ -88,7 +88,8 @@ def main() -> None:
         strategy = DeepSpeedOnCpu(**STRATEGIES[strategy])
     saving = ModelCheckpoint(args.output, filename="{epoch}", save_top_k=-1)
     trainer = pl.Trainer(
-        accelerator="auto", devices=args.devices, strategy=strategy, max_epochs=args.epochs, gradient_clip_val=0.5,
+        accelerator="auto", devices=args.devices, strategy=strategy, max_epochs=args.epochs,
+        gradient_clip_val=0.5,
         callbacks=[saving], default_root_dir=args.output, logger=False, enable_progress_bar=False,
     )  # fmt: skip
     model = Largest()

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 BASE = LlamaConfig(
-    vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+    num_attention_heads=4,
     max_position_embeddings=32,
 )  # fmt: skip
 

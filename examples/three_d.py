@@ -2,9 +2,12 @@
 a model folder.
 
     torchrun --nproc_per_node 8 examples/three_d.py                      2 x 2 x 2
-    torchrun --nproc_per_node 4 examples/three_d.py --tensor 1           2 x 1 x 2: data and pipeline
-    torchrun --nproc_per_node 2 examples/three_d.py --tensor 1 --resume  goes on from there on other ranks
-    zero consolidate output/three_d output/three_d/model                 one folder, for from_pretrained
+    torchrun --nproc_per_node 4 examples/three_d.py --tensor 1
+        2 x 1 x 2: data and pipeline
+    torchrun --nproc_per_node 2 examples/three_d.py --tensor 1 --resume
+        goes on from there on other ranks
+    zero consolidate output/three_d output/three_d/model                 one folder, for
+    from_pretrained
 
 A small Llama learns to write sequences of 12 symbols twice. Everything is made here, nothing is
 downloaded."""

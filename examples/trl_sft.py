@@ -29,8 +29,10 @@ def sums() -> Dataset:
 def make_model(tokenizer: ByT5Tokenizer) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
@@ -47,7 +49,8 @@ def main() -> None:
 
     # Arguments before the model: they tell transformers to build it sharded.
     args = SFTConfig(
-        options.output, deepspeed=str(CONFIG), max_steps=options.steps, per_device_train_batch_size=8, bf16=False,
+        options.output, deepspeed=str(CONFIG), max_steps=options.steps,
+        per_device_train_batch_size=8, bf16=False,
         learning_rate=5e-3, logging_steps=10, eval_strategy="steps", eval_steps=50,
         save_steps=50, report_to="none", disable_tqdm=True, max_length=32,
     )  # fmt: skip

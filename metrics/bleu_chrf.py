@@ -9,8 +9,8 @@ import evaluate
 import sacrebleu
 
 _DESCRIPTION = """\
-Corpus BLEU (Papineni et al. 2002; 13a tokenization, exponential smoothing) and chrF (Popovic 2015; character n-grams up
-to 6), both from 0 to 100, higher is better, one reference a sentence.
+Corpus BLEU (Papineni et al. 2002; 13a tokenization, exponential smoothing) and chrF (Popovic 2015;
+character n-grams up to 6), both from 0 to 100, higher is better, one reference a sentence.
 """
 
 _CITATION = """\
@@ -24,7 +24,9 @@ _CITATION = """\
 
 
 class BleuChrf(evaluate.Metric):
-    """`compute(predictions=[str, ...], references=[str, ...])` -> {"bleu": float, "chrf": float}."""
+    """`compute(predictions=[str, ...], references=[str, ...])` -> {"bleu": float, "chrf":
+    float}.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         text = datasets.Value("string")

@@ -67,7 +67,8 @@ _LAZY = {
 
 # A launcher's variables in the shell of the tests must not reach the processes of the tests.
 _LAUNCHER_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+    "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
     "ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED",
 )  # fmt: skip
@@ -363,8 +364,10 @@ def _run_script(rank: int, request: dict[str, Any]) -> None:
     """Run the command as `python` would run it."""
     if request["ranks"]:
         variables = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"], "LOCAL_WORLD_SIZE": request["ranks"],
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"], "TORCHELASTIC_USE_AGENT_STORE": True,
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"],
+            "LOCAL_WORLD_SIZE": request["ranks"],
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"],
+            "TORCHELASTIC_USE_AGENT_STORE": True,
         }  # fmt: skip
         os.environ.update({name: str(value) for name, value in variables.items()})
         if request["ends_early"]:

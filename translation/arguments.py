@@ -243,7 +243,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _demonstration_defaults(given: argparse.Namespace) -> dict:
-    """Return DEMONSTRATION without what contradicts the given stages, precision or output folder."""
+    """Return DEMONSTRATION without what contradicts the given stages, precision or output
+    folder.
+    """
     defaults = dict(DEMONSTRATION)
     if given.do_train or given.do_eval or given.do_predict:
         for stage in ("do_train", "do_eval", "do_predict"):

@@ -1,4 +1,6 @@
-"""From raw records to batches: load each split, cut it to its number of samples, and tokenize it."""
+"""From raw records to batches: load each split, cut it to its number of samples, and tokenize
+it.
+"""
 
 import datasets
 from datasets import Dataset, DatasetDict
@@ -117,7 +119,9 @@ def _languages(data_args: DataTrainingArguments) -> dict[str, str | None]:
 def _source_and_target(
     raw: dict[str, Dataset], split: str, limit: int | None, data_args: DataTrainingArguments
 ) -> Dataset:
-    """Return the first `limit` records of one split, with only the columns `source` and `target`."""
+    """Return the first `limit` records of one split, with only the columns `source` and
+    `target`.
+    """
     if split not in raw:
         raise InputError(
             f"--dataset_name {data_args.dataset_name} has no split {split!r}, only {', '.join(raw)}"

@@ -45,7 +45,9 @@ class Accumulation:
         return self.managed_gradient_accumulation() and (self.micro_steps + 1) % steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, from now on, whether the current micro-batch is the last one of a step."""
+        """Decide by hand, from now on, whether the current micro-batch is the last one of a
+        step.
+        """
         if not self.managed_gradient_accumulation():
             raise UsageError(
                 "set_gradient_accumulation_boundary: managed_gradient_accumulation is false, so "

@@ -152,7 +152,9 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
 
 
 def place_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Move buffers to the compute device, with rank 0's values everywhere; they keep their dtype."""
+    """Move buffers to the compute device, with rank 0's values everywhere; they keep their
+    dtype.
+    """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             placed = buffer.to(comm.device)

@@ -165,7 +165,9 @@ class ZeroEngine(Accumulation, nn.Module):
                 logger.warning("%s is an old name of %s", old, new)
 
     def _take_over(self, model: nn.Module) -> None:
-        """End an earlier engine of the same model: the Trainer makes an engine for each training."""
+        """End an earlier engine of the same model: the Trainer makes an engine for each
+        training.
+        """
         earlier = _engine_of.get(model, lambda: None)()
         if earlier is not None:
             earlier.destroy()

@@ -2,7 +2,8 @@
 one step.
 
     python -m benchmarks.applications.distill
-    python -m benchmarks.applications.distill --peers FOLDER      # made by: pip install --no-deps --target FOLDER trl liger-kernel
+    python -m benchmarks.applications.distill --peers FOLDER
+        # made by: pip install --no-deps --target FOLDER trl liger-kernel
 
 A step starts from the hidden states of student and teacher. It computes both heads, the divergence,
 and the gradients of the hidden states and the student's head. Each variant has its own process with

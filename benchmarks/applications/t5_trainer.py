@@ -1,8 +1,8 @@
 """A Trainer script as a third party would write it. It imports nothing of this project.
 
-It trains a small T5 from scratch to repeat its input. `benchmarks.compatibility.deepspeed_losses` runs it
-unchanged with DeepSpeed (plain torchrun) and with this engine (`torchrun -m zero run`). The curve
-is in `trainer_state.json` in the output folder."""
+It trains a small T5 from scratch to repeat its input. `benchmarks.compatibility.deepspeed_losses`
+runs it unchanged with DeepSpeed (plain torchrun) and with this engine (`torchrun -m zero run`). The
+curve is in `trainer_state.json` in the output folder."""
 
 import torch
 from torch.utils.data import Dataset

@@ -9,9 +9,11 @@ The state: fp32 parameters, masters and two moments. Each variant has its own pr
 variants take turns, because the disk of a shared machine changes its speed. Each saves several
 times in a round. The table has medians over all saves:
 
-blocked    seconds until training goes on; `first`: in the first save, which allocates memory for the copy
+blocked    seconds until training goes on; `first`: in the first save, which allocates memory for
+           the copy
 step       seconds of the training step before the save; `after`: of the step after it
-total      seconds until everything is on disk; with an asynchronous save, the step after it runs meanwhile
+total      seconds until everything is on disk; with an asynchronous save, the step after it runs
+           meanwhile
 load       seconds to load with the files in the page cache; `cold`: with none of them there
 extra MB   largest anonymous memory
 

@@ -1,6 +1,5 @@
-"""One rank of `benchmarks.checkpoint.consolidation`: builds the model, saves it in each way, reports its
-memory.
-"""
+"""One rank of `benchmarks.checkpoint.consolidation`: builds the model, saves it in each way,
+reports its memory."""
 
 from __future__ import annotations
 

@@ -240,7 +240,9 @@ def variants(path: Path, size: int) -> dict[str, Move]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process (all threads), and of child processes that have ended."""
+    """Return the CPU seconds of this process (all threads), and of child processes that have
+    ended.
+    """
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 

@@ -2,7 +2,7 @@
 engine.
 
     python -m benchmarks.checkpoint.weight_sync
-    python -m benchmarks.checkpoint.weight_sync --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+    python -m benchmarks.checkpoint.weight_sync --deepspeed-python PYTHON_WITH_DEEPSPEED
 
 bf16, stage 3, two ranks. `a parameter at a time` and `all at once` use `GatheredParameters`, of
 this engine and of DeepSpeed. Only this engine has `stream_weights`. Seconds are medians over the
@@ -49,7 +49,8 @@ def main() -> None:
         for name, way in result["ways"].items():
             gathers = way["gathers"] if engine == "zero" else "-"
             print(
-                f"{engine + ', ' + name:<36}{way['seconds']:>9.2f}{way['memory'] / 1e6:>10.0f}{gathers:>9}"
+                f"{engine + ', ' + name:<36}{way['seconds']:>9.2f}"
+                f"{way['memory'] / 1e6:>10.0f}{gathers:>9}"
             )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(found, indent=2))

@@ -1,4 +1,6 @@
-"""One rank of `benchmarks.checkpoint.weight_sync`, with `zero` or with `deepspeed` in its own environment."""
+"""One rank of `benchmarks.checkpoint.weight_sync`, with `zero` or with `deepspeed` in its own
+environment.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ sum; and "engine", the method of `zero.comm.communicator.Communicator`. Sizes an
 those of NCCL's own benchmark: a size is that of the whole buffer, ranks * n elements of fp32.
 
     algorithm bandwidth = size / time
-    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or gradients,
+    bus bandwidth       = algorithm bandwidth * (2 (ranks - 1) / ranks for an all-reduce or
+                        gradients,
                           (ranks - 1) / ranks for an all-gather and a reduce-scatter, 1 for a
                           broadcast)
 

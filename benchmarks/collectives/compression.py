@@ -2,16 +2,19 @@
 two trainings.
 
     python -m benchmarks.collectives.compression
-    python -m benchmarks.collectives.compression --parts sums collectives       # the others are taken from the earlier run's file
-    python -m benchmarks.collectives.compression --parts translation --seeds 1 2    # as well as the seeds that are there already
+    python -m benchmarks.collectives.compression --parts sums collectives
+        # the others are taken from the earlier run's file
+    python -m benchmarks.collectives.compression --parts translation --seeds 1 2
+        # as well as the seeds that are there already
 
-sums         A gradient of 2 ranks is summed by each scheme; rank 1's values are larger by a factor. The error is the
-             2-norm of the difference to the sum in float64, over that of the sum. "one scale, sum
+sums         A gradient of 2 ranks is summed by each scheme; rank 1's values are larger by a
+             factor. The error is the 2-norm of the difference to the sum in float64, over that of the sum. "one scale, sum
              of codes" is what a known guide does: each rank scales its whole tensor by its own
              largest value, the codes are summed over ranks, and the sum is multiplied by one rank's
              scale. Codes of different scales are different groups: the sum of 100 cm and 1 inch is
              not 101 cm.
-collectives  The engine's all-gather and reduce-scatter on gloo, plain and compressed: bytes sent by a rank, and time.
+collectives  The engine's all-gather and reduce-scatter on gloo, plain and compressed: bytes sent by
+             a rank, and time.
 translation  The demonstration of run_translation.py, with and without: loss by step, BLEU.
 distillation The demonstration of run_distill.py: loss of the distilled student on held-out text.
 """
@@ -225,7 +228,8 @@ def show_training(part: str, found: dict[str, dict[str, Any]]) -> None:
             )
             change = means[variant] / same - 1
             print(
-                f"{variant:<{len(part) + len(figure) + 10}}{cells}{means[variant]:>10.3f}{change:>10.2%}"
+                f"{variant:<{len(part) + len(figure) + 10}}{cells}"
+                f"{means[variant]:>10.3f}{change:>10.2%}"
             )
 
 

@@ -1,5 +1,5 @@
-"""One rank of the benchmark of compressed collectives, started by `benchmarks.collectives.compression` on each
-rank.
+"""One rank of the benchmark of compressed collectives, started by
+`benchmarks.collectives.compression` on each rank.
 
 Each of the engine's collectives runs plain and compressed, in turns. A size is that of the whole
 buffer in fp32. Bytes are counted where messages leave, so on gloo only."""

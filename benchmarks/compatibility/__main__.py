@@ -236,7 +236,8 @@ def train_by_accelerate(line: list[str], out: Path) -> list[dict[str, Any]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *line]
     with subprocess.Popen(
-        command, cwd=REPOSITORY, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=REPOSITORY, env=env, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
@@ -258,7 +259,9 @@ def read_log(out: Path) -> list[dict[str, Any]]:
 
 
 def loss_difference(reference: list[dict[str, Any]], log: list[dict[str, Any]]) -> float:
-    """Return the largest absolute difference of the losses of all training steps and evaluations."""
+    """Return the largest absolute difference of the losses of all training steps and
+    evaluations.
+    """
     if len(log) != len(reference):
         raise RuntimeError(
             f"{len(log)} entries in the log, and {len(reference)} in the reference's"

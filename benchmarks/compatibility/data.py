@@ -94,8 +94,10 @@ def write_models(folder: Path) -> None:
     for seed, name in enumerate(("model", "teacher", "reward")):
         torch.manual_seed(seed)
         config = Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_key_value_heads=2,
-            num_attention_heads=4, max_position_embeddings=256, tie_word_embeddings=name == "model", num_labels=1,
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_key_value_heads=2,
+            num_attention_heads=4, max_position_embeddings=256, tie_word_embeddings=name == "model",
+            num_labels=1,
             initializer_range=0.2, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Loss curves of the same script, seed and configuration with DeepSpeed and with this engine.
 
-    python -m benchmarks.compatibility.deepspeed_losses --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
+    python -m benchmarks.compatibility.deepspeed_losses --deepspeed-python
+    PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
 DeepSpeed has its own environment (`requirements.txt` and `deepspeed==0.19.8`) and runs on the CPU.
 Compared on two processes: `initialize`/`backward`/`step` (a T5 and a GPT-2, with and without

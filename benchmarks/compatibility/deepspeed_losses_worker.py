@@ -1,8 +1,8 @@
 """One rank of one engine of the parity run: 20 steps with `initialize`, `backward` and `step`.
 Reports the curve.
 
-`benchmarks.compatibility.deepspeed_losses` starts it on each rank in each environment. Only the package's name
-differs."""
+`benchmarks.compatibility.deepspeed_losses` starts it on each rank in each environment. Only the
+package's name differs."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, mask_token="[MASK]", eos_token="</s>", bos_token="[CLS]", **names,
+        tokenizer_object=tokenizer, mask_token="[MASK]", eos_token="</s>", bos_token="[CLS]",
+        **names,
     )  # fmt: skip
 
 

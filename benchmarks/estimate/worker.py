@@ -18,36 +18,46 @@ STEPS = 3
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": (
         "T5",
-        {"d_model": 384, "d_kv": 64, "d_ff": 1536, "num_layers": 4, "num_heads": 6, "vocab_size": 4096,
-         "dropout_rate": 0.0, "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"]},
+        {"d_model": 384, "d_kv": 64, "d_ff": 1536, "num_layers": 4, "num_heads": 6,
+        "vocab_size": 4096,
+         "dropout_rate": 0.0, "decoder_start_token_id": 0,
+         "architectures": ["T5ForConditionalGeneration"]},
     ),
     "llama": (
         "Llama",
-        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6,
+        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8,
+        "num_attention_heads": 6,
          "vocab_size": 4096, "architectures": ["LlamaForCausalLM"]},
     ),
     "mixtral": (
         "Mixtral",
-        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "vocab_size": 2048,
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+         "num_key_value_heads": 4, "num_local_experts": 6, "num_experts_per_tok": 2,
+         "vocab_size": 2048,
          "architectures": ["MixtralForCausalLM"]},
     ),
     "tiny": (
         "Llama",
-        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 2,
-         "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "architectures": ["LlamaForCausalLM"]},
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+         "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2,
+         "architectures": ["LlamaForCausalLM"]},
     ),
     "gpt2": (
         "GPT2",
         {"n_embd": 384, "n_layer": 8, "n_head": 6, "vocab_size": 4096, "n_positions": 512,
          "bos_token_id": 1, "eos_token_id": 2,
-         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "architectures": ["GPT2LMHeadModel"]},
+         "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+         "architectures": ["GPT2LMHeadModel"]},
     ),
 }  # fmt: skip
 
 
 def shape_of(name: str) -> transformers.PretrainedConfig:
-    """The model's configuration, without fused attention: each device has another kernel for that."""
+    """The model's configuration, without fused attention: each device has another kernel for
+    that.
+    """
     kind, sizes = SIZES[name]
     config = getattr(transformers, f"{kind}Config")(**sizes)
     config._attn_implementation = "eager"

@@ -3,13 +3,14 @@
     python -m benchmarks.faults --trials 500 --seed 1
     python -m benchmarks.faults --trials 20 --seed 1 --parts kills damage
 
-kills    Real Trainer runs are killed by SIGKILL at random file operations, and started again by the same command until
-         they finish. Every loss and every weight must be that of an uninterrupted run.
-damage   Every file of a checkpoint is flipped, cut and removed. It must be refused by name, passed over, or without any
-         effect.
+kills    Real Trainer runs are killed by SIGKILL at random file operations, and started again by
+         the same command until they finish. Every loss and every weight must be that of an
+         uninterrupted run.
+damage   Every file of a checkpoint is flipped, cut and removed. It must be refused by name, passed
+         over, or without any effect.
 config   Mutated configurations: no hang, no raw traceback, no accepted typo.
 
-A part is a module `benchmarks.faults_PART` with a function `run(trials, chance, folder)` that
+A part is a module `benchmarks.faults.PART` with a function `run(trials, chance, folder)` that
 returns a `Report`. The exit code is 1 if anything failed. Each failure says how to reproduce it.
 """
 
@@ -55,10 +56,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     failed = False
     for part in args.parts:
-        if importlib.util.find_spec(f"benchmarks.faults_{part}") is None:
+        if importlib.util.find_spec(f"benchmarks.faults.{part}") is None:
             print(f"{part}: there is no such part yet")
             continue
-        module, start = importlib.import_module(f"benchmarks.faults_{part}"), time.monotonic()
+        module, start = importlib.import_module(f"benchmarks.faults.{part}"), time.monotonic()
         folder = Path(
             tempfile.mkdtemp(prefix="zero-faults-")
         )  # the first fork that ends would remove a TemporaryDirectory

@@ -248,7 +248,9 @@ def outcome(source: Any) -> str:
 
 
 def _without_ignored(config: dict) -> dict:
-    """Return the configuration without keys that are always ignored, because these may be misspelt."""
+    """Return the configuration without keys that are always ignored, because these may be
+    misspelt.
+    """
     kept = copy.deepcopy(config)
     for key in load_config(config, allow_auto=True).origin.ignored:
         section, name = find(kept, key)

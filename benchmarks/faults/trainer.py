@@ -212,8 +212,10 @@ def _configuration(job: Job) -> dict:
 
 def _train(job: Job, kill: Kill | None, rank: int, result: Path) -> None:
     arguments = TrainingArguments(
-        output_dir=str(job.output), max_steps=STEPS, save_steps=EVERY, logging_steps=1, learning_rate=1e-2,
-        per_device_train_batch_size=2, save_total_limit=job.limit, use_cpu=True, report_to=[], disable_tqdm=True,
+        output_dir=str(job.output), max_steps=STEPS, save_steps=EVERY, logging_steps=1,
+        learning_rate=1e-2,
+        per_device_train_batch_size=2, save_total_limit=job.limit, use_cpu=True, report_to=[],
+        disable_tqdm=True,
         dataloader_pin_memory=False, deepspeed=_configuration(job),
     )  # fmt: skip
     set_seed(0)

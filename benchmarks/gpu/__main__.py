@@ -1,8 +1,9 @@
 """Time and memory of a training step on GPUs: DDP, FSDP2, this engine and, if it is given,
 DeepSpeed.
 
-    python -m benchmarks.gpu                                   # Llama-3.2-1B's shape, 4 x 2048 tokens
-    python -m benchmarks.gpu --model t5-3b --batch 8 --length 512 --variants zero3-offload fsdp2-offload
+    python -m benchmarks.gpu
+        # Llama-3.2-1B's shape, 4 x 2048 tokens
+    python -m benchmarks.gpu --model t5-3b --batch 8 --length 512 --variants zero3-offload
     python -m benchmarks.gpu --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
 
 All variants train the same model in bf16 with fp32 masters on the same batch, each in its own

@@ -1,4 +1,6 @@
-"""One rank of the benchmark of the monitors: times each step, and what the monitor does after it."""
+"""One rank of the benchmark of the monitors: times each step, and what the monitor does after
+it.
+"""
 
 from __future__ import annotations
 

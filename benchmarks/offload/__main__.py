@@ -3,7 +3,8 @@ bound.
 
     python -m benchmarks.offload
     python -m benchmarks.offload --deepspeed-python PATH_OF_A_PYTHON_THAT_HAS_DEEPSPEED
-    python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK           # on a GPU, bf16
+    python -m benchmarks.offload --model t5-3b --folder FOLDER_ON_A_FAST_DISK
+        # on a GPU, bf16
 
 Variants of this engine at stage 3 ("ours"): without offload; all in host memory; the same with half
 of the optimizer state on the device (`ratio`); all in files, with the update inside the step; all
@@ -194,10 +195,8 @@ def one_round(folder: str, missing: dict[str, str], args: argparse.Namespace) ->
     """
     rows, reference = {}, []
     limits = run("floor", 1, folder, args)[0]
-    print(
-        f"  floor: {', '.join(f'{name} {of_limit(name, value)}' for name, value in limits.items())}",
-        flush=True,
-    )
+    floor = ", ".join(f"{name} {of_limit(name, value)}" for name, value in limits.items())
+    print(f"  floor: {floor}", flush=True)
     for variant in args.variants:
         if variant in missing:
             continue

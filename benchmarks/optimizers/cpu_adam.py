@@ -66,8 +66,8 @@ def parse_arguments() -> argparse.Namespace:
 def worker(
     python: str, contestants: list[str], numel: int, threads: int
 ) -> Iterator[subprocess.Popen]:
-    """Start a process of `benchmarks.optimizers.cpu_adam_worker` and wait until it is ready. It ends with the
-    context.
+    """Start a process of `benchmarks.optimizers.cpu_adam_worker` and wait until it is ready. It
+    ends with the context.
 
     Raises RuntimeError if it does not become ready. Its own messages are on standard error.
     """

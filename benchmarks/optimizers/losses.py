@@ -165,7 +165,9 @@ def plain(name: str, steps: int) -> list[float]:
 
 
 def sharded(name: str, steps: int) -> list[float]:
-    """The losses of the engine at stage 3, the mean over ranks; each has its part of every batch."""
+    """The losses of the engine at stage 3, the mean over ranks; each has its part of every
+    batch.
+    """
     make, bf16, zero_keys = VARIANTS[name]
     config = {
         "train_micro_batch_size_per_gpu": ROWS // RANKS,

@@ -1,9 +1,9 @@
 """One rank of one variant of the mesh benchmark: trains a Llama on synthetic batches and reports
 each step's cost.
 
-`benchmarks.parallel.meshes` starts it on each rank. A variant is a function from a mesh to `train_step(ids)
--> loss`. Both use torch's fused AdamW and clip gradients to a global norm of 1.0. Both cut layers
-in the same places."""
+`benchmarks.parallel.meshes` starts it on each rank. A variant is a function from a mesh to
+`train_step(ids) -> loss`. Both use torch's fused AdamW and clip gradients to a global norm of 1.0.
+Both cut layers in the same places."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def show(row: dict[str, Any], base: int) -> str:
 def main() -> None:
     args = parse_arguments()
     sizes = {
-        "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "num_hidden_layers": args.layers,
+        "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden,
+        "num_hidden_layers": args.layers,
         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": args.vocabulary,
         "max_position_embeddings": args.most_tokens,
     }  # fmt: skip

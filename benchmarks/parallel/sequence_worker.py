@@ -1,6 +1,5 @@
-"""The worker of `benchmarks.parallel.sequence`: the longest sequence of each setting, on one rank or shared
-by all of them.
-"""
+"""The worker of `benchmarks.parallel.sequence`: the longest sequence of each setting, on one rank
+or shared by all of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """All experiments of the published guides on this machine, one after the other, and one report of
 them.
 
-    python -m benchmarks.reproduce --quick                       # small sizes: under ten minutes on two cores
+    python -m benchmarks.reproduce --quick
+        # small sizes: under ten minutes on two cores
     python -m benchmarks.reproduce                               # the sizes of the guides: hours
-    python -m benchmarks.reproduce --disk FOLDER_ON_A_FAST_DISK  # with T5-3B, which needs 60 GB there
+    python -m benchmarks.reproduce --disk FOLDER_ON_A_FAST_DISK
+        # with T5-3B, which needs 60 GB there
     python -m benchmarks.reproduce --quick --only three_d gathering
 
 The report is `report.md`, with its pictures and JSON beside it (`--output`). Each experiment is a

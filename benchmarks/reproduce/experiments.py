@@ -358,7 +358,9 @@ def of_translation(folder: Path, logs: list[Path]) -> list[Table]:
 
 
 def t5_3b(sizes: Sizes) -> Commands:
-    """Without a disk that is named only the small model: 60 GB would go where nobody expects them."""
+    """Without a disk that is named only the small model: 60 GB would go where nobody expects
+    them.
+    """
     small = sizes.quick or not sizes.disk
     disk = ["--folder", sizes.disk or sizes.folder / "files"]
     return benchmark("applications.t5_3b", [*disk, "--small"], [*disk, *["--small"] * small])(sizes)

@@ -1,13 +1,16 @@
 """Predicted step time and memory of a rank on 8 to 4,096 devices, and the prediction's error where
 it can be measured.
 
-    python -m benchmarks.scaling                    # T5-3B and 11B, Llama 8B and 70B: a table, a picture, JSON
+    python -m benchmarks.scaling
+        # T5-3B and 11B, Llama 8B and 70B: a table, a picture, JSON
     python -m benchmarks.scaling llama-8b --ranks 16 128 --between 50e9
-    python -m benchmarks.scaling --check            # 1, 2, 4, 8 processes here, in network namespaces (needs root)
+    python -m benchmarks.scaling --check
+        # 1, 2, 4, 8 processes here, in network namespaces (needs root)
 
-Times come from `benchmarks.scaling.timeline`, memory from `zero estimate`. Each model is predicted with the
-configuration as it is, without its offload, and tuned: without offload, each group of 64 ranks with
-all shards (`mics_shard_size`), and room for two blocks (`stage3_max_live_parameters`)."""
+Times come from `benchmarks.scaling.timeline`, memory from `zero estimate`. Each model is predicted
+with the configuration as it is, without its offload, and tuned: without offload, each group of 64
+ranks with all shards (`mics_shard_size`), and room for two blocks
+(`stage3_max_live_parameters`)."""
 
 from __future__ import annotations
 
@@ -52,15 +55,16 @@ TUNED = {"mics_shard_size": 64, "stage3_max_live_parameters": int(2e9)}
 CHECK_RATE = 20e6 / 8
 # Processes, and what differs in the section `zero_optimization`.
 CHECKS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {}), (2, {}), (4, {}), (8, {}), (4, {"mics_shard_size": 2}), (4, {"zero_hpz_partition_size": 2}),
+    (1, {}), (2, {}), (4, {}), (8, {}), (4, {"mics_shard_size": 2}), (4,
+    {"zero_hpz_partition_size": 2}),
 )  # fmt: skip
 # tc counts the headers of Ethernet, IP and TCP: of 1,514 bytes 1,448 are data.
 DATA = 1448 / 1514
 TIMEOUT = 600  # seconds of one job
 OF_THE_CHECK = f"""\
-- Links of {CHECK_RATE * 8 / 1e6:g} Mbit/s, of which {DATA:.1%} are data, without latency. All processes share the
-  cores. Compute and updates take the time that the same job takes on links without a limit. So they contain the cost
-  of messages on the CPU."""
+- Links of {CHECK_RATE * 8 / 1e6:g} Mbit/s, of which {DATA:.1%} are data, without latency. All
+  processes share the cores. Compute and updates take the time that the same job takes on links
+  without a limit. So they contain the cost of messages on the CPU."""
 Rows = list[dict[str, Any]]
 
 

@@ -1,11 +1,11 @@
 """A model of a training step: what the engine waits for on N devices, by links and sizes that are
 given.
 
-    python -m benchmarks.scaling.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks 8 64
-    --batch 1 --seq 2048
+    python -m benchmarks.scaling.timeline llama-8b --ds-config configs/ds_config_zero3.json --ranks
+    8 64 --batch 1 --seq 2048
 
-`benchmarks/scaling/rehearsal.py` has the engine's own policies write down the program of a step. This file
-gives each operation its time on N devices. Every run prints what is assumed for that."""
+`benchmarks/scaling/rehearsal.py` has the engine's own policies write down the program of a step.
+This file gives each operation its time on N devices. Every run prints what is assumed for that."""
 
 from __future__ import annotations
 
@@ -42,17 +42,23 @@ from zero.tools.estimate.traffic import (
 ASSUMPTIONS = """\
 assumptions
 - Every rank computes for the same time. The host is never late: launches and Python cost nothing.
-- Compute time is counted floating-point operations over --flops (attention without a fused kernel, a causal mask saves
-  nothing). Operations that read more than they compute, such as norms and the loss, are in --flops by guess only.
-- A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full buffer over the
-  slowest link, and pays the latency of each hop. All-gathers and reductions share the network, one after another.
-- Groups are of consecutive ranks. The same collective of all groups of a node runs at the same time, and shares the
-  links between nodes. Coded gradients are exchanged within nodes first, then between them, if all nodes are full.
-- A collective, and a copy from the host, starts when compute has come to where the engine starts it.
-- Copies to and from the device have a link each, the disk has one. Contention for host memory is in --host-adam only.
-- Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the device takes the time of
-  its bytes over --device-memory-bandwidth.
-- The step's norm is an all-reduce that costs latency alone. Late updates run in the order of the next forward."""
+- Compute time is counted floating-point operations over --flops (attention without a fused kernel,
+  a causal mask saves nothing). Operations that read more than they compute, such as norms and the
+  loss, are in --flops by guess only.
+- A collective is a ring (--direct: one message to each other rank). It moves (N-1)/N of the full
+  buffer over the slowest link, and pays the latency of each hop. All-gathers and reductions share
+  the network, one after another.
+- Groups are of consecutive ranks. The same collective of all groups of a node runs at the same
+  time, and shares the links between nodes. Coded gradients are exchanged within nodes first, then
+  between them, if all nodes are full.
+- A collective, and a copy from the host, starts when compute has come to where the engine starts
+  it.
+- Copies to and from the device have a link each, the disk has one. Contention for host memory is
+  in --host-adam only.
+- Copies inside of the device (gradients to flat buffers, casts) take no time. An update on the
+  device takes the time of its bytes over --device-memory-bandwidth.
+- The step's norm is an all-reduce that costs latency alone. Late updates run in the order of the
+  next forward."""
 
 
 @dataclass(frozen=True)

@@ -121,14 +121,18 @@ class PeakMemory:
 
 
 def let_go() -> None:
-    """Free the last engine, which is in reference cycles, and give its memory back to the system."""
+    """Free the last engine, which is in reference cycles, and give its memory back to the
+    system.
+    """
     gc.collect()
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
 
 
 def measure_memory(stage: int) -> dict[str, Any]:
-    """Return the model states of the second step: between its micro-batches, and before its update."""
+    """Return the model states of the second step: between its micro-batches, and before its
+    update.
+    """
     let_go()
     held_before = psutil.Process().memory_info().rss
     batches = synthetic_batches(T5_42M["vocab_size"], 1, 8, 8, seed=dist.get_rank())

@@ -68,7 +68,8 @@ def parse_arguments() -> argparse.Namespace:
 def build() -> nn.Module:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=640, intermediate_size=1728, num_hidden_layers=8, num_attention_heads=10,
+        vocab_size=VOCABULARY, hidden_size=640, intermediate_size=1728, num_hidden_layers=8,
+        num_attention_heads=10,
         tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()

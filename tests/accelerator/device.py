@@ -5,23 +5,24 @@ Its memory is host memory, behind torch's PrivateUse1 interface. Each operator r
 kernel. The device behaves as badly as a real one may, and records every mistake of a program that
 expects more:
 
-late        Copies on side streams, copies from and to pinned memory, and collectives run only when somebody waits for
-            them. Pinned memory holds NaN until the copy to it has run. (With several ranks, late
-            work also runs after a while without progress: a real device goes on while its host
-            waits for other hosts.)
-freed       Freed memory holds NaN at once, unless `record_stream` announced work that may still use it.
-ordered     Vector clocks check every use of memory. If two streams use the same bytes and one of them writes, an event
-            or the host must order the two uses. New memory counts as used by the stream that
-            allocates it, because a caching allocator reuses memory within a stream.
-pinned      Pinned memory that a copy reads must not change before the host knows that the copy is done. Registered
-            memory must not be unregistered before that. Memory of torch's own pinned allocator may
-            be freed any time.
+late        Copies on side streams, copies from and to pinned memory, and collectives run only when
+            somebody waits for them. Pinned memory holds NaN until the copy to it has run. (With
+            several ranks, late work also runs after a while without progress: a real device goes
+            on while its host waits for other hosts.)
+freed       Freed memory holds NaN at once, unless `record_stream` announced work that may still
+            use it.
+ordered     Vector clocks check every use of memory. If two streams use the same bytes and one of
+            them writes, an event or the host must order the two uses. New memory counts as used by
+            the stream that allocates it, because a caching allocator reuses memory within a stream.
+pinned      Pinned memory that a copy reads must not change before the host knows that the copy is
+            done. Registered memory must not be unregistered before that. Memory of torch's own
+            pinned allocator may be freed any time.
 
-matched     A communicator matches collectives by their order alone. Ranks with different orders get each other's data.
-            If kinds or sizes differ too, they get NaN. All communicators of a process run one after
-            another, so ranks that start them in different orders block each other. Sums are
-            computed in the dtype of the tensors. Messages between two ranks also match by order
-            alone, and a send ends only when the other rank receives.
+matched     A communicator matches collectives by their order alone. Ranks with different orders
+            get each other's data. If kinds or sizes differ too, they get NaN. All communicators of
+            a process run one after another, so ranks that start them in different orders block
+            each other. Sums are computed in the dtype of the tensors. Messages between two ranks
+            also match by order alone, and a send ends only when the other rank receives.
 two         There are two devices. Each has its own memory, limit, statistics and streams.
 
 `mistakes()` returns what was found. `set_limit` plans a lack of memory, `fail_collective` a

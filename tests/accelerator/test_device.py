@@ -145,7 +145,9 @@ def test_each_planted_mistake_is_found():
 
 
 def read_before_the_event(rank: int, world_size: int) -> None:
-    """A host that reads before the event finds no values, on a side stream and on the default one."""
+    """A host that reads before the event finds no values, on a side stream and on the default
+    one.
+    """
     for stream in (now(), side_stream()):
         host = torch.zeros(N, pin_memory=True)
         with stream:

@@ -228,7 +228,9 @@ def test_gloos_messages_are_added_in_fp32_and_a_devices_in_their_own_dtype():
 
 
 def late_updates(rank: int, world_size: int) -> list[tuple[str, int, bool]]:
-    """Return where weights are updated: the thread, the device, and whether on the default stream."""
+    """Return where weights are updated: the thread, the device, and whether on the default
+    stream.
+    """
     engine, places = engine_with("", {"offload_optimizer": {"device": "cpu"}}), set()
     round_into_shard = OptimizerShard.round_into_shard
 

@@ -166,7 +166,8 @@ def test_an_optimizer_of_the_configuration_gives_the_losses_of_stage_0(kind):
 
 def test_the_trainer_trains_as_without_the_engine(tmp_path):
     arguments = {
-        "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "bf16": True,
+        "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+        "bf16": True,
         "save_strategy": "no", "seed": 5,
     }  # fmt: skip
     keys = (

@@ -95,7 +95,9 @@ def test_reductions_lie_between_the_same_gathers_on_all_ranks():
 
 
 class Scaled(nn.Module):
-    """Its one small parameter is used at the end, and at the beginning too if the caller says so."""
+    """Its one small parameter is used at the end, and at the beginning too if the caller says
+    so.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
-"""What `benchmarks.scaling.rehearsal` writes down of a step is what the engine does on the simulated
-accelerator.
-"""
+"""What `benchmarks.scaling.rehearsal` writes down of a step is what the engine does on the
+simulated accelerator."""
 
 from __future__ import annotations
 
@@ -102,7 +101,9 @@ def in_rehearsal(name: str, sections: dict[str, Any]) -> list[Op]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_collectives_and_waits_lie_between_the_same_computations(case):
-    """Operations, groups and floating-point operations between them are equal, so the order is too."""
+    """Operations, groups and floating-point operations between them are equal, so the order is
+    too.
+    """
     expected = in_rehearsal(*CASES[case])
     assert {op.kind for op in expected} >= {"compute", "reduce", "backward ends", "step"}
     for found in run_on(2, on_engine, *CASES[case], simulated=True):

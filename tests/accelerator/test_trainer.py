@@ -16,8 +16,10 @@ from tests.processes import fork_ranks
 
 SCRIPT = Path(__file__).with_name("trainer.py")
 ARGUMENTS = {
-    "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "seed": 5,
-    "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2, "average_tokens_across_devices": False,
+    "max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant",
+    "seed": 5,
+    "save_strategy": "no", "eval_strategy": "steps", "eval_steps": 2,
+    "average_tokens_across_devices": False,
 }  # fmt: skip
 AUTO = (
     "train_batch_size",

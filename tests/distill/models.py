@@ -22,8 +22,10 @@ def llama(
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+            tie_word_embeddings=tied,
             pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
         )
     )  # fmt: skip
@@ -33,7 +35,8 @@ def gpt2(width: int, layers: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=64, resid_pdrop=0.0,
+            vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=64,
+            resid_pdrop=0.0,
             embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
         )
     )  # fmt: skip
@@ -43,8 +46,10 @@ def t5(width: int, layers: int, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=layers, num_heads=4,
-            dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, initializer_factor=1.0,
+            vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width,
+            num_layers=layers, num_heads=4,
+            dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+            initializer_factor=1.0,
         )
     )  # fmt: skip
 

@@ -22,7 +22,8 @@ CLOSE = {"rtol": 0.0, "atol": 10 * rounding(torch.float64, 1000)}
 def model() -> MiniCodformerForCausalLM:
     torch.manual_seed(0)
     config = MiniCodformerConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, initializer_range=0.5, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, initializer_range=0.5,
+        pad_token_id=0,
         bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
     return MiniCodformerForCausalLM(config).double().eval()

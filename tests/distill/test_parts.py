@@ -314,7 +314,8 @@ def test_a_written_batch_keeps_prompts_and_learns_answers():
     learnt = batch["labels"] != IGNORED
     assert learnt.sum(1).tolist() == [3, 3]
     assert torch.equal(batch["labels"][learnt], batch["input_ids"][learnt])
-    alone = model.generate(torch.tensor([[9]]), attention_mask=torch.ones(1, 1), max_new_tokens=3, do_sample=False,
+    alone = model.generate(torch.tensor([[9]]), attention_mask=torch.ones(1, 1), max_new_tokens=3,
+        do_sample=False,
                            eos_token_id=None, pad_token_id=0)  # fmt: skip
     assert batch["input_ids"][1, :4].tolist() == alone[0].tolist()
 

@@ -47,8 +47,10 @@ SAVED, KILLED, STEPS, GLOBAL_BATCH = 15, 17, 30, 6
 
 def _job(name: str, output: Path, nproc: int, **others: Any) -> dict[str, Any]:
     arguments = {
-        "output_dir": str(output), "max_steps": STEPS, "save_steps": SAVED, "logging_steps": 1, "learning_rate": 1e-3,
-        "use_cpu": True, "per_device_train_batch_size": GLOBAL_BATCH // nproc, "bf16": name == "sections",
+        "output_dir": str(output), "max_steps": STEPS, "save_steps": SAVED, "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "use_cpu": True, "per_device_train_batch_size": GLOBAL_BATCH // nproc,
+        "bf16": name == "sections",
         "lr_scheduler_type": "cosine", "warmup_steps": 4,
         "deepspeed": {"zero_optimization": ZERO} | BATCH | CONFIGS[name],
     }  # fmt: skip

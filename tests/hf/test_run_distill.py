@@ -30,8 +30,10 @@ pytestmark = pytest.mark.timeout(600)
 COMMANDS = REPOSITORY / "tests" / "distill" / "scripts" / "commands.py"
 LINES = [f"def add_{i}(a, b):\n    return a + b + {i}\n" for i in range(40)]
 COMMON = [
-    "--max_length", "32", "--max_steps", "3", "--per_device_train_batch_size", "4", "--logging_steps", "1",
-    "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True",
+    "--max_length", "32", "--max_steps", "3", "--per_device_train_batch_size", "4",
+    "--logging_steps", "1",
+    "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm",
+    "True",
     "--ddp_find_unused_parameters", "False", "--do_train", "--do_eval",
 ]  # fmt: skip
 
@@ -52,7 +54,8 @@ def make_models(folder: Path) -> None:
         LlamaConfig(vocab_size=304, tie_word_embeddings=True, **sizes, **tokens)
     )
     t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4, **tokens,
+        T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=48, num_layers=4, num_heads=4,
+        **tokens,
                  decoder_start_token_id=0)
     )  # fmt: skip
     for name, model in (("teacher", teacher), ("t5", t5)):
@@ -94,70 +97,89 @@ JOBS: dict[str, list[str]] = {
     "layers": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
-        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--output_dir", "{}/out_layers",
+        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--output_dir",
+        "{}/out_layers",
     ],
     "teacher_device": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
         "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--temperature", "2",
-        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--teacher_device", "cpu",
+        "--temperature_schedule", "linear", "--loss_type", "skew_reverse_kl", "--teacher_device",
+        "cpu",
         "--output_dir", "{}/out_teacher_device",
     ],
     "minicodformer": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
-        "--train_file", "{}/dialogues.json", "--validation_file", "{}/turns.jsonl", "--export_dtype", "float16",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
+        "{}/minicodformer",
+        "--train_file", "{}/dialogues.json", "--validation_file", "{}/turns.jsonl",
+        "--export_dtype", "float16",
         "--packing", "False", "--output_dir", "{}/out_minicodformer",
     ],
     "cache": [
-        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
+        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file",
+        "{}/text.txt",
         "--max_length", "32", "--top_k", "8", "--teacher_cache", "{}/cache",
     ],
     "from_cache": [
-        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher", "--student_config",
+        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher",
+        "--student_config",
         "{}/minicodformer", "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt",
         "--output_dir", "{}/out_from_cache",
     ],
     "cache of other data": [
-        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher", "--student_config",
+        *COMMON, "--teacher_cache", "{}/cache", "--tokenizer_name", "{}/teacher",
+        "--student_config",
         "{}/minicodformer", "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt",
         "--output_dir", "{}/out_other", "--temperature", "3",
     ],
     "uld": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/other_student",
-        "--tokenizer_name", "{}/other_tokenizer", "--loss_type", "uld", "--train_file", "{}/turns.jsonl",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
+        "{}/other_student",
+        "--tokenizer_name", "{}/other_tokenizer", "--loss_type", "uld", "--train_file",
+        "{}/turns.jsonl",
         "--validation_file", "{}/text.txt", "--output_dir", "{}/out_uld",
     ],
     "other tokenizer": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/other_student",
-        "--tokenizer_name", "{}/other_tokenizer", "--train_file", "{}/text.txt", "--validation_file",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
+        "{}/other_student",
+        "--tokenizer_name", "{}/other_tokenizer", "--train_file", "{}/text.txt",
+        "--validation_file",
         "{}/text.txt", "--output_dir", "{}/out_refused",
     ],
     "t5": [
         *COMMON, "--teacher_model_name_or_path", "{}/t5", "--init_student_from_teacher", "1,3",
-        "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file", "{}/pairs.jsonl",
+        "--train_file", "{}/pairs.jsonl", "--validation_file", "{}/pairs.jsonl", "--test_file",
+        "{}/pairs.jsonl",
         "--source_column", "translation.en", "--target_column", "translation.de", "--do_predict",
-        "--predict_with_generate", "True", "--generation_max_length", "8", "--output_dir", "{}/out_t5",
+        "--predict_with_generate", "True", "--generation_max_length", "8", "--output_dir",
+        "{}/out_t5",
     ],
     "broken": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
-        "--train_file", "{}/broken.jsonl", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_broken",
+        "--train_file", "{}/broken.jsonl", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_broken",
     ],
     "no text": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0",
-        "--train_file", "{}/blank.jsonl", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_blank",
+        "--train_file", "{}/blank.jsonl", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_blank",
     ],
     "cut teacher": [
         *COMMON, "--teacher_model_name_or_path", "{}/cut", "--init_student_from_teacher", "0",
-        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_cut",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_cut",
     ],
     "small vocabulary": [
         *COMMON, "--kd_alpha", "0", "--model_name_or_path", "{}/few_tokens",
-        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_few",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_few",
     ],
     "no such layer": [
         *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,9",
-        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir", "{}/out_layer",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--output_dir",
+        "{}/out_layer",
     ],
-    "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
+    "no student": [*COMMON, "--teacher_model_name_or_path", "{}/teacher", "--train_file",
+    "{}/text.txt",
                    "--validation_file", "{}/text.txt", "--output_dir", "{}/out_none"],
     "wrong temperature": [*COMMON, "--temperature", "0", "--output_dir", "{}/out_none"],
     "misspelt": [*COMMON, "--temprature", "2", "--output_dir", "{}/out_none"],
@@ -167,19 +189,26 @@ JOBS: dict[str, list[str]] = {
 SHIPPED = REPOSITORY / "configs" / "ds_config_distill.json"
 RESUMABLE = [
     *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
-    "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json",
+    "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed",
+    "{}/stage3.json",
     "--lr_scheduler_type", "constant", "--save_strategy", "steps", "--save_steps", "2",
 ]  # fmt: skip
 SHARDED: dict[str, list[str]] = {
     "shipped": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config", "{}/minicodformer",
-        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed", str(SHIPPED),
-        "--per_device_train_batch_size", "16", "--learning_rate", "2e-5", "--output_dir", "{}/out_shipped",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--student_config",
+        "{}/minicodformer",
+        "--train_file", "{}/text.txt", "--validation_file", "{}/text.txt", "--deepspeed",
+        str(SHIPPED),
+        "--per_device_train_batch_size", "16", "--learning_rate", "2e-5", "--output_dir",
+        "{}/out_shipped",
     ],
     "on_policy": [
-        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3", "--lmbda", "0.5",
-        "--seq_kd", "True", "--max_new_tokens", "5", "--loss_type", "jsd", "--train_file", "{}/turns.jsonl",
-        "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir", "{}/out_on_policy",
+        *COMMON, "--teacher_model_name_or_path", "{}/teacher", "--init_student_from_teacher", "0,3",
+        "--lmbda", "0.5",
+        "--seq_kd", "True", "--max_new_tokens", "5", "--loss_type", "jsd", "--train_file",
+        "{}/turns.jsonl",
+        "--validation_file", "{}/text.txt", "--deepspeed", "{}/stage3.json", "--output_dir",
+        "{}/out_on_policy",
     ],
     "whole": [*RESUMABLE, "--max_steps", "4", "--output_dir", "{}/out_whole"],
     "half": [*RESUMABLE, "--max_steps", "2", "--output_dir", "{}/out_resumed"],
@@ -188,8 +217,10 @@ SHARDED: dict[str, list[str]] = {
         "--resume_from_checkpoint", "{}/out_resumed/checkpoint-2",
     ],
     "cache": [
-        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file", "{}/text.txt",
-        "--max_length", "32", "--top_k", "8", "--teacher_cache", "{}/cache_of_two", "--deepspeed", "{}/stage3.json",
+        "cache_teacher", "--teacher_model_name_or_path", "{}/teacher", "--train_file",
+        "{}/text.txt",
+        "--max_length", "32", "--top_k", "8", "--teacher_cache", "{}/cache_of_two", "--deepspeed",
+        "{}/stage3.json",
     ],
 }  # fmt: skip
 STAGE_3 = {

@@ -73,7 +73,8 @@ def language_arguments(files, *splits):
 def test_demonstration(tmp_path):
     output = tmp_path / "out"
     command = [
-        "--deepspeed", CONFIG, "--output_dir", output, "--max_steps", "3", "--max_train_samples", "300",
+        "--deepspeed", CONFIG, "--output_dir", output, "--max_steps", "3", "--max_train_samples",
+        "300",
         "--max_eval_samples", "9", "--max_predict_samples", "13",
     ]  # fmt: skip
     caches = {"HF_HOME": str(tmp_path / "cache"), "TQDM_DISABLE": "1"}
@@ -95,8 +96,10 @@ def test_documented_command_line(model_folder, tmp_path):
     output.mkdir()
     (output / "old.txt").write_text("from an earlier run")
     process = script(
-        "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--per_device_train_batch_size", 1,
-        "--output_dir", output, "--overwrite_output_dir", "--fp16", "--do_train", "--max_train_samples", 5,
+        "--deepspeed", CONFIG, "--model_name_or_path", model_folder,
+        "--per_device_train_batch_size", 1,
+        "--output_dir", output, "--overwrite_output_dir", "--fp16", "--do_train",
+        "--max_train_samples", 5,
         "--num_train_epochs", 1, nproc=1,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
@@ -111,7 +114,8 @@ def test_own_data_without_a_model(data_files, tmp_path):
     output = tmp_path / "out"
     process = script(
         "--deepspeed", CONFIG, "--do_train", "--do_eval", "--do_predict", "--output_dir", output,
-        *language_arguments(data_files, "train", "validation", "test"), "--max_steps", 8, "--learning_rate", "1e-3",
+        *language_arguments(data_files, "train", "validation", "test"), "--max_steps", 8,
+        "--learning_rate", "1e-3",
         "--logging_steps", 1, "--num_beams", 2, "--max_target_length", 12, "--report_to", "none",
         nproc=2,
     )  # fmt: skip
@@ -136,8 +140,10 @@ def test_adafactor_on_a_model_from_scratch(data_files, tmp_path):
     (tmp_path / "adafactor.json").write_text(json.dumps(config))
     output = tmp_path / "out"
     process = script(
-        "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train", "--output_dir", output,
-        *language_arguments(data_files, "train"), "--max_steps", 4, "--max_train_samples", 4, "--learning_rate", "1e-3",
+        "--deepspeed", tmp_path / "adafactor.json", "--optim", "adafactor", "--do_train",
+        "--output_dir", output,
+        *language_arguments(data_files, "train"), "--max_steps", 4, "--max_train_samples", 4,
+        "--learning_rate", "1e-3",
         "--logging_steps", 1, "--bf16", "--per_device_train_batch_size", 2, nproc=2,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
@@ -202,8 +208,10 @@ def test_loss_is_the_mean_over_the_tokens_of_the_step(
     world, batch, accumulation = CUTS[cut]
     output = tmp_path / "out"
     process = script(
-        "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--do_train", "--output_dir", output,
-        *language_arguments(data_files, "train"), "--max_steps", STEPS, "--per_device_train_batch_size", batch,
+        "--deepspeed", CONFIG, "--model_name_or_path", model_folder, "--do_train", "--output_dir",
+        output,
+        *language_arguments(data_files, "train"), "--max_steps", STEPS,
+        "--per_device_train_batch_size", batch,
         "--gradient_accumulation_steps", accumulation, "--train_sampling_strategy", "sequential",
         "--learning_rate", 0, "--logging_steps", 1, "--save_strategy", "no", "--report_to", "none",
         nproc=world,

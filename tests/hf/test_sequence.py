@@ -21,7 +21,8 @@ AUTO = (
 DEEPSPEED = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 3}}
 # Two epochs of four steps, of two micro-batches of two samples; batches are shuffled.
 ARGUMENTS = {
-    "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+    "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    "logging_steps": 1,
     "max_grad_norm": 0.5, "learning_rate": 1e-3, "save_strategy": "no",
 }  # fmt: skip
 CHECKPOINT = 6  # in the middle of the second epoch

@@ -26,7 +26,8 @@ DEEPSPEED = {
 }
 # Two epochs of two steps, of two micro-batches; batches are shuffled.
 ARGUMENTS = {
-    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "max_grad_norm": 0.5,
+    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+    "max_grad_norm": 0.5,
     "learning_rate": 1e-3, "save_strategy": "no",
 }  # fmt: skip
 CHECKPOINT = 2

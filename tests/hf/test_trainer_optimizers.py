@@ -46,23 +46,27 @@ MUON = {
 SECTIONS: dict[str, dict[str, Any]] = {
     "AdamW+WarmupLR": {
         "optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto",
+        "warmup_num_steps": "auto"}},
     },
     "Adam+WarmupDecayLR": {
         "optimizer": {"type": "Adam", "params": {**ADAM, "adam_w_mode": False}},
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
-                "total_num_steps": "auto", "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear",
+                "total_num_steps": "auto", "warmup_max_lr": 1e-2, "warmup_num_steps": 3,
+                "warmup_type": "linear",
             },
         },
     },
     "neither": {},
     "neither, offloaded": {},
     "neither, compiled": {},
-    "AdamW, the Trainer's schedule": {"optimizer": {"type": "AdamW", "params": {key: "auto" for key in ADAM}}},
+    "AdamW, the Trainer's schedule": {"optimizer": {"type": "AdamW",
+    "params": {key: "auto" for key in ADAM}}},
     "the Trainer's optimizer, WarmupLR": {
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto",
+        "warmup_num_steps": "auto"}},
     },
     "Adafactor": {},
     "schedule-free": {},

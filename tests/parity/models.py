@@ -20,7 +20,8 @@ ROWS = 12
 
 def t5() -> nn.Module:
     config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -28,7 +29,8 @@ def t5() -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+        embd_pdrop=0.0,
         attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, initializer_range=0.06,
         loss_type="ForCausalLM",
     )  # fmt: skip
@@ -38,7 +40,8 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     """Build a Llama with odd sizes: few parameters have a size that is divisible by 2, 3 or 4."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=37, num_hidden_layers=3, num_attention_heads=3,
+        vocab_size=VOCABULARY, hidden_size=30, intermediate_size=37, num_hidden_layers=3,
+        num_attention_heads=3,
         num_key_value_heads=1, max_position_embeddings=16, bos_token_id=1, eos_token_id=2,
         initializer_range=0.06, loss_type="ForCausalLM",
     )  # fmt: skip

@@ -49,8 +49,10 @@ pytest.importorskip(
 STEPS, ACCUMULATION, CLIP = 4, 3, 0.2
 EXPERTS, WIDTH, INNER = 6, 24, 16
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16, "initializer_range": 0.06,
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 16,
+    "initializer_range": 0.06,
     "loss_type": "ForCausalLM",
 }  # fmt: skip
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}

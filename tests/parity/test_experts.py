@@ -32,8 +32,10 @@ EXPERTS, WIDTH, INNER, LAYERS = 8, 24, 12, 2
 EXPERTS_NUMEL = EXPERTS * 3 * WIDTH * INNER
 WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 2, "max_position_embeddings": 16,
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 12, "num_experts_per_tok": 2,
+    "max_position_embeddings": 16,
     "output_router_logits": True, "initializer_range": 0.06, "loss_type": "ForCausalLM",
 }  # fmt: skip
 

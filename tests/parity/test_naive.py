@@ -1,4 +1,6 @@
-"""The engine against `naive.py`: losses and weights are equal bit for bit, norms within rounding."""
+"""The engine against `naive.py`: losses and weights are equal bit for bit, norms within
+rounding.
+"""
 
 import pytest
 import torch

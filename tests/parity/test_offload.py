@@ -2,8 +2,8 @@
 memory and from files.
 
 This holds on any CPU, because all runs have the same shapes. Without a C++ compiler, torch's fused
-Adam updates offloaded state. Its last bits depend on where a sub-group begins. Then the run in memory
-uses it too, on the same sub-groups.
+Adam updates offloaded state. Its last bits depend on where a sub-group begins. Then the run in
+memory uses it too, on the same sub-groups.
 
 Here tensors of any size may go to a file, and sub-groups are cut at odd places. With two ranks,
 parameters are really gathered."""

@@ -36,9 +36,12 @@ class Case(NamedTuple):
 def build(case: Case) -> Any:
     torch.manual_seed(7)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2,
-        "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads, "max_position_embeddings": 32,
-        "initializer_range": 0.06, "pad_token_id": 0, "use_cache": False, "attn_implementation": case.attention,
+        "vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 37,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12, "num_key_value_heads": case.key_value_heads,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.06, "pad_token_id": 0, "use_cache": False,
+        "attn_implementation": case.attention,
     }  # fmt: skip
     config = (
         LlamaConfig(**sizes)

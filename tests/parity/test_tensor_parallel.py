@@ -53,8 +53,10 @@ STAGES = {
 NOTHING_PERSISTS = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 # Two ranks do not divide the vocabulary.
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2, "head_dim": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 1,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 36, "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16,
+    "bos_token_id": 1,
     "eos_token_id": 2, "initializer_range": 0.06, "loss_type": "ForCausalLM",
 }  # fmt: skip
 

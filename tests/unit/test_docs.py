@@ -31,7 +31,9 @@ def test_the_picture_has_every_layer_once():
 
 
 def test_mermaid_can_parse_the_pictures():
-    """In Mermaid, a semicolon ends a statement and `#` begins an entity, also inside of a message."""
+    """In Mermaid, a semicolon ends a statement and `#` begins an entity, also inside of a
+    message.
+    """
     pictures = re.findall(r"```mermaid\n(.*?)```", read("docs/architecture.md"), flags=re.DOTALL)
     assert len(pictures) == 2
     assert [picture for picture in pictures if set(";#") & set(picture)] == []

@@ -1,9 +1,13 @@
 """Checkpoints written while training goes on (`"checkpoint": {"async_save": true}`).
 
-save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a thread
-thread            writes, verifies and renames as a save in the foreground does, over connections of its own
-step              checks whether a running save has ended on all ranks; if it failed, all ranks raise its error
-exit              waits for the thread; the exit code is 1 if the save failed and no call has raised its error
+save_checkpoint   waits for the save before -> copies this rank's slices to host memory -> starts a
+                  thread
+thread            writes, verifies and renames as a save in the foreground does, over connections
+                  of its own
+step              checks whether a running save has ended on all ranks; if it failed, all ranks
+                  raise its error
+exit              waits for the thread; the exit code is 1 if the save failed and no call has
+                  raised its error
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parameters that are cut over a model group (tensor parallelism): their parts in a checkpoint, and
 how to join them.
 
-    weights/NAME@I         part I of NAME, flattened; the manifest says along which dimension NAME was cut
+    weights/NAME@I         part I of NAME, flattened; the manifest says along which dimension NAME
+                           was cut
     optimizer/KEY/NAME@I   the same of an optimizer state
 
 A run whose model is cut in the same way reads its parts. Any other one reads all parts, one

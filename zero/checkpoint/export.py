@@ -195,7 +195,9 @@ class Weights:
                 first = number + 1
 
     def _gather(self, part: _Part, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Start to gather weights into `buffer`, unless they are here; returns where they will be."""
+        """Start to gather weights into `buffer`, unless they are here; returns where they will
+        be.
+        """
         group, layout = part.group, part.group.layout
         if self._is_here(group):
             return group.full[part.start : part.end], Pending()

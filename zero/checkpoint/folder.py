@@ -2,11 +2,14 @@
 
 [Note: life of a checkpoint folder]
     .saving-TAG-X   being written; readers ignore it. The next save removes it if it is left over.
-    TAG             complete: `checkpoint.json` is in it, and every file that it lists was synced before the rename
-    .replaced-TAG   the former TAG, between two renames, if a checkpoint of that name existed. After a crash between
-                    these renames it is read in place of TAG, and the next save restores it.
+    TAG             complete: `checkpoint.json` is in it, and every file that it lists was synced
+                    before the rename
+    .replaced-TAG   the former TAG, between two renames, if a checkpoint of that name existed.
+                    After a crash between these renames it is read in place of TAG, and the next
+                    save restores it.
     latest          a file with the newest TAG; changes last, and by a rename of its own
-    .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one around `checkpoint-N`
+    .zero-lock      held as long as the job lives: in the folder of the checkpoints, or the one
+                    around `checkpoint-N`
 
 A name beginning with a dot is this module's. Nothing here touches a process group or a tensor.
 """
@@ -50,14 +53,16 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-_PLACEHOLDER = """The values are in the .safetensors files of this folder, in slices that any number of ranks can load.
-Show them with `python -m zero inspect`, make a model of them with `python -m zero consolidate`.
+_PLACEHOLDER = """The values are in the .safetensors files of this folder, in slices that any
+number of ranks can load. Show them with `python -m zero inspect`, make a model of them with
+`python -m zero consolidate`.
 """
 
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 _RECOVERY = '''#!/usr/bin/env python
-"""python zero_to_fp32.py CHECKPOINT OUT makes a folder with fp32 weights, as DeepSpeed's script of this name does."""
+"""python zero_to_fp32.py CHECKPOINT OUT makes a folder with fp32 weights, as DeepSpeed's script of
+this name does."""
 import sys
 
 from zero.tools.cli import main
@@ -100,7 +105,9 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
 
 
 def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
-    """Write files with the names of a DeepSpeed checkpoint, whose text says where the values are."""
+    """Write files with the names of a DeepSpeed checkpoint, whose text says where the values
+    are.
+    """
     patterns = [
         f"zero_pp_rank_{{}}_{MODEL_FILE}" if stage == 3 else MODEL_FILE,
         *[OPTIMIZER_FILE] * (stage > 0),
@@ -118,7 +125,9 @@ def make_executable(script: str | os.PathLike) -> None:
 
 
 def _remove_leftovers(save_dir: Path) -> None:
-    """Remove what killed saves left behind, and restore a checkpoint whose replacement is missing."""
+    """Remove what killed saves left behind, and restore a checkpoint whose replacement is
+    missing.
+    """
     for replaced in save_dir.glob(f"{_REPLACED}*"):
         original = save_dir / replaced.name.removeprefix(_REPLACED)
         if original.exists():

@@ -1,6 +1,7 @@
 """Which state of an engine goes into a checkpoint, under which names, and how it is restored.
 
-    weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that, rounded), else the weights
+    weights/NAME           fp32 master of a trainable parameter (its 16-bit weights are that,
+                           rounded), else the weights
     optimizer/KEY/NAME     an optimizer-state tensor, such as exp_avg, of that parameter
     optimizer/KEY/NAME/N   one of another shape, such as sums over the rows of a matrix
     plain/NAME             a buffer, or a parameter that is not sharded
@@ -46,7 +47,9 @@ _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 
 
 class Trained(Protocol):
-    """What a checkpoint needs from an engine; the attributes are those of `zero.engine.ZeroEngine`."""
+    """What a checkpoint needs from an engine; the attributes are those of
+    `zero.engine.ZeroEngine`.
+    """
 
     module: nn.Module
     groups: Sequence[ParamGroup]
@@ -109,9 +112,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _parts(sub_group: SubGroup) -> Iterator[tuple[str, int, int, slice]]:
-    """What a sub-group holds of parameters: (name, its elements, position in it, where that is in the
-    sub-group's tensors).
-    """
+    """What a sub-group holds of parameters: (name, its elements, position in it, where that is in
+    the sub-group's tensors)."""
     for piece in sub_group.group.pieces:
         first, end = (
             max(piece.start, sub_group.start),
@@ -203,8 +205,8 @@ def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str,
 def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     """Give each of this rank's sub-groups or whole tensors the state that is stored.
 
-    Raises ValueError if it cannot be read, or the parameters of one sub-group disagree about a number.
-    """
+    Raises ValueError if it cannot be read, or the parameters of one sub-group disagree about a
+    number."""
     optimizer, slices = engine.optimizer, {}
     coded = optimizer.state_dtype == torch.uint8
     own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all but the coded ones
@@ -217,7 +219,8 @@ def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
     for sub_group in optimizer.sub_groups:
         parts = list(_parts(sub_group))
         if not parts:
-            # a sub-group of padding gets its state from the optimizer, as it did when training began
+            # a sub-group of padding gets its state from the optimizer, as it did when training
+            # began
             continue
         state = optimizer.state[
             sub_group.master
@@ -282,7 +285,9 @@ def _whole_state(
 def _number(
     key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device
 ) -> object:
-    """A sub-group's number, such as `step`, which must be equal for all parameters in the sub-group."""
+    """A sub-group's number, such as `step`, which must be equal for all parameters in the
+    sub-group.
+    """
     if missing := [name for name in names if name not in numbers]:
         raise ValueError(f"the checkpoint has no optimizer state {key!r} of {missing[0]!r}")
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:

@@ -1,11 +1,12 @@
 """Training checkpoints: written by any number of ranks, safe against crashes, read by any other
 number of ranks.
 
-    save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all ranks write their slices
-           -> rank 0 writes `checkpoint.json`, renames the folder and updates `latest`
-    load   find the folder -> rank 0 checks that all files are there -> compare names and shapes -> all ranks read what
-           they need into masters and optimizer state, and verify it -> round the masters into the
-           shards, reshard groups or gather them again
+    save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all
+           ranks write their slices -> rank 0 writes `checkpoint.json`, renames the folder and
+           updates `latest`
+    load   find the folder -> rank 0 checks that all files are there -> compare names and shapes ->
+           all ranks read what they need into masters and optimizer state, and verify it -> round
+           the masters into the shards, reshard groups or gather them again
 
 If one rank fails, every rank raises the same error.
 """

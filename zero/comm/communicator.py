@@ -4,9 +4,9 @@
 `Pending`, whose `wait()` makes the result usable. The others block, and say so. On an accelerator
 the collectives are torch's own. On gloo, all-gathers and reductions are made of point-to-point
 messages: torch's reduce-scatter takes 1.7 to 3 times as long, its all-gather 1.2 to 3.5 times
-(benchmarks/collectives/__main__.py). Received slices are summed here, in rank order and in fp32. That is
-deterministic and more precise. Broadcasts, all-reduces and the exchange of whole tensors are
-torch's on gloo too.
+(benchmarks/collectives/__main__.py). Received slices are summed here, in rank order and in fp32.
+That is deterministic and more precise. Broadcasts, all-reduces and the exchange of whole tensors
+are torch's on gloo too.
 
 Sums have one order: within each shard group by rank, then by group. So replicas have the same bits.
 Of a group, this file knows only a number and a text for messages."""
@@ -541,7 +541,9 @@ class Communicator:
 
 
 def _add_up(out: torch.Tensor, terms: Sequence[torch.Tensor], accumulate: bool) -> torch.Tensor:
-    """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if `accumulate`."""
+    """Make `out` the sum of `terms`, in their order and in fp32, or add them to it if
+    `accumulate`.
+    """
     total = out.float()  # `out` itself if that is fp32
     total = total.add_(terms[0]) if accumulate else total.copy_(terms[0])
     for term in terms[1:]:

@@ -6,7 +6,8 @@ collective.
 [Note: groups of ranks]
 job              all ranks.
 world            the ranks with batches of their own, over which gradients are averaged.
-shard group      the ranks over which a group is cut, consecutive ones: an all-gather or a reduce-scatter is among these.
+shard group      the ranks over which a group is cut, consecutive ones: an all-gather or a
+                 reduce-scatter is among these.
 replicate group  the ranks that hold the same shard. A reduced shard is summed over these.
 model group      the ranks that hold one copy of the model together, and work on the same batch.
 

@@ -62,7 +62,9 @@ class _Packed(NamedTuple):
 
 
 class _PackedParts(NamedTuple):
-    """The same for a tensor made of others, such as a `DTensor`: what `__tensor_unflatten__` needs."""
+    """The same for a tensor made of others, such as a `DTensor`: what `__tensor_unflatten__`
+    needs.
+    """
 
     kind: type
     parts: dict[str, Any]

@@ -90,7 +90,9 @@ class OutsideReads:
 
 
 class MissingGradients:
-    """Warns once of each trainable parameter that a training forward read and that got no gradient."""
+    """Warns once of each trainable parameter that a training forward read and that got no
+    gradient.
+    """
 
     def __init__(self) -> None:
         self._waiting: set[tuple[ParamGroup, int]] = set()

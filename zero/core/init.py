@@ -27,7 +27,9 @@ from zero.offload.tiers import Tier
 
 
 class _InPlaceOnSharded(TorchFunctionMode):
-    """Lets in-place functions act on the values of a sharded parameter instead of its placeholder."""
+    """Lets in-place functions act on the values of a sharded parameter instead of its
+    placeholder.
+    """
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None

@@ -4,9 +4,12 @@ slice each rank has.
 This file touches no process group and no tensor's values.
 
 [Note: words]
-group        parameters that are unsharded, reduced and resharded as one: a transformer block, or one stray module.
-full        a group's unsharded 1-D buffer. While the group is unsharded, its parameters are views of it.
-shard       one rank's contiguous slice of `full`. All shards have the same length, so `full` is padded.
+group        parameters that are unsharded, reduced and resharded as one: a transformer block, or
+             one stray module.
+full        a group's unsharded 1-D buffer. While the group is unsharded, its parameters are views
+            of it.
+shard       one rank's contiguous slice of `full`. All shards have the same length, so `full` is
+            padded.
 slot        a parameter's place in `full`.
 persistent  a parameter that is small enough to stay unsharded all the time.
 master      the fp32 copy of a shard that the optimizer updates.

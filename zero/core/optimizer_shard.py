@@ -3,8 +3,10 @@ they live.
 
 This file knows nothing of optimizers' arithmetic, of backward, or of how ranks exchange gradients.
 
-    gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by `zero.core.reduction`)
-    master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by `zero.optim.sharded_optimizer`)
+    gradient  in:  `reduction_target` -> a reduction fills it -> `put_gradient`      (by
+                   `zero.core.reduction`)
+    master    out: `group.refresh`, and `round_into_shard` for each updated piece     (by
+                   `zero.optim.sharded_optimizer`)
 """
 
 from __future__ import annotations

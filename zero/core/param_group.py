@@ -5,11 +5,11 @@ This file does not know when a group is used, nor its gradients. The optimizer's
 its `OptimizerShard`, which says when the shard has the values of the last step.
 
 [Note: states]
-    SHARDED    --all_gather-->          GATHERING   memory for `full` is allocated, the all-gather is started
-    GATHERING  --wait_for_all_gather--> GATHERED    `full` has the values; the parameters still show NaN
-    GATHERED   --unshard-->             UNSHARDED   the parameters become views of `full`; each call adds a user
-    UNSHARDED  --release-->             GATHERED    the last use is over; the parameters show NaN again
-    any        --reshard-->             SHARDED     the memory of `full` is freed
+    SHARDED    --all_gather-->           GATHERING  `full` has memory, the all-gather is started
+    GATHERING  --wait_for_all_gather-->  GATHERED   `full` has the values; parameters show NaN
+    GATHERED   --unshard-->              UNSHARDED  parameters are views of `full`; a user is added
+    UNSHARDED  --release-->              GATHERED   the last use is over; parameters show NaN again
+    any        --reshard-->              SHARDED    the memory of `full` is freed
 
 `unshard` makes all missing transitions. A persistent group is always UNSHARDED.
 

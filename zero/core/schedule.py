@@ -6,8 +6,10 @@ This file knows neither tensors nor ranks: groups are numbers, sizes are element
 gradients. Each use of a group in a pass is a *visit*. The first pass of a kind is only recorded.
 From then on the recorded order predicts the next visits:
 
-    visit(a)    ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in flight
-    release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no more than
+    visit(a)    ->  prefetch b, c, ... while fewer than `prefetch_bucket_size` elements are in
+                flight
+    release(a)  ->  keep if a's next visit is at most `max_reuse_distance` elements away and no
+                more than
                     `max_live_parameters` elements are gathered; reshard otherwise
 
 If a pass departs from the recorded order (a dropped layer, another branch), nothing is predicted

@@ -24,14 +24,17 @@ from zero.errors import UsageError
 
 # By method: the collective's name, and which argument is the full buffer.
 _METHODS = {
-    "all_gather": ("all_gather", 0), "reduce_scatter": ("reduce_scatter", 1), "start_all_to_all": ("all_to_all", 0),
-    "start_all_to_all_of_parts": ("all_to_all", 1), "all_reduce": ("all_reduce", 0), "broadcast": ("broadcast", 0),
+    "all_gather": ("all_gather", 0), "reduce_scatter": ("reduce_scatter", 1),
+    "start_all_to_all": ("all_to_all", 0),
+    "start_all_to_all_of_parts": ("all_to_all", 1), "all_reduce": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
 }  # fmt: skip
 # The bus bandwidth by the algorithm's, times (n - 1) / n for n ranks:
 # https://github.com/NVIDIA/nccl-tests.
 _BUS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
 _COLUMNS = (
-    "Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)"
+    "Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)",
+    "busbw_avg (Gbps)"
 )  # fmt: skip
 
 

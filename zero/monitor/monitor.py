@@ -34,7 +34,8 @@ logger = logging.getLogger("zero")
 
 # What each rank tells: columns of the table that is summed over ranks.
 _COLUMNS = (
-    "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory", "device_memory_now",
+    "loss", "has_loss", "seconds", "waited", "host_memory", "host_memory_now", "device_memory",
+    "device_memory_now",
     "tokens", "operations",
 )  # fmt: skip
 _DISK = {traffic.READ: "read", traffic.WRITTEN: "written"}

@@ -129,7 +129,8 @@ class Wandb:
 
 _PARTS = (
     ("loss", "loss {:.4g}"), ("grad_norm", "norm {:.3g}"), ("lr", "lr {:.3g}"),
-    ("samples_per_second", "{:.4g} samples/s"), ("tokens_per_second", "{:.4g} tokens/s"), ("mfu", "MFU {:.1%}"),
+    ("samples_per_second", "{:.4g} samples/s"), ("tokens_per_second", "{:.4g} tokens/s"), ("mfu",
+    "MFU {:.1%}"),
 )  # fmt: skip
 
 

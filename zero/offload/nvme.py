@@ -1,7 +1,9 @@
 """Tensors that live in a file without a name. For Linux.
 
-ScratchFile.empty  a tensor mapped onto a region of the file: any code may use it, through the page cache
-read, write        move its bytes in threads past the page cache (`O_DIRECT`), which the hot path does
+ScratchFile.empty  a tensor mapped onto a region of the file: any code may use it, through the page
+                   cache
+read, write        move its bytes in threads past the page cache (`O_DIRECT`), which the hot path
+                   does
 
 Linux keeps both ways coherent. A direct transfer first writes back the dirty part of its range in
 the page cache, and a direct write then drops the range from it. Slices of a tensor may be

@@ -202,7 +202,8 @@ class Updates:
                 self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        for of_shard, end in self._ends.items():
+        # A copy: while one shard is waited for, the thread adds the ends of others.
+        for of_shard, end in self._ends.copy().items():
             if shard in (None, of_shard):
                 compute_stream(self._device).wait_event(end)
 

@@ -41,15 +41,16 @@ usage: zero run SCRIPT.py ARGS...
        zero run LAUNCHER ARGS...
        zero run -m MODULE ARGS...
 
-Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with zero under the name
-`deepspeed` in it and in all python processes that it starts. The file given by --deepspeed, --deepspeed_config or
---deepspeed_config_file in ARGS is checked first, before anything is started. With --json before the script, all that
-it prints goes to stderr, and its exit code, seconds and memory to stdout.
+Runs a script as python would, or any command (torchrun, accelerate launch, trl) or module, with
+zero under the name `deepspeed` in it and in all python processes that it starts. The file given by
+--deepspeed, --deepspeed_config or --deepspeed_config_file in ARGS is checked first, before
+anything is started. With --json before the script, all that it prints goes to stderr, and its exit
+code, seconds and memory to stdout.
 
        zero hook
 
-Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name. This is for jobs to
-which only environment variables can be given.
+Prints a folder for PYTHONPATH. With it there, every python process finds zero under that name.
+This is for jobs to which only environment variables can be given.
 
        zero launch [--hostfile FILE] SCRIPT.py ARGS...
 
@@ -57,44 +58,50 @@ Starts a script on all GPUs of this machine, or over ssh on the machines of Deep
 
        zero verify [--steps N] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs the first steps twice, on zero and on plain torch, and names the first loss, gradient or parameter that differs.
+Runs the first steps twice, on zero and on plain torch, and names the first loss, gradient or
+parameter that differs.
 
        zero doctor [--folder F]
        torchrun --nproc_per_node N -m zero doctor
 
-Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links between all ranks.
+Checks versions, devices, memory, compiler and disk of this machine; under torchrun also the links
+between all ranks.
 
        zero trace [--step N] [--out F] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute, communication, copies,
-files and late updates of all ranks.
+Runs a script to one step and writes that step as a trace for https://ui.perfetto.dev: compute,
+communication, copies, files and late updates of all ranks.
 
        zero memory [--step N] [--out F.png] SCRIPT.py|LAUNCHER|-m MODULE ARGS...
 
-Runs a script to one step and draws the memory in it by kind: parameters, gradients, optimizer, activations, buffers.
+Runs a script to one step and draws the memory in it by kind: parameters, gradients, optimizer,
+activations, buffers.
 
        zero report RUN [RUN2] [--out F.html]
 
-Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, communication, configuration, warnings.
+Makes one HTML page of what `json_monitor` wrote: loss, time, waits, memory, communication,
+configuration, warnings.
 
        zero explain CONFIG
 
-Says what each key of a configuration does, which keys have no effect and why, and what to change for memory or speed.
+Says what each key of a configuration does, which keys have no effect and why, and what to change
+for memory or speed.
 
-       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB] [--host-memory GIB]
+       zero estimate MODEL --ds-config CONFIG --world N [--batch B --seq S] [--device-memory GIB]
+       [--host-memory GIB]
 
-Says what each process will hold and what it moves in a step, without starting anything. Where it does not fit: what to
-change, the fastest first.
+Says what each process will hold and what it moves in a step, without starting anything. Where it
+does not fit: what to change, the fastest first.
 
        zero inspect CHECKPOINT
        zero consolidate CHECKPOINT OUT [--dtype fp16|bf16|fp32] [--max-file-size GB]
 
-`inspect` shows what a training checkpoint holds, and verifies its checksums. `consolidate` makes a model folder of it,
-which `from_pretrained` loads.
+`inspect` shows what a training checkpoint holds, and verifies its checksums. `consolidate` makes a
+model folder of it, which `from_pretrained` loads.
 CHECKPOINT is a folder such as output/checkpoint-500, or the one named global_step... in it.
 
-Each command has an example under --help, and prints a JSON object with --json. A mistake is one line and exit code 2.
-Where the command `zero` is not installed, `python -m zero` is the same.
+Each command has an example under --help, and prints a JSON object with --json. A mistake is one
+line and exit code 2. Where the command `zero` is not installed, `python -m zero` is the same.
 """
 CHECKPOINT = "the checkpoint's folder, or the one it lies in"
 

@@ -316,7 +316,8 @@ def _run_on(hosts: dict[str, list[int]], options: Namespace) -> int:
     jobs = {
         name: subprocess.Popen(
             [*ssh, name, remote_command(options, hosts, index)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
         )
         for index, name in enumerate(hosts)
     }  # fmt: skip

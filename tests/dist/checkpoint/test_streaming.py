@@ -1,4 +1,6 @@
-"""zero.stream_weights: each rank gets every weight once, in bounded memory, with adapters merged."""
+"""zero.stream_weights: each rank gets every weight once, in bounded memory, with adapters
+merged.
+"""
 
 from __future__ import annotations
 

@@ -50,14 +50,17 @@ config = {{
     "zero_optimization": {{"stage": 3, "stage3_param_persistence_threshold": 0}},
 }}
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear({WIDTH}, {WIDTH}), torch.nn.Tanh(), torch.nn.Linear({WIDTH}, 1))
+first, last = torch.nn.Linear({WIDTH}, {WIDTH}), torch.nn.Linear({WIDTH}, 1)
+model = torch.nn.Sequential(first, torch.nn.Tanh(), last)
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
 rank, ranks, parts = engine.global_rank, engine.world_size, engine.gradient_accumulation_steps()
 if (folder / "latest").exists():
     engine.load_checkpoint(folder)
-print(f"rank {{rank}} of {{ranks}}: {{parts}} micro-batches, after step {{engine.global_steps}}", flush=True)
+text = f"rank {{rank}} of {{ranks}}: {{parts}} micro-batches, after step {{engine.global_steps}}"
+print(text, flush=True)
 while engine.global_steps < {STEPS}:
-    rows = torch.randn({ROWS}, {WIDTH}, generator=torch.Generator().manual_seed(engine.global_steps)).chunk({ROWS} // 2)
+    generator = torch.Generator().manual_seed(engine.global_steps)
+    rows = torch.randn({ROWS}, {WIDTH}, generator=generator).chunk({ROWS} // 2)
     total = torch.zeros(())
     for part in range(parts):
         own = rows[part * ranks + rank]

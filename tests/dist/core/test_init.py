@@ -266,7 +266,8 @@ def test_sharded_parameters_look_true_show_nan_and_refuse_writing():
     for found in run_on(2, looks):
         assert found.pop("unlike") == []
         assert found == {
-            "product is nan": True, "copies are tensors": True, "pickles are tensors": True, "still trains": True,
+            "product is nan": True, "copies are tensors": True, "pickles are tensors": True,
+            "still trains": True,
         }  # fmt: skip
 
 

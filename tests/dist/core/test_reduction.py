@@ -1,4 +1,6 @@
-"""Reductions of gradients and the update: buckets, overlap, buffers, dtypes, sub-groups, clipping."""
+"""Reductions of gradients and the update: buckets, overlap, buffers, dtypes, sub-groups,
+clipping.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_the_bucket_bounds_each_collective_and_what_is_on_its_way():
 
 
 def waits(rank: int, world_size: int, overlap: bool) -> tuple[str, dict]:
-    """Return the reductions of the second step as letters ("s": start, "w": wait), and the weights."""
+    """Return the reductions of the second step as letters ("s": start, "w": wait), and the
+    weights.
+    """
     engine, _ = start(toy(), ds_config(**WHOLE, overlap_comm=overlap))
     step(engine, toy_batches(1))
     letters, started = [], []

@@ -1,4 +1,6 @@
-"""`offload_states` and `reload_states`: everything moves, and training goes on with the same bits."""
+"""`offload_states` and `reload_states`: everything moves, and training goes on with the same
+bits.
+"""
 
 from __future__ import annotations
 

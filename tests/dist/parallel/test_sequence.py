@@ -44,7 +44,8 @@ from zero.parallel.sequence import (
 def llama(**settings: Any) -> LlamaForCausalLM:
     torch.manual_seed(3)
     sizes: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "use_cache": False, "initializer_range": 0.06,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**sizes | settings)).train()
@@ -114,7 +115,9 @@ def test_each_rank_gets_its_piece_of_every_batch():
 
 
 def single_tokens(rank: int, world_size: int) -> list[Any]:
-    """Each piece is one token of two sequences: a tensor whose rows do not lie next to each other."""
+    """Each piece is one token of two sequences: a tensor whose rows do not lie next to each
+    other.
+    """
     ids = torch.tensor([[1, 2], [3, 4]]) + 10 * rank
     return [
         batch["input_ids"].tolist() for batch in MicroBatches([{"input_ids": ids}], make_group(2))
@@ -166,8 +169,10 @@ def test_attention_that_reads_positions_gets_those_of_the_whole_sequence():
 
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "use_cache": False,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+    "use_cache": False,
 }  # fmt: skip
 _LAYERS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -177,8 +182,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 3},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {
-        "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+        "n_routed_experts": 4, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
+        "v_head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 2, "topk_group": 1,
+        "num_experts_per_tok": 2,
         "num_key_value_heads": 4,
     },
 }  # fmt: skip
@@ -284,7 +291,8 @@ def mistakes(rank: int, world_size: int) -> list[str]:
     config = ds_config() | {"sequence_parallel_size": 2}
     calls = [
         lambda: initialize(model=model, config=config | {"sequence_parallel_size": 3}),
-        lambda: initialize(model=model, config=config | {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2,
+        lambda: initialize(model=model, config=config | {"train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
                                                          "gradient_accumulation_steps": 2}),
         lambda: initialize(model=three_heads, config=config),
         lambda: initialize(model=torch.nn.Linear(2, 2), config=config),

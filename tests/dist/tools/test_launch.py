@@ -37,7 +37,8 @@ if sys.argv[1] == "fail":
 total = torch.ones(())
 dist.all_reduce(total)
 slots = os.environ["CUDA_VISIBLE_DEVICES"]
-print(f"rank {rank} of {int(total)} local {os.environ['LOCAL_RANK']} slots {slots} told {os.environ['NCCL_TOLD']}")
+local, told = os.environ["LOCAL_RANK"], os.environ["NCCL_TOLD"]
+print(f"rank {rank} of {int(total)} local {local} slots {slots} told {told}")
 dist.destroy_process_group()  # else a thread of gloo may end the process with an error
 """
 SHELL = '#!/bin/sh\nfor command; do :; done\nexec sh -c "$command"\n'

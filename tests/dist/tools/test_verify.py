@@ -349,7 +349,8 @@ model = torch.nn.Linear(4, 4)
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
 for step in range(2):
-    engine.backward(engine(torch.ones(1, 4)).sum() * (float("nan") if step or len(sys.argv) > 1 else 1))
+    factor = float("nan") if step or len(sys.argv) > 1 else 1
+    engine.backward(engine(torch.ones(1, 4)).sum() * factor)
     engine.step()
 """
 

@@ -6,14 +6,16 @@ file. A job:
 
     model       "llama" or "t5"
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
-    reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]}, the optimizer and the
-                learning-rate factor of each step, for a run without DeepSpeed
+    reference   optional: {"optimizer": "Adam" | "AdamW", "parameters": {...}, "factors": [...]},
+                the optimizer and the learning-rate factor of each step, for a run without DeepSpeed
     report      path of the JSON file to write
-    predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than the others
+    predict     optional: generate for the evaluation set; rank 0 ends its sequences earlier than
+                the others
     fail_at     optional: rank 1 raises in that step, and has a thread that never ends
     save        optional: call `save_model` at the end
     sequence    optional: how many ranks share a sequence
-    tensor      optional: how many ranks share each layer, as accelerate says it; the others are data-parallel
+    tensor      optional: how many ranks share each layer, as accelerate says it; the others are
+                data-parallel
     resume      optional: the checkpoint to begin with
 """
 
@@ -93,7 +95,8 @@ def make_model(name: str) -> torch.nn.Module:
         )  # fmt: skip
         return T5ForConditionalGeneration(config)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4,
         max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
     return LlamaForCausalLM(config)

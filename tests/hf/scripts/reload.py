@@ -15,5 +15,6 @@ inputs.pop("labels")
 tokens = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8)
 finite = all(torch.isfinite(p).all().item() for p in model.parameters())
 print(json.dumps({
-    "tokens": tokens.tolist(), "dtype": str(model.dtype), "finite": finite, "missing": sorted(info["missing_keys"]),
+    "tokens": tokens.tolist(), "dtype": str(model.dtype), "finite": finite,
+    "missing": sorted(info["missing_keys"]),
 }))  # fmt: skip

@@ -7,9 +7,11 @@ file. A job:
     text        path of the JSON lines to train on: {"translation": {"en": ..., "de": ...}}
     dropout     of the model, a small T5 that reads and writes bytes
     arguments   keyword arguments of `Seq2SeqTrainingArguments`
-    resume      optional: the Trainer's folder to resume from, or true for the last one in the output folder
+    resume      optional: the Trainer's folder to resume from, or true for the last one in the
+                output folder
     kill_at     optional: rank 1 is killed at the end of that step
-    sigterm_at  optional: the launcher gets SIGTERM while that step begins; the Trainer has a `SaveOnSigterm`
+    sigterm_at  optional: the launcher gets SIGTERM while that step begins; the Trainer has a
+                `SaveOnSigterm`
     report      path of the JSON file to write
 """
 
@@ -98,7 +100,8 @@ def run(job: dict) -> None:
     )
     set_seed(0 if "resume" not in job else 1)
     config = T5Config(
-        vocab_size=257, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=job["dropout"],
+        vocab_size=257, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        dropout_rate=job["dropout"],
         decoder_start_token_id=0,
     )  # fmt: skip
     model = T5ForConditionalGeneration(config)

@@ -79,8 +79,10 @@ def plain_losses(model: torch.nn.Module, batch: Batch, steps: int = STEPS) -> li
 def arguments(folder: Path, **others: Any) -> Seq2SeqTrainingArguments:
     """Make training arguments. Every step takes all samples, so their order makes no difference."""
     settings = {
-        "output_dir": str(folder), "deepspeed": ZERO3, "max_steps": STEPS, "logging_steps": 1, "learning_rate": LR,
-        "lr_scheduler_type": "constant", "per_device_train_batch_size": SAMPLES // RANKS, "save_strategy": "no",
+        "output_dir": str(folder), "deepspeed": ZERO3, "max_steps": STEPS, "logging_steps": 1,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant", "per_device_train_batch_size": SAMPLES // RANKS,
+        "save_strategy": "no",
         "per_device_eval_batch_size": SAMPLES // RANKS, "report_to": [], "disable_tqdm": True,
         "dataloader_pin_memory": False, "average_tokens_across_devices": False,
     }  # fmt: skip
@@ -163,7 +165,8 @@ def evaluation_only(folder: Path) -> Sharded:
         predicted = trainer.predict(trainer.eval_dataset, max_new_tokens=6)
         same = torch.equal(torch.from_numpy(predicted.predictions)[:, : tokens.shape[1]], tokens)
         return {
-            "expected": expected, "evaluated": evaluated, "predicted": predicted.metrics["test_loss"],
+            "expected": expected, "evaluated": evaluated,
+            "predicted": predicted.metrics["test_loss"],
             "same_tokens": same, "held": held(trainer.model.parameters()),
             "optimizer": getattr(trainer.model_wrapped, "optimizer", None) is not None,
         }  # fmt: skip
@@ -175,7 +178,8 @@ def best_model(folder: Path) -> Sharded:
     def sharded() -> Any:
         # With `greater_is_better`, the first checkpoint is the best: its loss is the greatest.
         args = arguments(
-            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, save_total_limit=2,
+            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            save_total_limit=2,
             load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
         )  # fmt: skip
         trainer = trainer_for("t5", make_model("t5"), args)
@@ -272,7 +276,8 @@ def resized(name: str, folder: Path) -> Sharded:
         losses = trained(trainer_for(name, model, args, callbacks=[compare]))
         head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
         return {
-            "differing": compare.differing, "expected": expected, "losses": losses, "tied": head is embedding,
+            "differing": compare.differing, "expected": expected, "losses": losses,
+            "tied": head is embedding,
             "shapes": [list(head.shape), list(embedding.shape)], "held": held([head]),
         }  # fmt: skip
 

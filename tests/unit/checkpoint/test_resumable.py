@@ -86,7 +86,8 @@ def test_the_newest_is_set_aside_until_it_is_complete(tmp_path, capsys):
     model_only = trainers(tmp_path, 3)
     resumable.set_incomplete_aside(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
-        "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10", "incomplete-checkpoint-15",
+        "checkpoint-2", "checkpoint-3", "checkpoint-5", "incomplete-checkpoint-10",
+        "incomplete-checkpoint-15",
     ]  # fmt: skip
     said = capsys.readouterr().err.splitlines()
     assert (

@@ -22,7 +22,9 @@ from zero.tools.cli import main
 def python(
     code: str, tmp_path: Path, env: dict[str, str] | None = None, site: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has imported torch and zero, but nothing that looks for DeepSpeed."""
+    """Run code in a process that has imported torch and zero, but nothing that looks for
+    DeepSpeed.
+    """
     script = tmp_path / "script.py"
     first = f"import sys; sys.path.insert(0, {str(site)!r})\n" if site else ""
     script.write_text(first + textwrap.dedent(code), encoding="utf-8")
@@ -88,7 +90,8 @@ def test_every_name_of_the_table_resolves(tmp_path):
                 assert name in dir(imported)
         import deepspeed
         from deepspeed.runtime.engine import DeepSpeedEngine
-        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine and issubclass(DeepSpeedEngine, zero.ZeroEngine)
+        assert DeepSpeedEngine is deepspeed.DeepSpeedEngine
+        assert issubclass(DeepSpeedEngine, zero.ZeroEngine)
         assert deepspeed.initialize is zero.initialize and deepspeed.zero.Init is zero.Init
         assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
         assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
@@ -105,11 +108,14 @@ def test_missing_name_is_an_error_that_says_so(tmp_path):
         """
         import pytest, zero.hf; zero.hf.enable()
         import deepspeed, deepspeed.ops.adam
-        with pytest.raises(AttributeError, match="'deepspeed.PipelineModule' is not provided by zero; pipelines"):
+        text = "'deepspeed.PipelineModule' is not provided by zero; pipelines"
+        with pytest.raises(AttributeError, match=text):
             deepspeed.PipelineModule
-        with pytest.raises(AttributeError, match="'deepspeed.ops.adam.OneBitAdam' is not provided by zero"):
+        text = "'deepspeed.ops.adam.OneBitAdam' is not provided by zero"
+        with pytest.raises(AttributeError, match=text):
             deepspeed.ops.adam.OneBitAdam
-        with pytest.raises(ModuleNotFoundError, match="'deepspeed.inference' is not provided by zero"):
+        text = "'deepspeed.inference' is not provided by zero"
+        with pytest.raises(ModuleNotFoundError, match=text):
             import deepspeed.inference
         with pytest.raises(ModuleNotFoundError, match="'deepspeed.moe' is not provided by zero"):
             from deepspeed.moe.layer import MoE
@@ -186,7 +192,8 @@ def test_accelerate_sees_the_group_on_a_cpu(tmp_path):
         import torch.distributed as dist
         from transformers import TrainingArguments
         for _ in range(2):
-            arguments = TrainingArguments(deepspeed={"zero_optimization": {"stage": 3}}, report_to=[])
+            config = {"zero_optimization": {"stage": 3}}
+            arguments = TrainingArguments(deepspeed=config, report_to=[])
             state = arguments.distributed_state
             assert (state.backend, state.num_processes, str(state.device)) == ("gloo", 1, "cpu")
             assert state.distributed_type.name == "DEEPSPEED"

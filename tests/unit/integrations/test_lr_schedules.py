@@ -135,7 +135,8 @@ def test_one_cycle_without_decay_stays_at_the_bottom():
 
 def test_one_cycle_in_stairs():
     scheduler = OneCycle(
-        optimizer(), 0, 1, cycle_first_step_size=6, cycle_second_step_size=3, cycle_first_stair_count=2,
+        optimizer(), 0, 1, cycle_first_step_size=6, cycle_second_step_size=3,
+        cycle_first_stair_count=2,
         cycle_second_stair_count=1,
     )  # fmt: skip
     assert rates_over(scheduler, 9) == [0, 0, 0, 0.5, 0.5, 0.5, 1, 0, 0]

@@ -14,7 +14,8 @@ from zero.monitor.mfu import PEAKS, operations_per_token, peak, peak_of
 # Names as torch.cuda.get_device_name gives them.
 NAMES = {
     "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4, "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835.5, "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.5,
     "NVIDIA B200": 2250, "NVIDIA L4": 121, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": 165.2,
     "NVIDIA GeForce RTX 3090": 71, "NVIDIA A10": 125, "AMD Instinct MI300X": 1307.4, "AMD Instinct "
 "MI250X": 191.5,

@@ -217,7 +217,9 @@ def test_every_16_bit_gradient_is_read_as_torch_reads_it(path, dtype):
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 def test_the_copy_is_rounded_as_torch_rounds(path, dtype):
-    """Every value of the 16-bit type, the ties between two of them, and their neighbours in fp32."""
+    """Every value of the 16-bit type, the ties between two of them, and their neighbours in
+    fp32.
+    """
     exact = EVERY_16_BITS.view(dtype).float().view(torch.int32)
     tie = 1 << (15 if dtype is torch.bfloat16 else 12)
     subnormal = (torch.rand(10_000) * 2.0**-13).view(torch.int32)

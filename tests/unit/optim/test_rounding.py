@@ -39,7 +39,9 @@ def stored(
     step=1,
     kind="",
 ) -> torch.Tensor:
-    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, sub-group by sub-group."""
+    """`values` of a group, rounded by ranks that hold the pieces between `cuts`, sub-group by
+    sub-group.
+    """
     target, bounds = torch.empty(len(values), dtype=torch.bfloat16), [0, *cuts, len(values)]
     rounding = StochasticRounding(seed, lambda: step)
     rounding.begin_step()

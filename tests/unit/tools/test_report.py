@@ -25,7 +25,8 @@ BROWSER = next(
     None,
 )
 SECTIONS = [
-    "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind", "Communication",
+    "Summary", "Training", "Where a step&#x27;s time goes", "Ranks", "Memory by kind",
+    "Communication",
     "Bytes by link", "Effective configuration", "Environment", "Warnings",
 ]  # fmt: skip
 
@@ -33,8 +34,10 @@ SECTIONS = [
 def record(step: int, **changes: Any) -> dict[str, Any]:
     waits = {"forward_gather": 0.1, "backward_reduce": 0.2, "other_gather": 0.05}
     return {
-        "step": step, "samples": 4 * step, "loss": 3.0 / step, "skipped": False, "grad_norm": 1.0, "lr": 0.01,
-        "samples_per_second": 4.0, "seconds": {"forward": 0.3, "backward": 0.5, "step": 0.1}, "waits": waits,
+        "step": step, "samples": 4 * step, "loss": 3.0 / step, "skipped": False, "grad_norm": 1.0,
+        "lr": 0.01,
+        "samples_per_second": 4.0, "seconds": {"forward": 0.3, "backward": 0.5, "step": 0.1},
+        "waits": waits,
         "bytes": {"all_gather": 4096, "reduce_scatter": 2 << 20}, "mfu": 0.1 * step,
         "links": {"network": 1 << 20, "disk read": 512 * step, "host to device": 0},
         "disk_bytes_per_second": {"read": 1 << 30} if step > 1 else {},

@@ -23,7 +23,9 @@ _SMALL_TRIPS, _LARGE_TRIPS = 20, 3
 
 
 class Link(NamedTuple):
-    """Between two ranks: seconds of a small message one way, and bytes per second of a large one."""
+    """Between two ranks: seconds of a small message one way, and bytes per second of a large
+    one.
+    """
 
     first: int
     second: int

@@ -1,4 +1,6 @@
-"""Run the user's command as `zero run` does, with variables that tell its processes what to record."""
+"""Run the user's command as `zero run` does, with variables that tell its processes what to
+record.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def run(
     error.
 
     recorder: the module whose `set_up` is called in the command's processes. variables: what it
-    reads from the environment. progress: a line for stderr, with the seconds on a terminal; None before the first step. what:
-    the run's name."""
+    reads from the environment. progress: a line for stderr, with the seconds on a terminal; None
+    before the first step. what: the run's name."""
     path = os.pathsep.join(filter(None, [STARTUP, os.environ.get("PYTHONPATH")]))
     environment = os.environ | variables | {"ZERO_RECORDER": recorder, "PYTHONPATH": path}
     with log.open("w") as output:
@@ -70,7 +72,9 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def what_went_wrong(log: Path) -> str:
-    """The lines up to the last that names an exception; a launcher prints its own report after it."""
+    """The lines up to the last that names an exception; a launcher prints its own report after
+    it.
+    """
     lines = log.read_text(errors="replace").splitlines()
     named = [
         number

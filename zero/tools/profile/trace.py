@@ -37,7 +37,9 @@ Event = dict[str, Any]
 
 
 class TraceRun(BriefRun):
-    """Writes `rankN.json`: {"start": nanoseconds since the epoch, "events": with times since then}."""
+    """Writes `rankN.json`: {"start": nanoseconds since the epoch, "events": with times since
+    then}.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
         super().__init__(engine, step, progress=folder / PROGRESS)

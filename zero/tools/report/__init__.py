@@ -1,1 +1,3 @@
-"""`zero report`: what `json_monitor` wrote about one run or two, as one HTML page without network."""
+"""`zero report`: what `json_monitor` wrote about one run or two, as one HTML page without
+network.
+"""

@@ -11,13 +11,15 @@ from zero.tools.report.runs import Run
 _CSS = """
 body{margin:0;background:#f3f4f6;color:#111827;font:14px/1.5 system-ui,sans-serif}
 main{max-width:1120px;margin:0 auto;padding:24px}
-h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:0 0 10px}p{margin:4px 0 10px;color:#4b5563}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:0 0 10px}
+p{margin:4px 0 10px;color:#4b5563}
 section{background:#fff;border:1px solid #e5e7eb;border-radius:10px;padding:18px 20px;margin:16px 0}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px}
 svg{max-width:100%;height:auto}
 table{border-collapse:collapse;width:100%;table-layout:fixed}
 th,td{text-align:left;padding:4px 12px 4px 0;border-bottom:1px solid #e5e7eb;
-vertical-align:top;overflow-wrap:anywhere}th{color:#6b7280;font-weight:600}tr.differs td{background:#fef3c7}
+vertical-align:top;overflow-wrap:anywhere}th{color:#6b7280;font-weight:600}
+tr.differs td{background:#fef3c7}
 td:first-child,th:first-child{width:36%;color:#374151}
 .chip{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
 code{font-size:13px}details{margin-top:10px}summary{cursor:pointer;color:#2563eb}
@@ -104,7 +106,9 @@ def _table(runs: Sequence[Run], columns: Sequence[dict[str, str]], marks: bool =
         values = [column.get(key, "-") for column in columns]
         mark = ' class="differs"' if marks and len(set(values)) > 1 else ""
         rows.append(
-            f"<tr{mark}><td>{escape(key)}</td>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
+            f"<tr{mark}><td>{escape(key)}</td>"
+            + "".join(f"<td>{escape(value)}</td>" for value in values)
+            + "</tr>"
         )
     return f"<table>{''.join(rows)}</table>"
 

@@ -15,12 +15,15 @@ COLOURS = ("#2563eb", "#ea580c")
 _PARTS = {"forward": "#1d4ed8", "backward": "#3b82f6", "step": "#93c5fd", REST: "#cbd5e1"}
 _WAITS = ("#f97316", "#dc2626", "#facc15", "#a21caf", "#7c2d12", "#65a30d")
 KINDS = {
-    "parameters": "#1d4ed8", "gathered parameters": "#60a5fa", "gradients": "#f97316", "optimizer": "#16a34a",
+    "parameters": "#1d4ed8", "gathered parameters": "#60a5fa", "gradients": "#f97316",
+    "optimizer": "#16a34a",
     "activations": "#a855f7", "buffers": "#94a3b8",
 }  # fmt: skip
 _STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "zero", "font.family": "sans-serif", "font.size": 9, "axes.grid": True,
-    "grid.color": "#e5e7eb", "axes.edgecolor": "#9ca3af", "axes.spines.top": False, "axes.spines.right": False,
+    "svg.fonttype": "none", "svg.hashsalt": "zero", "font.family": "sans-serif", "font.size": 9,
+    "axes.grid": True,
+    "grid.color": "#e5e7eb", "axes.edgecolor": "#9ca3af", "axes.spines.top": False,
+    "axes.spines.right": False,
     "axes.axisbelow": True, "legend.frameon": False,
 }  # fmt: skip
 

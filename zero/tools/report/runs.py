@@ -99,11 +99,12 @@ class Run:
         losses, seconds = self.curve("loss")[1], self.time_by_part()
         waited = sum(spent for part, spent in seconds.items() if part.startswith("wait"))
         memory = self.records[-1]["memory"]
+        samples = median(each["samples_per_second"] for each in self._usual)
         found = {
             "steps": f"{self.records[0]['step']} to {self.records[-1]['step']}",
             "skipped steps": str(sum(bool(each.get("skipped")) for each in self.records)),
             "last loss": f"{losses[-1]:.5g}" if losses else "not known",
-            "samples a second (slowest rank)": f"{median(each['samples_per_second'] for each in self._usual):.4g}",
+            "samples a second (slowest rank)": f"{samples:.4g}",
             "seconds a step (rank 0)": f"{median(map(_duration, self._usual)):.4g}",
             "exposed waits": f"{waited / max(sum(seconds.values()), 1e-12):.1%}",
             "peak host memory": size(memory["host_bytes_peak"]),

@@ -218,7 +218,9 @@ def _update(
 
 
 def _compare_settings(result: Result, step: int, engine: dict, plain: dict) -> bool:
-    """What a step goes by: whether it was skipped, the loss scale, the numbers of the param groups."""
+    """What a step goes by: whether it was skipped, the loss scale, the numbers of the param
+    groups.
+    """
     here, there = _settings(engine), _settings(plain)
     both = {name: (here[name], there[name]) for name in there if name in here}
     different = {name: values for name, values in both.items() if values[0] != values[1]}

@@ -127,7 +127,9 @@ class Recorder(BriefRun):
         return ParameterState(param, FP32).read_full()
 
     def _state_keys(self) -> list[str]:
-        """Names of the optimizer's states that are tensors of their parameter's size, on any rank."""
+        """Names of the optimizer's states that are tensors of their parameter's size, on any
+        rank.
+        """
         engine = self.engine
         if isinstance(engine, PlainEngine):
             return engine.state_keys()
