@@ -1,6 +1,5 @@
-"""Groups of parameters that hold nothing, and where the engine would put them: what `rehearsal` needs
-of them.
-"""
+"""Groups of parameters that hold nothing, and where the engine would put them: what `rehearsal`
+needs of them."""
 
 from __future__ import annotations
 

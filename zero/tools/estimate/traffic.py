@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from zero.comm.traffic import IN, LINKS, NETWORK, OUT, READ, WRITTEN
 
 # Speeds that are assumed: a rank's share of each link in bytes/s, of one direction; operations/s of
-# a device; elements/s that a rank's share of the CPU updates. `benchmarks/scaling/timeline.py` begins with
-# the same.
+# a device; elements/s that a rank's share of the CPU updates. `benchmarks/scaling/timeline.py`
+# begins with the same.
 NETWORK_SPEED, HOST_SPEED, DISK_SPEED, COMPUTE_SPEED, HOST_UPDATE_SPEED = (
     25e9,
     20e9,
