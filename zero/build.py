@@ -144,7 +144,9 @@ def _tiers(plans: Sequence[GroupPlan], settings: Config, comm: Communicator) -> 
     """
     zero = settings.zero_optimization
     tier = Tier.of(zero.offload_param if zero.offloads_params else None, settings.aio, comm.device)
-    in_memory, found = zero.offload_param.max_in_cpu if tier.file is not None else 0, []
+    offload = zero.offload_param
+    in_memory = offload.max_in_cpu if offload is not None and tier.file is not None else 0
+    found = []
     for plan in plans:
         in_memory -= sum(local(param).numel() for param in plan.params) // comm.shard_group.size
         found.append(tier.in_memory() if in_memory >= 0 or plan.persistent else tier)
@@ -167,8 +169,9 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
 def make_schedule(groups: Sequence[ParamGroup], settings: Config) -> Schedule:
     zero, sizes = settings.zero_optimization, [group.layout.numel for group in groups]
     ahead = zero.stage3_prefetch_bucket_size
-    if zero.offloads_params and zero.offload_param.device == "nvme":
-        ahead = min(ahead, zero.offload_param.buffer_count * zero.offload_param.buffer_size)
+    offload = zero.offload_param
+    if zero.offloads_params and offload is not None and offload.device == "nvme":
+        ahead = min(ahead, offload.buffer_count * offload.buffer_size)
     return Schedule(sizes, ahead, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
 
 
@@ -275,7 +278,7 @@ def make_reducer(
         comm,
         placement.shards,
         bucket_size=zero.reduce_bucket_size,
-        overlap=zero.overlap_comm,
+        overlap=bool(zero.overlap_comm),
         contiguous=zero.contiguous_gradients,
         dtype=settings.communication_data_type,
         sum_dtype=settings.sum_dtype,

@@ -58,8 +58,9 @@ def end_process_on_exception() -> None:
         rank = _wait_to_print() if issubclass(kind, Exception) else os.environ.get("RANK", "0")
         previous(kind, error, trace)
         print(f"[rank {rank}] {kind.__name__}: {error}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # as under pythonw, or where a script closed it
+                stream.flush()
         # Not sys.exit: threads, and the destructor of a process group with work in flight, may
         # block for ever.
         os._exit(1)

@@ -103,12 +103,12 @@ class HostActivations:
             yield
 
     def _pack(
-        self, tensor: torch.Tensor, versions: tuple[int, ...] = ()
+        self, tensor: Any, versions: tuple[int, ...] = ()
     ) -> torch.Tensor | _Packed | _PackedParts:
         """`versions`: of the tensors that this one is a part of."""
         if hasattr(tensor, "trigger_wait"):  # the result of a functional collective
             tensor = tensor.trigger_wait()
-        is_wrapper = is_traceable_wrapper_subclass(tensor)
+        is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
         if tensor.device != self.device or not (is_wrapper or _is_plain(tensor)):
             return tensor
         if tensor.nbytes < MIN_BYTES or self._is_parameter(tensor):

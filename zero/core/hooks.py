@@ -28,6 +28,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,9 +114,12 @@ class ModuleHooks:
 
     def install(self) -> None:
         """Put the hooks on the model; after `remove`, put them on again."""
+
         # torch.compile must not trace them: a module may be compiled with its hooks
         # (`nn.Module.compile`).
-        opaque = torch.compiler.disable
+        def opaque(hook: Callable) -> Any:
+            return torch.compiler.disable(hook)
+
         self.forward_hooks.append(
             self.module.register_forward_pre_hook(opaque(self._root_pre_forward))
         )

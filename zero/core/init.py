@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from zero.comm import communicator as comm
 from zero.comm.consistency import require_same
 from zero.config import AioConfig, OffloadConfig, load_config
+from zero.config.load import Source
 from zero.core.param_group import ParamGroup
 from zero.core.schedule import Residency
 from zero.core.sharded_param import owning_group, written_by
@@ -75,12 +76,12 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        config_dict_or_path: object = None,
+        config_dict_or_path: Source | None = None,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         remote_device: str | None = None,
         pin_memory: bool | None = None,
-        config: object = None,
+        config: Source | None = None,
         mem_efficient_linear: bool = True,
         **others: object,
     ):
@@ -104,7 +105,8 @@ class Init:
                 settings.zero_optimization.shards_over(self.comm.world_size)
             )
             if settings.zero_optimization.offloads_params:
-                offload, aio = settings.zero_optimization.offload_param, settings.aio
+                offload = settings.zero_optimization.offload_param or offload
+                aio = settings.aio
         overrides = {"device": remote_device, "pin_memory": pin_memory}
         offload = offload.model_copy(
             update={key: value for key, value in overrides.items() if value is not None}
@@ -144,6 +146,7 @@ class Init:
                 handle.remove()
         if exc_type is None:
             # Parameters of modules that have no parent: the model itself.
+            assert outermost is not None
             for reference in outermost._seen[self._seen_before :]:
                 if (module := reference()) is not None:
                     outermost._shard_own(module)

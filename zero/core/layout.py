@@ -231,7 +231,7 @@ def plan_groups(
     model: nn.Module,
     persistence_threshold: int,
     model_persistence_threshold: int = sys.maxsize,
-    sort_key: Mapping[nn.Parameter, Hashable] | None = None,
+    sort_key: Mapping[nn.Parameter, int] | None = None,
 ) -> list[GroupPlan]:
     """Assign every floating-point parameter of `model` to exactly one group.
 

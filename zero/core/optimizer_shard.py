@@ -25,6 +25,7 @@ class LateUpdates(Protocol):
 
     def is_late(self, shard: OptimizerShard) -> bool:
         """Whether the shard is still to be updated."""
+        ...
 
     def wait(self, shard: OptimizerShard) -> None:
         """Block until the shard is updated; raises what went wrong."""
@@ -135,6 +136,7 @@ class OptimizerShard:
             return self.grad
         out = torch.empty(self.group.layout.shard_numel, dtype=dtype, device=self.group.comm.device)
         if accumulate:
+            assert self.grad is not None
             self.tier.load(out, self.grad).wait()
         elif not self.is_offloaded:
             self.grad = out
@@ -161,7 +163,7 @@ class OptimizerShard:
         """Keep the gradient in `dtype`, because something is about to be added to it or written
         into it.
         """
-        if self.grad.dtype != dtype:
+        if self.grad is not None and self.grad.dtype != dtype:
             self.grad = self.tier.keep(self.grad, dtype)
 
     def known_norm(self, start: int) -> torch.Tensor | None:

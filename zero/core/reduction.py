@@ -149,7 +149,9 @@ class GradientReducer:
     def collect(self, group: ParamGroup, index: int) -> None:
         """Take the gradient that autograd put on the group's parameter number `index`."""
         param = group.params[index]
-        grad, param.grad = local(param.grad), None
+        assert param.grad is not None, group.describe()
+        grad = local(param.grad)
+        param.grad = None
         if grad.is_sparse:
             grad = grad.to_dense()
         entry = self.gradients[group]
@@ -157,7 +159,10 @@ class GradientReducer:
             index in entry.parts
         ):  # a second one comes from reentrant checkpointing of shared weights
             earlier = entry.parts[index]
-            grad = (self._place(group, entry.flat, index) if earlier is None else earlier) + grad
+            if earlier is None and entry.flat is not None:
+                earlier = self._place(group, entry.flat, index)
+            assert earlier is not None
+            grad = earlier + grad
         entry.parts[index] = grad
         entry.apart += grad.numel()
         if self.contiguous and entry.apart > MOST_APART:
@@ -218,8 +223,10 @@ class GradientReducer:
     def _start_carried(self, group: ParamGroup) -> None:
         """Reduce the sum over micro-batches."""
         entry = self.gradients[group]
-        carried, entry.carried = entry.carried, None
-        self._start(group, carried)
+        if entry.carried is not None:
+            carried = entry.carried
+            entry.carried = None
+            self._start(group, carried)
 
     def _start(self, group: ParamGroup, flat: torch.Tensor) -> None:
         # the update of the step before reads the buffer that is about to be written
@@ -230,9 +237,8 @@ class GradientReducer:
         self.gradients[group].is_fresh = True
         dtype = self._kept_dtype(flat.dtype, accumulate)
         if accumulate:
-            self._finish_all_of(
-                shard
-            )  # the sum so far may not be complete, or not be written to its tier yet
+            # The sum so far may not be complete, or not be written to its tier yet.
+            self._finish_all_of(shard)
             shard.widen_gradient(dtype)
         if (
             self.comm.world_size == 1
@@ -240,8 +246,10 @@ class GradientReducer:
             and not (shard.is_offloaded and accumulate)
         ):
             # A world of one has nothing to exchange: the flat buffer is the result.
-            out = shard.grad.add_(flat) if accumulate else flat
-            self._finish(_Reduction(shard, flat.numel(), out, Pending()))
+            if accumulate:
+                assert shard.grad is not None
+                flat = shard.grad.add_(flat)
+            self._finish(_Reduction(shard, flat.numel(), flat, Pending()))
             return
         while (
             self._in_flight
@@ -327,8 +335,7 @@ class GradientReducer:
         try:
             yield
             for group in sorted(self.gradients, key=lambda group: group.serial):
-                if self.gradients[group].carried is not None:
-                    self._start_carried(group)
+                self._start_carried(group)
             self.drain()
         finally:
             self.deferred = deferred

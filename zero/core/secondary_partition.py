@@ -7,6 +7,8 @@ group. Each gives the same bits. This file knows nothing of when a group is gath
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,7 +26,7 @@ class SecondaryPartitionGroup(ParamGroup):
     all-gather and after a change of the values. A quantized second shard is not used for exact
     all-gathers."""
 
-    def __init__(self, *args: object, group_comm: Communicator, **options: object):
+    def __init__(self, *args: Any, group_comm: Communicator, **options: Any):
         self._group_comm = group_comm
         self.second: torch.Tensor | None = None
         self._second_source: object = None

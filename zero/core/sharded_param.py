@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -49,9 +49,11 @@ class Cut(Protocol):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole from every rank's part. All ranks that have one must call it."""
+        ...
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole."""
+        ...
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
@@ -174,15 +176,16 @@ class PlaceholderView(torch.Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             # A copy or a pickle must be an ordinary tensor.
-            args, kwargs = tree_map_only(
+            plain: Any = tree_map_only(
                 cls, lambda view: view.as_subclass(torch.Tensor), (args, kwargs)
             )
-            return tree_map_only(torch.Tensor, _refuse_writes, func(*args, **kwargs))
+            return tree_map_only(torch.Tensor, _refuse_writes, func(*plain[0], **plain[1]))
 
 
 def _refuse_writes(tensor: torch.Tensor) -> torch.Tensor:
     shared = type(tensor) is torch.Tensor and any(
-        torch._C._is_alias_of(tensor, nan) for nan in _nan_scalars.values()
+        torch._C._is_alias_of(tensor, nan)  # pyright: ignore[reportAttributeAccessIssue]
+        for nan in _nan_scalars.values()
     )
     return tensor.as_subclass(PlaceholderView) if shared else tensor
 
@@ -218,7 +221,9 @@ class ShardedParameter(nn.Parameter):
 
         Its group is unsharded for that: all ranks must copy alike.
         """
-        with owning_group(self).unsharded():
+        group = owning_group(self)
+        assert group is not None
+        with group.unsharded():
             copied = nn.Parameter(
                 self.data.clone(memory_format=torch.contiguous_format), self.requires_grad
             )
@@ -244,7 +249,7 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
     else:
         # Autograd must not take a later all-gather for a change of what `to_local()` has given:
         # `.data` is no view.
-        param._local_tensor = values.data
+        vars(param)["_local_tensor"] = values.data
 
 
 def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
@@ -257,7 +262,7 @@ def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
         # object stays.
         fresh = nn.Parameter(nan, param.requires_grad)
         fresh.__class__ = type(param)
-        fresh.__dict__ = dict(param.__dict__)
+        vars(fresh).update(vars(param))
         torch.utils.swap_tensors(param, fresh)
     show(param, nan)
 

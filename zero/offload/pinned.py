@@ -74,7 +74,7 @@ def new_block(size: int, pin: bool) -> memoryview:
     global _pins
     if pin and torch.accelerator.is_available() and not device.can_register():
         pinned = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=True).numpy()
-        return memoryview(pinned)[-pinned.ctypes.data % PAGE :][:size]
+        return pinned.data[-pinned.ctypes.data % PAGE :][:size]
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block = memoryview(memory)
     if pin and _pins and device.can_register():

@@ -61,12 +61,16 @@ class Tier:
         if offload is None or offload.device == "none":
             return cls(compute_device)
         pinned = offload.pin_memory and is_accelerator(compute_device)
-        file = scratch_file(offload.nvme_path, aio) if offload.device == "nvme" else None
+        folder = offload.nvme_path if offload.device == "nvme" else None
+        file = None if folder is None else scratch_file(folder, aio)
         return cls(torch.device("cpu"), pinned, file)
 
     def in_memory(self) -> Tier:
         """This tier, with host memory in place of its file."""
         return Tier(self.device, self.pinned)
+
+    def _file_of(self, tensor: torch.Tensor) -> ScratchFile | None:
+        return self.file if self.holds_in_file(tensor) else None
 
     def holds_in_file(self, tensor: torch.Tensor) -> bool:
         return self.file is not None and self.file.holds(tensor)
@@ -76,7 +80,7 @@ class Tier:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor (numel,) on this tier. It may hold anything."""
-        if self.puts_in_file(numel * dtype.itemsize):
+        if self.file is not None and self.puts_in_file(numel * dtype.itemsize):
             return self.file.empty(numel, dtype)
         if self.pinned and numel:
             # Not torch's pinned memory, which rounds sizes up to powers of two.
@@ -85,7 +89,7 @@ class Tier:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.puts_in_file(numel * dtype.itemsize):
+        if self.file is not None and self.puts_in_file(numel * dtype.itemsize):
             return self.file.zeros(numel, dtype)
         return self.empty(numel, dtype).zero_()
 
@@ -106,29 +110,31 @@ class Tier:
             note_copy(target, values)
             target.copy_(values, non_blocking=True)
             return Pending([_Arrival(compute_stream(target.device).record_event())], keep=(values,))
-        if not self.holds_in_file(target):
+        file = self._file_of(target)
+        if file is None:
             note_copy(target, values)
             target.copy_(values)
             return Pending()
         if is_accelerator(values.device):
             staged = _staging.like(target)
             arrival = _copy_out(staged, values)
-            return Pending([self.file.write(target, staged, after=arrival.wait)])
+            return Pending([file.write(target, staged, after=arrival.wait)])
         values = values.to(target.dtype)
-        return Pending([self.file.write(target, values)], keep=(values,))
+        return Pending([file.write(target, values)], keep=(values,))
 
     def load(self, target: torch.Tensor, source: torch.Tensor) -> Pending:
         """Start to read `source`, a tensor of this tier, into `target`, which is on the host or the
         compute device.
         """
-        if not self.holds_in_file(source):
+        file = self._file_of(source)
+        if file is None:
             note_copy(target, source)
             target.copy_(source, non_blocking=True)
             return Pending()
         if target.device.type == "cpu":
-            return Pending([self.file.read(source, target)])
+            return Pending([file.read(source, target)])
         staged, ready = _staging.like(source), compute_stream(target.device).record_event()
-        return Pending([self.file.read(source, staged)], lambda: _copy_in(target, staged, ready))
+        return Pending([file.read(source, staged)], lambda: _copy_in(target, staged, ready))
 
 
 class _Staging:
