@@ -65,7 +65,7 @@ _RECOVERY = '''#!/usr/bin/env python
 this name does."""
 import sys
 
-from zero.tools.cli import main
+from zero.__main__ import main
 
 main(["consolidate", *sys.argv[1:], "--dtype", "fp32"])
 '''

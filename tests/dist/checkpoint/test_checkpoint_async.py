@@ -178,9 +178,10 @@ ENDLESS = """
 import os, sys, time
 import zero
 
-engine = zero.initialize(model=__import__("torch").nn.Linear(2, 2),
-config={"train_micro_batch_size_per_gpu": 1})[0]
-open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w") time.sleep(300)
+config = {"train_micro_batch_size_per_gpu": 1}
+engine = zero.initialize(model=__import__("torch").nn.Linear(2, 2), config=config)[0]
+open(f"{sys.argv[1]}/{os.environ['RANK']}-{os.getpid()}", "w")
+time.sleep(300)
 """
 
 

@@ -360,12 +360,15 @@ def test_a_second_job_is_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
 
 def test_a_fork_does_not_keep_the_lock(tmp_path):
     """A forked worker that loads data may outlive a job that was killed."""
+    ready, begun = os.pipe()
     if os.fork() == 0:
         disk.lock(tmp_path)
         if os.fork() == 0:
+            os.write(begun, b"x")
             time.sleep(60)
         os._exit(0)
     os.wait()
+    os.read(ready, 1)  # the worker has begun, so it has let the lock go
     disk.lock(tmp_path)
 
 
