@@ -40,7 +40,7 @@ def measure(act: Callable[[], object]) -> dict[str, float]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    zero.comm.communicator.init_distributed(dist_backend="gloo")
+    zero.comm.init_distributed(dist_backend="gloo")
     # transformers builds models inside zero.Init while this object is alive.
     ds_config = HfDeepSpeedConfig(CONFIG)
     model = AutoModelForSeq2SeqLM.from_config(t5_config(MODELS[sys.argv[2]]))

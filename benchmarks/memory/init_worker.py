@@ -24,7 +24,7 @@ from benchmarks.models import T5_1B, t5_config  # noqa: E402
 
 
 def main() -> None:
-    zero.comm.communicator.init_distributed(dist_backend="gloo")
+    zero.comm.init_distributed(dist_backend="gloo")
     imported = psutil.Process().memory_info().rss
     start = time.perf_counter()
     # transformers builds models inside zero.Init while this object is alive.
