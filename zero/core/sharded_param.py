@@ -248,8 +248,8 @@ def show(param: nn.Parameter, values: torch.Tensor) -> None:
         param.data = values
     else:
         # Autograd must not take a later all-gather for a change of what `to_local()` has given:
-        # `.data` is no view.
-        vars(param)["_local_tensor"] = values.data
+        # `.data` is no view. (A slot of DTensor's class: not in `vars(param)`.)
+        param._local_tensor = values.data  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def take_over(param: nn.Parameter, nan: torch.Tensor) -> None:
