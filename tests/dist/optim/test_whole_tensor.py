@@ -50,7 +50,9 @@ def train_save_train(rank: int, world_size: int, name: str, config: dict, folder
     data = batches("llama", 2 * STEPS)
     train_zero(engine, data[:STEPS])
     engine.save_checkpoint(folder)
-    return train_zero(engine, data[STEPS:])
+    curve = train_zero(engine, data[STEPS:])
+    engine.wait_for_checkpoint()  # ranks of `run_on` end without the exit functions that do this
+    return curve
 
 
 def load_train(rank: int, world_size: int, name: str, config: dict, folder: str) -> Curve:
