@@ -1,6 +1,6 @@
-"""Micro-batches: which one is the last of its step, and when their gradients are reduced.
+"""What a script calls to say where a step ends, and when gradients are reduced.
 
-This file knows nothing of groups or of the optimizer.
+The state is in `zero.core.micro_batches`. This file knows nothing of groups or of the optimizer.
 """
 
 from __future__ import annotations
@@ -9,40 +9,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zero.config import ResolvedConfig
+from zero.core.micro_batches import MicroBatches
 from zero.core.reduction import GradientReducer
 from zero.errors import UsageError
 
 
 class Accumulation:
-    """Mixed into the engine, which sets `settings` and `reducer`.
+    """Mixed into the engine, which sets `reducer`.
 
-    Attributes: micro_steps: calls of `step()`. global_samples: samples of all ranks in all steps so
-    far."""
+    Attributes: micro_batches: shared with the hooks and the reducer. global_samples: samples of all
+    ranks in all steps so far."""
 
-    settings: ResolvedConfig
     reducer: GradientReducer
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ResolvedConfig) -> None:
         super().__init__()
-        self.micro_steps = self.global_samples = 0
-        # What the script set by hand; None: the engine counts.
-        self._is_gradient_accumulation_boundary: bool | None = None
-        self._inside_no_sync = False
+        self.settings = settings
+        self.global_samples = 0
+        self.micro_batches = MicroBatches(
+            settings.gradient_accumulation_steps,
+            settings.managed_gradient_accumulation,
+            scales_loss=settings.fp16.enabled,
+        )
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()`."""
+        return self.micro_batches.count
+
+    @micro_steps.setter
+    def micro_steps(self, count: int) -> None:
+        self.micro_batches.count = count
 
     def managed_gradient_accumulation(self) -> bool:
         """Whether the engine counts micro-batches; else the script's call of `step()` ends the
         accumulation.
         """
-        return self.settings.managed_gradient_accumulation
+        return self.micro_batches.managed
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is known to be the last one before the parameters are
         updated.
         """
-        if self._is_gradient_accumulation_boundary is not None:
-            return self._is_gradient_accumulation_boundary
-        steps = self.settings.gradient_accumulation_steps
-        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % steps == 0
+        return self.micro_batches.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide by hand, from now on, whether the current micro-batch is the last one of a
@@ -54,7 +63,7 @@ class Accumulation:
                 "that each step() is "
                 "the boundary; leave the call out"
             )
-        self._is_gradient_accumulation_boundary = is_boundary
+        self.micro_batches.boundary = is_boundary
 
     def _count_samples(self) -> None:
         """At the end of an accumulation, before its gradients are forgotten."""
@@ -75,16 +84,16 @@ class Accumulation:
                 "this ZeRO stage no "
                 "rank keeps whole gradients; use stage 1, or coalesce_grad_reduction()"
             )
-        if self._inside_no_sync:
+        if self.micro_batches.holds_back:
             raise UsageError(
                 "no_sync context manager reentry is unsupported: leave the first one before the "
                 "second"
             )
-        self._inside_no_sync = True
+        self.micro_batches.holds_back = True
         try:
             yield
         finally:
-            self._inside_no_sync = False
+            self.micro_batches.holds_back = False
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -102,15 +111,15 @@ class Accumulation:
             raise NotImplementedError(
                 "coalesce_grad_reduction acts at zero_optimization.stage 1 to 3; use no_sync()"
             )
-        if self._inside_no_sync:
+        if self.micro_batches.holds_back:
             raise UsageError(
                 "coalesce_grad_reduction cannot be nested inside another one or inside no_sync"
             )
-        boundary = self._is_gradient_accumulation_boundary
-        self._inside_no_sync = True
+        boundary = self.micro_batches.boundary
+        self.micro_batches.holds_back = True
         try:
             with self.reducer.deferring():
                 yield
         finally:
-            self._inside_no_sync = False
-            self._is_gradient_accumulation_boundary = boundary
+            self.micro_batches.holds_back = False
+            self.micro_batches.boundary = boundary

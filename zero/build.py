@@ -22,6 +22,7 @@ from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, plan_groups
+from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.core.schedule import Residency, Schedule
@@ -269,7 +270,7 @@ def make_placement(
 
 
 def make_reducer(
-    settings: Config, comm: Communicator, placement: Placement, reduces_now: Callable[[], bool]
+    settings: Config, comm: Communicator, placement: Placement, micro_batches: MicroBatches
 ) -> GradientReducer:
     zero = settings.zero_optimization
     # gloo's messages are added in fp32. An accelerator's sums of 16-bit gradients have 16 bits
@@ -277,6 +278,7 @@ def make_reducer(
     return GradientReducer(
         comm,
         placement.shards,
+        micro_batches,
         bucket_size=zero.reduce_bucket_size,
         overlap=bool(zero.overlap_comm),
         contiguous=zero.contiguous_gradients,
@@ -284,7 +286,6 @@ def make_reducer(
         sum_dtype=settings.sum_dtype,
         narrow=settings.narrows_gradients and (is_accelerator(comm.device) or comm.world_size == 1),
         deferred=zero.stage < 2,
-        reduces_now=reduces_now,
     )
 
 

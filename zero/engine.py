@@ -42,11 +42,6 @@ _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
 )
 
 
-# How many engines are running `backward` now: the loss of one engine may depend on outputs of
-# others.
-_engine_backwards = 0
-
-
 class StepMonitor(Protocol):
     """Is told of losses and steps; see `zero.monitor`."""
 
@@ -89,11 +84,11 @@ class ZeroEngine(Accumulation, nn.Module):
         lr_scheduler: object | None = None,
         comm: Communicator | None = None,
     ):
-        super().__init__()
-        self.comm = comm or communicator()
-        settings = settings.resolve(self.comm.world_size)
+        comm = comm or communicator()
+        settings = settings.resolve(comm.world_size)
+        super().__init__(settings)
+        self.comm = comm
         shard_size = settings.zero_optimization.shards_over(self.comm.world_size)
-        self.settings = settings
         self.config = settings.origin.raw
         self._report_settings(optimizer)
         if settings.watchdog_timeout is not None:
@@ -102,7 +97,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self._take_over(model)
         self.global_steps = self.skipped_steps = 0
         self.throughput = Throughput(settings.train_batch_size)
-        self._loss_was_scaled = self._step_applied = self.is_compiled = False
+        self._step_applied = self.is_compiled = False
         self.residency = Residency()
 
         build.require_agreement(self.comm, settings, model, optimizer)
@@ -117,7 +112,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self.groups, settings, self.comm.device, optimizer is not None
         )
         training_comm = build.make_training_comm(settings, self.comm)
-        self.reducer = build.make_reducer(settings, training_comm, placement, self._reduces_now)
+        self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
         gathering = Gathering(
@@ -129,8 +124,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self.groups,
             gathering,
             reductions,
-            last_micro_step=self.is_gradient_accumulation_boundary,
-            gradients_begin=self._gradients_begin,
+            self.micro_batches,
             ignore_unused=settings.zero_optimization.ignore_unused_parameters,
         )
         offloaded = settings.activation_checkpointing.cpu_checkpointing and is_accelerator(
@@ -151,7 +145,9 @@ class ZeroEngine(Accumulation, nn.Module):
                 schedule=self.schedule,
                 steps=lambda: self.global_steps,
             )
-        self.relocation = Relocation(self.groups, self.optimizer, self.comm.device)
+        self.relocation = Relocation(
+            self.groups, self.optimizer, self.comm.device, self.micro_batches
+        )
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
@@ -175,14 +171,8 @@ class ZeroEngine(Accumulation, nn.Module):
 
     # -- training
 
-    def _reduces_now(self) -> bool:
-        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it
-        then, not before.
-        """
-        return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
-
     def forward(self, *args: object, **kwargs: object) -> object:
-        self.relocation.refuse_absent("forward")
+        self.micro_batches.refuse_offloaded("forward")
         if torch.is_grad_enabled():
             self.throughput.start()
         with self.comm.clock.phase("forward"):
@@ -201,22 +191,17 @@ class ZeroEngine(Accumulation, nn.Module):
         Args: loss: a scalar, the mean over this rank's micro-batch; scale_wrt_gas: divide it by
         `gradient_accumulation_steps`. Returns the loss so divided.
         """
-        global _engine_backwards
         steps = self.settings.gradient_accumulation_steps
         if scale_wrt_gas and steps > 1:
             loss = loss / steps
         if self.monitor is not None:
             self.monitor.loss(loss)
-        _engine_backwards += 1
         try:
-            with self.comm.clock.phase("backward"):
+            with self.micro_batches.engine_backward(), self.comm.clock.phase("backward"):
                 self.scale(loss).backward(retain_graph=retain_graph)
         except BaseException:
             self.hooks.forget_broken_pass()
             raise
-        finally:
-            _engine_backwards -= 1
-            self._loss_was_scaled = False
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -233,31 +218,9 @@ class ZeroEngine(Accumulation, nn.Module):
             raise UsageError(
                 "this engine has no optimizer; pass one to initialize() or configure 'optimizer'"
             )
-        self._loss_was_scaled = True
+        self.micro_batches.loss_was_scaled = True
         # In fp32: the product overflows fp16 long before the gradients do.
         return loss if self.scaler is None else loss.float() * self.scaler.scale
-
-    def expect_scaled_gradients(self) -> None:
-        """The next backward begins with gradients of a loss that was scaled on other ranks."""
-        self._loss_was_scaled = True
-
-    def _gradients_begin(self) -> None:
-        """Called at the first gradient of a backward.
-
-        Only `engine.backward` has divided the loss by the steps.
-        """
-        self.relocation.refuse_absent("backward")
-        if self.scaler is not None and not self._loss_was_scaled:
-            raise RuntimeError(
-                "Loss scaling is required with fp16, and the loss was not scaled: call "
-                "engine.backward(loss), or "
-                "engine.scale(loss).backward()"
-            )
-        by_engine = _engine_backwards > 0
-        self.reducer.begin_backward(
-            1.0 if by_engine else 1.0 / self.settings.gradient_accumulation_steps
-        )
-        self._loss_was_scaled &= by_engine
 
     def step(self) -> None:
         """Finish a micro-batch; at the accumulation boundary update the parameters and the learning
@@ -268,7 +231,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 "step: this engine has no optimizer; pass one to initialize() or configure "
                 "'optimizer'"
             )
-        if self._inside_no_sync:
+        if self.micro_batches.holds_back:
             raise UsageError(
                 "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
             )
@@ -276,7 +239,7 @@ class ZeroEngine(Accumulation, nn.Module):
             self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         )
         self.throughput.stop(boundary)
-        self.relocation.refuse_absent("step")
+        self.micro_batches.refuse_offloaded("step")
         if boundary:
             self._refuse_use("the step")
         self.micro_steps += 1

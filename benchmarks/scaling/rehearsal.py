@@ -24,6 +24,7 @@ from zero.config import Config
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
 from zero.core.layout import GroupLayout, GroupPlan, plan_groups
+from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import State
 from zero.core.reduction import GroupGradients, ReductionOrder
 from zero.core.schedule import Residency
@@ -125,9 +126,10 @@ class RehearsedGroup(CountedGroup):
 class RehearsedReducer:
     """As much of a `GradientReducer` as the order of reductions sees."""
 
-    def __init__(self, program: Program, reduces_now: Callable[[], bool]):
+    def __init__(self, program: Program, micro_batches: MicroBatches, deferred: bool):
         self._program = program
-        self._reduces_now = reduces_now
+        self._micro_batches = micro_batches
+        self._deferred = deferred
         self.gradients: dict[RehearsedGroup, GroupGradients] = defaultdict(GroupGradients)
 
     def collect(self, group: RehearsedGroup, index: int) -> None:
@@ -139,7 +141,7 @@ class RehearsedReducer:
 
     def reduce(self, group: RehearsedGroup) -> None:
         self.gradients[group].forget_parts()
-        if self._reduces_now():
+        if self._micro_batches.reduces_now or not self._deferred:
             self._program.add("reduce", group.number)
 
     def end_backward(self) -> None:
@@ -159,7 +161,7 @@ def rehearse(
     `loss` runs the model's forward.
     """
     program, residency, stage = Program(clock), groups[0].residency, config.zero_optimization.stage
-    micro_batches, at = config.gradient_accumulation_steps or 1, SimpleNamespace(micro=0)
+    micro_batches = MicroBatches(config.gradient_accumulation_steps or 1)
     comm = SimpleNamespace(
         **vars(NO_COMMUNICATOR),
         matches_by_order=on_accelerator,
@@ -167,20 +169,18 @@ def rehearse(
         broadcast=lambda tensor, src: None,
     )
 
-    def is_last() -> bool:
-        return at.micro == micro_batches - 1
-
-    reducer = RehearsedReducer(program, lambda: stage >= 2 or is_last())
+    reducer = RehearsedReducer(program, micro_batches, deferred=stage < 2)
     order = ReductionOrder(groups, reducer, comm)
     gathering = Gathering(groups, make_schedule(groups, config), comm, residency, order.before_use)
-    hooks = ModuleHooks(model, groups, gathering, order, is_last, lambda: None)
+    hooks = ModuleHooks(model, groups, gathering, order, micro_batches)
     for group in groups:
         group.program = program
     try:
         for _ in range(2):
             program.ops = []
-            for at.micro in range(micro_batches):
+            for _ in range(micro_batches.steps):
                 loss().backward()
+                micro_batches.count += 1
             program.add("step")
             for group in groups:
                 if group.state is not State.SHARDED:

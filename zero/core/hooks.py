@@ -36,6 +36,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
 from zero.core.gathering import Gathering
+from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import ReductionOrder
 from zero.errors import UsageError
@@ -64,9 +65,7 @@ class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
     Args: model: the root module; groups: all of its groups; gathering, reductions: the policies.
-    `last_micro_step` says whether the parameters change before the next forward; `gradients_begin`
-    is called at the first gradient of each backward. Unless `ignore_unused`, a trainable parameter
-    without a gradient is an error.
+    Unless `ignore_unused`, a trainable parameter without a gradient is an error.
 
     Attributes: forward_hooks, backward_hooks: the handles of what is installed. part: the part of
     the model that runs next, if it runs in parts (`zero.parallel.pipeline`), else None; absent:
@@ -78,8 +77,7 @@ class ModuleHooks:
         groups: Sequence[ParamGroup],
         gathering: Gathering,
         reductions: ReductionOrder,
-        last_micro_step: Callable[[], bool],
-        gradients_begin: Callable[[], None],
+        micro_batches: MicroBatches,
         ignore_unused: bool = True,
     ):
         self.module = model
@@ -89,8 +87,7 @@ class ModuleHooks:
         self._reads = OutsideReads(gathering)
         self._missing = MissingGradients()
         self._ignore_unused = ignore_unused
-        self._last_micro_step = last_micro_step
-        self._gradients_begin = gradients_begin
+        self._micro_batches = micro_batches
         # Groups that are unsharded for the backward that runs, or that will follow.
         self._in_backward: set[ParamGroup] = set()
         # Calls of the root module under way: its forward may call it again.
@@ -180,7 +177,8 @@ class ModuleHooks:
 
     def _record(self, name: str) -> None:
         kind = (name, self.module.training, self.part)
-        self._gathering.begin_pass(kind, wraps=not self._training or not self._last_micro_step())
+        params_change = self._training and self._micro_batches.is_last
+        self._gathering.begin_pass(kind, wraps=not params_change)
 
     def _warn_of_unfrozen(self) -> None:
         for group in self.groups:
@@ -316,7 +314,7 @@ class ModuleHooks:
         self._backward_begins()
         if not self._has_gradients:
             self._has_gradients = True
-            self._gradients_begin()
+            self._micro_batches.gradients_begin()
         self._missing.has_gradient(group, index)
         if self._reductions.collect(group, index):
             if not group.shared:

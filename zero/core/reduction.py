@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,6 +38,7 @@ from zero.comm.clock import label
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.layout import LEAF_FLAG
+from zero.core.micro_batches import MicroBatches
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import local
@@ -91,18 +92,19 @@ class GradientReducer:
     optimizer's shard.
 
     Args:
-        shards: where the reduced gradients go, one for each trainable group. bucket_size: most
-        elements in one reduction and in all reductions in flight. overlap: reductions run while
-        backward goes on, else each is waited for at once. contiguous: gradients are copied to the
-        flat buffer when `MOST_APART` elements wait, else when the group has all. dtype: in which
-        gradients travel; None: that of the parameters, and for sums of micro-batches `sum_dtype`.
-        sum_dtype: in which the result is kept, and summed over micro-batches. narrow: a result to
-        which nothing is added stays in the dtype of the reduction, which loses nothing. deferred:
-        gradients of several micro-batches are summed in a buffer of full size and of `sum_dtype`
-        before they
-            travel (stages 0 and 1). Else those of each micro-batch are reduced at once.
-        reduces_now: whether the current micro-batch is the last one, with which a deferred sum is
-        reduced.
+        shards: where the reduced gradients go, one for each trainable group.
+        bucket_size: most elements in one reduction and in all reductions in flight.
+        overlap: reductions run while backward goes on, else each is waited for at once.
+        contiguous: gradients are copied to the flat buffer when `MOST_APART` elements wait, else
+            when the group has all.
+        dtype: in which gradients travel; None: that of the parameters, and for sums of
+            micro-batches `sum_dtype`.
+        sum_dtype: in which the result is kept, and summed over micro-batches.
+        narrow: a result to which nothing is added stays in the dtype of the reduction, which loses
+            nothing.
+        deferred: gradients of several micro-batches are summed in a buffer of full size and of
+            `sum_dtype` before they travel (stages 0 and 1). Else those of each micro-batch are
+            reduced at once.
 
     Attributes: backwards: how many have ended since the last step. buffered: elements in flat
     buffers."""
@@ -111,6 +113,7 @@ class GradientReducer:
         self,
         comm: Communicator,
         shards: Sequence[OptimizerShard],
+        micro_batches: MicroBatches,
         *,
         bucket_size: int,
         overlap: bool,
@@ -119,9 +122,9 @@ class GradientReducer:
         sum_dtype: torch.dtype = torch.float32,
         narrow: bool = False,
         deferred: bool = False,
-        reduces_now: Callable[[], bool] = lambda: True,
     ):
         self.comm = comm
+        self._micro_batches = micro_batches
         self.dtype = dtype
         self.sum_dtype = sum_dtype
         self.narrow = narrow
@@ -131,15 +134,9 @@ class GradientReducer:
         self.overlap = overlap
         self.contiguous = contiguous
         self.deferred = deferred
-        self.reduces_now = reduces_now
-        self._factor = 1.0
         self._in_flight: deque[_Reduction] = deque()
         self._offloading: deque[tuple[OptimizerShard, Pending]] = deque()
         self.buffered = self.backwards = 0
-
-    def begin_backward(self, factor: float) -> None:
-        """A backward begins, whose gradients are to be multiplied by `factor`."""
-        self._factor = factor
 
     def end_backward(self) -> None:
         """Wait for all reductions of the backward."""
@@ -191,13 +188,13 @@ class GradientReducer:
         for index in found:
             self.collect(group, index)
         if found:
-            self._factor = 1.0
-            self.reduce(group)
+            self.reduce(group, factor=1.0)
 
-    def reduce(self, group: ParamGroup) -> None:
-        """Start reducing what was collected for `group`; parameters without a gradient count as
-        zero.
+    def reduce(self, group: ParamGroup, factor: float | None = None) -> None:
+        """Start reducing what was collected for `group`, times `factor`: by default that of the
+        current backward. Parameters without a gradient count as zero.
         """
+        factor = self._micro_batches.factor if factor is None else factor
         entry = self.gradients[group]
         flat = self._flatten(group, entry)
         rest = [
@@ -207,15 +204,15 @@ class GradientReducer:
         ]
         if zeros := rest + [flat[start:end] for start, end in group.layout.gaps()]:
             torch._foreach_zero_(zeros)
-        if self._factor != 1.0:
-            flat.mul_(self._factor)
+        if factor != 1.0:
+            flat.mul_(factor)
         entry.forget_parts()  # a sum takes the place of its buffer
         if self.deferred:
             if entry.carried is not None:
                 self.buffered -= flat.numel()
                 flat = entry.carried.add_(flat)
                 entry.carried = None
-            if not self.reduces_now():
+            if not self._micro_batches.reduces_now:
                 entry.carried = flat.to(self.sum_dtype)
                 return
         self._start(group, flat)
@@ -265,7 +262,7 @@ class GradientReducer:
             self._wait_oldest()
 
     def _kept_dtype(self, reduced: torch.dtype, accumulate: bool) -> torch.dtype:
-        if self.narrow and not accumulate and self.reduces_now():
+        if self.narrow and not accumulate and self._micro_batches.reduces_now:
             return min(reduced, self.sum_dtype, key=lambda dtype: dtype.itemsize)
         return self.sum_dtype
 
@@ -371,10 +368,9 @@ class GradientReducer:
     def _flat(self, group: ParamGroup) -> torch.Tensor:
         self.buffered += group.layout.padded
         dtype = self.dtype or group.dtype
-        if self.deferred and (self.gradients[group].carried is not None or not self.reduces_now()):
-            dtype = max(
-                group.dtype, dtype, key=lambda dtype: dtype.itemsize
-            )  # of a sum, that is rounded later
+        is_alone = self.gradients[group].carried is None and self._micro_batches.reduces_now
+        if self.deferred and not is_alone:  # a part of a sum, which is rounded later
+            dtype = max(group.dtype, dtype, key=lambda dtype: dtype.itemsize)
         return torch.empty(group.layout.padded, dtype=dtype, device=self.comm.device)
 
     @staticmethod

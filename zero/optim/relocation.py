@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import torch
 
+from zero.core.micro_batches import MicroBatches
 from zero.core.param_group import ParamGroup
 from zero.device import is_accelerator
 from zero.errors import UsageError
@@ -29,24 +30,20 @@ STATES = (MOMENTS, MASTERS, WEIGHTS, GRADIENTS, BUCKET)
 class Relocation:
     """Moves the states of `groups`, which no forward, backward or step uses meanwhile.
 
-    Attributes: offloaded: the names of the states that are on the host now. State that the
+    `micro_batches.offloaded` has the names of the states that are on the host now. State that the
     configuration offloads stays where it is."""
 
     def __init__(
-        self, groups: Collection[ParamGroup], optimizer: ZeroOptimizer | None, device: torch.device
+        self,
+        groups: Collection[ParamGroup],
+        optimizer: ZeroOptimizer | None,
+        device: torch.device,
+        micro_batches: MicroBatches,
     ):
         self.groups = groups
         self.optimizer = optimizer
         self._device = Tier(device)
-        self.offloaded: set[str] = set()
-
-    def refuse_absent(self, what: str) -> None:
-        """Raise UsageError if states are on the host: `what` needs them on the device."""
-        if self.offloaded:
-            raise UsageError(
-                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call "
-                "engine.reload_states() first"
-            )
+        self._micro_batches = micro_batches
 
     def send(self, names: Collection[str] | None, pinned: bool) -> None:
         """Move these states to host memory, page-locked if `pinned` and there is a device to copy
@@ -58,13 +55,13 @@ class Relocation:
                 f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}"
             )
         host = Tier(torch.device("cpu"), pinned and is_accelerator(self._device.device))
-        self._move(wanted - self.offloaded, host)
-        self.offloaded |= wanted
+        self._move(wanted - self._micro_batches.offloaded, host)
+        self._micro_batches.offloaded |= wanted
 
     def bring_back(self) -> None:
         """Move everything back to the compute device."""
-        self._move(self.offloaded, self._device)
-        self.offloaded = set()
+        self._move(self._micro_batches.offloaded, self._device)
+        self._micro_batches.offloaded = set()
 
     def _move(self, names: set[str], tier: Tier) -> None:
         if WEIGHTS in names:

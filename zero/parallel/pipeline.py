@@ -340,7 +340,7 @@ class Pipeline:
         self._left -= 1
         if not self._left:  # the engine knows by this count that it is the last backward of a step
             self.engine.micro_steps += self._micro_batches - 1
-        self.engine.expect_scaled_gradients()
+        self.engine.micro_batches.loss_was_scaled = True  # on other ranks
         self._tell_stage(stage)
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

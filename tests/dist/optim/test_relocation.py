@@ -67,7 +67,7 @@ def train(
         with pytest.raises(UsageError, match="reload_states"):
             engine(batch)
         engine.reload_states()
-        assert engine.relocation.offloaded == set()
+        assert engine.micro_batches.offloaded == set()
     return losses
 
 
@@ -98,7 +98,7 @@ def refused(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match="'nvme'"):
         engine.offload_states(device="nvme")
     engine.offload_states(device=OffloadDeviceEnum.none)
-    assert engine.relocation.offloaded == set()
+    assert engine.micro_batches.offloaded == set()
     with (
         zero.GatheredParameters(list(engine.parameters())),
         pytest.raises(UsageError, match="is shown"),

@@ -82,10 +82,9 @@ class PlainEngine(DeepSpeedEngine):
                 "zero verify: a model that is cut over ranks cannot be compared: run it without a "
                 "mesh"
             )
-        Accumulation.__init__(self)
+        settings = settings.resolve(communicator().world_size)
+        Accumulation.__init__(self, settings)
         self.comm = communicator()
-        settings = settings.resolve(self.comm.world_size)
-        self.settings = settings
         self.config = settings.origin.raw
         self.module = model
         self.optimizer = optimizer

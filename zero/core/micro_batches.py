@@ -1,0 +1,89 @@
+"""Micro-batches: which one is the last of its step, and by what its gradients are multiplied.
+
+The engine tells what its caller does. The hooks and the reducer ask at the moments that matter to
+them. This file knows nothing of groups or of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from zero.errors import UsageError
+
+
+class MicroBatches:
+    """The micro-batches of one engine.
+
+    Args: steps: micro-batches in a step. managed: the engine counts them; else the script's call of
+    `step()` ends the accumulation. scales_loss: training has a loss scale.
+
+    Attributes: count: calls of `step()` so far. boundary: whether the current micro-batch is the
+    last one, as the script has set it; None: by the count. holds_back: no gradient is reduced now
+    (`no_sync`). loss_was_scaled: the next backward begins with a loss that was scaled. factor: by
+    which the gradients of the current backward are multiplied. offloaded: states that are on the
+    host until `reload_states`, so that nothing may be computed.
+    """
+
+    # How many engines are running `backward` now: the loss of one engine may depend on outputs of
+    # others.
+    _backwards_of_engines: ClassVar[int] = 0
+
+    def __init__(self, steps: int, managed: bool = True, scales_loss: bool = False):
+        self.steps = steps
+        self.managed = managed
+        self.scales_loss = scales_loss
+        self.count = 0
+        self.boundary: bool | None = None
+        self.holds_back = False
+        self.loss_was_scaled = False
+        self.factor = 1.0
+        self.offloaded: set[str] = set()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the parameters are known to change after the current micro-batch."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.managed and (self.count + 1) % self.steps == 0
+
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the sum over micro-batches is complete with this one: stages 0 and 1 reduce it
+        then, not before.
+        """
+        return self.is_last and not self.holds_back
+
+    @contextmanager
+    def engine_backward(self) -> Iterator[None]:
+        """Context of a backward whose loss the engine has divided by `steps`."""
+        MicroBatches._backwards_of_engines += 1
+        try:
+            yield
+        finally:
+            MicroBatches._backwards_of_engines -= 1
+            self.loss_was_scaled = False
+
+    def gradients_begin(self) -> None:
+        """The first gradient of a backward has come.
+
+        Raises RuntimeError if its loss should have been scaled, UsageError if states are offloaded.
+        """
+        self.refuse_offloaded("backward")
+        if self.scales_loss and not self.loss_was_scaled:
+            raise RuntimeError(
+                "Loss scaling is required with fp16, and the loss was not scaled: call "
+                "engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        by_engine = MicroBatches._backwards_of_engines > 0
+        self.factor = 1.0 if by_engine else 1.0 / self.steps
+        self.loss_was_scaled &= by_engine
+
+    def refuse_offloaded(self, what: str) -> None:
+        """Raise UsageError if states are on the host: `what` needs them on the device."""
+        if self.offloaded:
+            raise UsageError(
+                f"{what}: {', '.join(sorted(self.offloaded))} are offloaded; call "
+                "engine.reload_states() first"
+            )
