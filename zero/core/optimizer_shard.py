@@ -11,7 +11,7 @@ This file knows nothing of optimizers' arithmetic, of backward, or of how ranks 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -20,24 +20,15 @@ from zero.core.param_group import ParamGroup
 from zero.offload.tiers import Tier
 
 
-class LateUpdates(Protocol):
-    """What updates masters, also after `step` has returned; see `zero.optim.background`."""
-
-    def is_late(self, shard: OptimizerShard) -> bool:
-        """Whether the shard is still to be updated."""
-        ...
-
-    def wait(self, shard: OptimizerShard) -> None:
-        """Block until the shard is updated; raises what went wrong."""
-
-
 class OptimizerShard:
     """This rank's part of a group's optimization.
 
     Attributes: tier: where master, gradient and optimizer state live. master: 1-D, fp32 unless bf16
     is configured, or None before `make_master`; if the group's shard has that dtype and is in the
     same place, it is the master. grad: 1-D, the reduced gradient in the dtype of the reducer's
-    sums, or None. `grad` times `comm.mean_factor` is the mean over ranks."""
+    sums, or None. `grad` times `comm.mean_factor` is the mean over ranks. sub_groups_left: pieces
+    of the master that the last step has still to update, and update_end: the end of their update on
+    the device, or None; whoever updates masters keeps both (`zero.optim.background`)."""
 
     def __init__(self, group: ParamGroup, tier: Tier):
         self.group = group
@@ -48,7 +39,9 @@ class OptimizerShard:
         # 2-norms of the pieces of an offloaded gradient, by the piece's start. They are computed on
         # the compute device before the gradient leaves it.
         self._norms: dict[int, torch.Tensor] = {}
-        self._updates: LateUpdates | None = None
+        self.sub_groups_left = 0
+        self.update_end: torch.Event | None = None
+        self._wait_for_update: Callable[[OptimizerShard], None] | None = None
         self._writes: list[Pending] = []
 
     @property
@@ -64,9 +57,11 @@ class OptimizerShard:
     # -- master
 
     @torch.no_grad()
-    def make_master(self, updates: LateUpdates, dtype: torch.dtype = torch.float32) -> None:
-        """Make the master. From now on `updates` change it, and each all-gather of the group waits
-        for them.
+    def make_master(
+        self, wait_for_update: Callable[[OptimizerShard], None], dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Make the master. From now on each all-gather of the group calls `wait_for_update`, which
+        blocks until a late update of this shard is computed, and raises what went wrong.
 
         A shard of this dtype in the same place is its own master. So is one in host memory if the
         tier is a file: the weights are in memory anyway. A model in fp32 that is trained in 16 bits
@@ -82,7 +77,7 @@ class OptimizerShard:
             self.master = initial
         else:
             self.master = self.tier.keep(shard if initial is None else initial, dtype)
-        self._updates = updates
+        self._wait_for_update = wait_for_update
         self.group.optimizer_shard = self
 
     def free(self) -> None:
@@ -187,12 +182,12 @@ class OptimizerShard:
 
     def is_ready(self) -> bool:
         """Whether the last step's update is computed. It may not be written to its file yet."""
-        return self._updates is None or not self._updates.is_late(self)
+        return self.sub_groups_left <= 0
 
     def wait(self) -> None:
         """Block until the last step's update is computed and written."""
-        if self._updates is not None:
-            self._updates.wait(self)
+        if self._wait_for_update is not None:
+            self._wait_for_update(self)
         writes, self._writes = self._writes, []
         for each in writes:
             each.wait()

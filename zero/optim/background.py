@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -28,94 +28,7 @@ from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
 from zero.device import beside, compute_stream, is_accelerator, ready_for_thread
 from zero.offload.pinned import HostMemory
-from zero.optim.subgroups import SubGroup, SubGroupState, is_state_tensor
-
-
-class SubGroupInMemory:
-    """One sub-group with everything in memory that its update needs.
-
-    An update reads `grad` and changes or replaces `master` and `state` (values by the optimizer's
-    names). `write` stores them. `is_in_files`: some of it may be in a file.
-
-    Args: buffers: host memory for what is read from files; for_weights: host memory for new values
-    in the weights' dtype."""
-
-    def __init__(
-        self,
-        sub_group: SubGroup,
-        state: SubGroupState,
-        buffers: HostMemory,
-        for_weights: HostMemory,
-    ):
-        self.sub_group = sub_group
-        self._all_state = state
-        self._buffers = buffers
-        self._for_weights = for_weights
-        self._tier = sub_group.shard.tier
-        self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
-        self._reads: list[Pending] = []
-        self._stored = state.state_of(sub_group)
-        grad = sub_group.shard.grad
-        assert grad is not None, "in a step each shard has a gradient"
-        self.grad = self._read(grad[sub_group.start : sub_group.end])
-        self.master = self._read(sub_group.master)
-        self.state = {
-            key: self._read(value) if is_state_tensor(value) else value
-            for key, value in self._stored.items()
-        }
-
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a buffer to which it is being read."""
-        if not self._tier.holds_in_file(tensor):
-            return tensor
-        buffer = self._buffers.like(tensor)
-        self._reads.append(self._tier.load(buffer, tensor))
-        return buffer
-
-    def wait(self) -> None:
-        """Block until everything is in memory."""
-        for read in self._reads:
-            read.wait()
-
-    def weights_target(self) -> torch.Tensor | None:
-        """Host memory for the updated values in the weights' dtype: the shard's own if it is there;
-
-        None for fp32, in which the master has them.
-        """
-        sub_group = self.sub_group
-        shard = sub_group.group.shard[sub_group.start : sub_group.end]
-        if shard.dtype == torch.float32:
-            return None
-        in_memory = shard.device.type == "cpu" and not sub_group.group.tier.holds_in_file(shard)
-        return shard if in_memory else self._for_weights.take(shard.nbytes).view(shard.dtype)
-
-    def write(self, rounded: Pending) -> Pending:
-        """Start to store what the update has changed; `rounded` is the write to the weights.
-
-        If masters are in a file, new state gets a place in it.
-        """
-        shard, tier, writes, stored = self.sub_group.shard, self._tier, [rounded], {}
-        if self.master is not self.sub_group.master:
-            writes.append(tier.store(self.sub_group.master, self.master))
-        # The whole group counts: each sub-group may be small.
-        file = tier.file if tier.puts_in_file(shard.master.nbytes) else None
-        for key, value in self.state.items():
-            place = self._stored.get(key)
-            if not is_state_tensor(value):
-                stored[key] = value
-                continue
-            if not (
-                is_state_tensor(place) and tier.holds_in_file(place) and place.dtype == value.dtype
-            ):
-                place = value if file is None else file.empty(value.numel(), value.dtype)
-            if place is not value:
-                writes.append(tier.store(place, value))
-            stored[key] = place
-        self._all_state.put_state(self.sub_group, stored)
-        result = Pending(writes)
-        shard.add_write(result)
-        return result
-
+from zero.optim.subgroups import SubGroup, SubGroupInMemory
 
 # Makes the update in memory; the result has the values for the group's weights.
 Update = Callable[[SubGroupInMemory], torch.Tensor]
@@ -147,32 +60,31 @@ class Updates:
         # Of late updates: always the same one, so that memory which one step frees is used again
         # after it.
         self._stream: torch.Stream | None = None
-        # The end of late updates on this stream.
-        self._ends: dict[OptimizerShard, torch.Event] = {}
+        # The shards of the last `run` or `start`.
+        self._shards: set[OptimizerShard] = set()
         self._read_ahead = read_ahead
         self._write_behind = write_behind
         self._todo: deque[SubGroup] = deque()
-        self._left: Counter[OptimizerShard] = Counter()
         self._busy = False
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         _all.add(self)
 
-    def run(self, sub_groups: Iterable[SubGroup], state: SubGroupState, update: Update) -> None:
+    def run(self, sub_groups: Iterable[SubGroup], update: Update) -> None:
         """Update `sub_groups` before returning."""
         self._plan(sub_groups)
         try:
-            self._work(state, update)
+            self._work(update)
         except BaseException as error:
             self.fail(error)
             raise
 
-    def start(self, sub_groups: Iterable[SubGroup], state: SubGroupState, update: Update) -> None:
+    def start(self, sub_groups: Iterable[SubGroup], update: Update) -> None:
         """Update `sub_groups` in a thread. The caller has waited for the earlier ones."""
         self._plan(sub_groups)
-        if self._left:
+        if self._todo:
             self._busy = True
-            args = state, update, ready_for_thread(self._device)
+            args = update, ready_for_thread(self._device)
             threading.Thread(
                 target=self._work_in_thread, args=args, name="zero optimizer", daemon=True
             ).start()
@@ -192,7 +104,7 @@ class Updates:
 
         def is_over() -> bool:
             return self._failure is not None or not (
-                self._busy if shard is None else self._left[shard]
+                self._busy if shard is None else shard.sub_groups_left
             )
 
         if not is_over():
@@ -202,21 +114,16 @@ class Updates:
                 self._changed.wait_for(is_over)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        # A copy: while one shard is waited for, the thread adds the ends of others.
-        for of_shard, end in self._ends.copy().items():
-            if shard in (None, of_shard):
-                compute_stream(self._device).wait_event(end)
-
-    def is_late(self, shard: OptimizerShard) -> bool:
-        """Whether sub-groups of `shard` are still to be updated."""
-        return self._left[shard] > 0
+        for waited in self._shards if shard is None else (shard,):
+            if waited.update_end is not None:
+                compute_stream(self._device).wait_event(waited.update_end)
 
     def drop(self) -> None:
         """Skip the remaining updates, and forget a failure: the values are not needed any more."""
         with self._changed:
             self._todo.clear()
             self._changed.wait_for(lambda: not self._busy)
-        self._left.clear()
+        self._skip_rest()
         self._failure = None
 
     def fail(self, error: BaseException) -> None:
@@ -229,29 +136,33 @@ class Updates:
                 "an optimizer step was interrupted; load a checkpoint before going on"
             )
         self._failure = error
+        self._skip_rest()
+
+    def _skip_rest(self) -> None:
         self._todo.clear()
-        self._left.clear()
+        for shard in self._shards:
+            shard.sub_groups_left = 0
 
     def _plan(self, sub_groups: Iterable[SubGroup]) -> None:
+        self._skip_rest()
+        for shard in self._shards:
+            shard.update_end = None
         self._todo = deque(sub_groups)
-        self._ends.clear()
-        self._left = Counter(sub_group.shard for sub_group in self._todo)
+        self._shards = {sub_group.shard for sub_group in self._todo}
+        for sub_group in self._todo:
+            sub_group.shard.sub_groups_left += 1
 
-    def _work_in_thread(
-        self, state: SubGroupState, update: Update, ready: torch.Event | None
-    ) -> None:
+    def _work_in_thread(self, update: Update, ready: torch.Event | None) -> None:
         try:
             with torch.no_grad(), beside(self._device, ready, self._stream) as self._stream:
-                self._work(state, update, self._stream)
+                self._work(update, self._stream)
         except BaseException as error:
             self.fail(error)
         with self._changed:
             self._busy = False
             self._changed.notify_all()
 
-    def _work(
-        self, state: SubGroupState, update: Update, stream: torch.Stream | None = None
-    ) -> None:
+    def _work(self, update: Update, stream: torch.Stream | None = None) -> None:
         ahead: SubGroupInMemory | None = None
         writing = Pending()
         progress, total = Progress(self._shows, "optimizer"), len(self._todo)
@@ -260,10 +171,10 @@ class Updates:
             if ahead is not None and ahead.sub_group is sub_group:
                 values, ahead = ahead, None
             else:
-                values = self._in_memory(sub_group, state)
+                values = SubGroupInMemory(sub_group, self._buffers, self._for_weights)
             values.wait()
             if self._read_ahead and following is not None and ahead is None:
-                ahead = self._in_memory(following, state)
+                ahead = SubGroupInMemory(following, self._buffers, self._for_weights)
             with label("update"):
                 weights = update(values)
                 rounded = sub_group.shard.round_into_shard(sub_group.start, weights)
@@ -277,9 +188,6 @@ class Updates:
             sub_group, following = self._next()
         writing.wait()
 
-    def _in_memory(self, sub_group: SubGroup, state: SubGroupState) -> SubGroupInMemory:
-        return SubGroupInMemory(sub_group, state, self._buffers, self._for_weights)
-
     def _next(self) -> tuple[SubGroup | None, SubGroup | None]:
         """The next sub-group and the one that will probably follow."""
         with self._changed:
@@ -288,9 +196,10 @@ class Updates:
 
     def _done(self, sub_group: SubGroup, stream: torch.Stream | None) -> None:
         with self._changed:
-            self._left[sub_group.shard] -= 1
-            if not self._left[sub_group.shard]:
-                if stream is not None:
-                    self._ends[sub_group.shard] = stream.record_event()
-                del self._left[sub_group.shard]
+            shard = sub_group.shard
+            if shard.sub_groups_left == 1 and stream is not None:
+                # Before the count: whoever sees that nothing is left waits for the event.
+                shard.update_end = stream.record_event()
+            shard.sub_groups_left -= 1
+            if not shard.sub_groups_left:
                 self._changed.notify_all()

@@ -150,8 +150,9 @@ class ZeroOptimizer:
         self._rounding = rounding
         self.state_dtype = state_dtype
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
+        master_dtype = torch.float32 if rounding is None else torch.bfloat16
         for param_group, shard in self.shards.items():
-            shard.make_master(self._updates, torch.float32 if rounding is None else torch.bfloat16)
+            shard.make_master(self._updates.wait, master_dtype)
             _optimizer_of[param_group] = weakref.ref(self)
         self.whole = (
             None
@@ -360,7 +361,6 @@ class ZeroOptimizer:
         )
         self._updates.run(
             [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
-            state,
             update,
         )
         for param_group in self.shards:
@@ -372,9 +372,7 @@ class ZeroOptimizer:
             )
         }
         later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
-        self._updates.start(
-            sorted(later, key=lambda sub_group: place[sub_group.group]), state, update
-        )
+        self._updates.start(sorted(later, key=lambda sub_group: place[sub_group.group]), update)
 
     def _can_wait(self, param_group: ParamGroup) -> bool:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on

@@ -15,8 +15,10 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
+from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
+from zero.offload.pinned import HostMemory
 from zero.offload.tiers import Tier
 
 
@@ -25,9 +27,10 @@ class SubGroup:
     """A piece of one group's master that belongs to one param group: what the optimizer sees as a
     parameter.
 
-    Attributes: group_index: of the param group. start: position in the shard, in elements. master:
-    a view of the shard's master, 1-D, fp32 or bf16."""
+    Attributes: optimizer: the user's. group_index: of the param group. start: position in the
+    shard, in elements. master: a view of the shard's master, 1-D, fp32 or bf16."""
 
+    optimizer: torch.optim.Optimizer
     shard: OptimizerShard
     group_index: int
     start: int
@@ -41,9 +44,21 @@ class SubGroup:
     def end(self) -> int:
         return self.start + self.master.numel()
 
+    @property
+    def state(self) -> dict:
+        """The optimizer's state of it, possibly empty, by the optimizer's names."""
+        return self.optimizer.state.get(self.master, {})
+
+    def put_state(self, state: dict) -> None:
+        """Replace the state."""
+        self.optimizer.state[self.master] = state
+
 
 def split_into_sub_groups(
-    shard: OptimizerShard, group_of: Mapping[nn.Parameter, int], most: int
+    optimizer: torch.optim.Optimizer,
+    shard: OptimizerShard,
+    group_of: Mapping[nn.Parameter, int],
+    most: int,
 ) -> Iterator[SubGroup]:
     """Split a master where the param group changes, and into sub-groups of at most `most` elements.
 
@@ -62,7 +77,7 @@ def split_into_sub_groups(
             continue
         for a in range(first, last, most):
             b = min(a + most, last)
-            yield SubGroup(shard, group, a - low, shard.master[a - low : b - low])
+            yield SubGroup(optimizer, shard, group, a - low, shard.master[a - low : b - low])
 
 
 def is_state_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -70,6 +85,85 @@ def is_state_tensor(value: object) -> TypeGuard[torch.Tensor]:
     and not a number.
     """
     return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+class SubGroupInMemory:
+    """One sub-group with everything in memory that its update needs.
+
+    An update reads `grad` and changes or replaces `master` and `state` (values by the optimizer's
+    names). `write` stores them. `is_in_files`: some of it may be in a file.
+
+    Args: buffers: host memory for what is read from files; for_weights: host memory for new values
+    in the weights' dtype."""
+
+    def __init__(self, sub_group: SubGroup, buffers: HostMemory, for_weights: HostMemory):
+        self.sub_group = sub_group
+        self._buffers = buffers
+        self._for_weights = for_weights
+        self._tier = sub_group.shard.tier
+        self.is_in_files = self._tier.file is not None or sub_group.group.tier.file is not None
+        self._reads: list[Pending] = []
+        self._stored = sub_group.state
+        grad = sub_group.shard.grad
+        assert grad is not None, "in a step each shard has a gradient"
+        self.grad = self._read(grad[sub_group.start : sub_group.end])
+        self.master = self._read(sub_group.master)
+        self.state = {
+            key: self._read(value) if is_state_tensor(value) else value
+            for key, value in self._stored.items()
+        }
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a buffer to which it is being read."""
+        if not self._tier.holds_in_file(tensor):
+            return tensor
+        buffer = self._buffers.like(tensor)
+        self._reads.append(self._tier.load(buffer, tensor))
+        return buffer
+
+    def wait(self) -> None:
+        """Block until everything is in memory."""
+        for read in self._reads:
+            read.wait()
+
+    def weights_target(self) -> torch.Tensor | None:
+        """Host memory for the updated values in the weights' dtype: the shard's own if it is there;
+
+        None for fp32, in which the master has them.
+        """
+        sub_group = self.sub_group
+        shard = sub_group.group.shard[sub_group.start : sub_group.end]
+        if shard.dtype == torch.float32:
+            return None
+        in_memory = shard.device.type == "cpu" and not sub_group.group.tier.holds_in_file(shard)
+        return shard if in_memory else self._for_weights.take(shard.nbytes).view(shard.dtype)
+
+    def write(self, rounded: Pending) -> Pending:
+        """Start to store what the update has changed; `rounded` is the write to the weights.
+
+        If masters are in a file, new state gets a place in it.
+        """
+        shard, tier, writes, stored = self.sub_group.shard, self._tier, [rounded], {}
+        if self.master is not self.sub_group.master:
+            writes.append(tier.store(self.sub_group.master, self.master))
+        # The whole group counts: each sub-group may be small.
+        file = tier.file if tier.puts_in_file(shard.master.nbytes) else None
+        for key, value in self.state.items():
+            place = self._stored.get(key)
+            if not is_state_tensor(value):
+                stored[key] = value
+                continue
+            if not (
+                is_state_tensor(place) and tier.holds_in_file(place) and place.dtype == value.dtype
+            ):
+                place = value if file is None else file.empty(value.numel(), value.dtype)
+            if place is not value:
+                writes.append(tier.store(place, value))
+            stored[key] = place
+        self.sub_group.put_state(stored)
+        result = Pending(writes)
+        shard.add_write(result)
+        return result
 
 
 class SubGroupState:
@@ -86,7 +180,7 @@ class SubGroupState:
         self.sub_groups = [
             sub_group
             for shard in shards
-            for sub_group in split_into_sub_groups(shard, group_of, sub_group_size)
+            for sub_group in split_into_sub_groups(optimizer, shard, group_of, sub_group_size)
         ]
         self._set_params()
 
@@ -96,30 +190,23 @@ class SubGroupState:
                 sub_group.master for sub_group in self.sub_groups if sub_group.group_index == index
             ]
 
-    def state_of(self, sub_group: SubGroup) -> dict:
-        """The sub-group's state, possibly empty, by the optimizer's names."""
-        return self._optimizer.state.get(sub_group.master, {})
-
-    def put_state(self, sub_group: SubGroup, state: dict) -> None:
-        """Replace the sub-group's state."""
-        self._optimizer.state[sub_group.master] = state
-
     def nbytes(self, shard: OptimizerShard) -> int:
         """Bytes of the state tensors of one group."""
-        states = (
-            self.state_of(sub_group) for sub_group in self.sub_groups if sub_group.shard is shard
-        )
         return sum(
-            value.nbytes for state in states for value in state.values() if is_state_tensor(value)
+            value.nbytes
+            for sub_group in self.sub_groups
+            if sub_group.shard is shard
+            for value in sub_group.state.values()
+            if is_state_tensor(value)
         )
 
     def move(self, shard: OptimizerShard, tier: Tier) -> None:
         """Bring the state tensors of one group to `tier`."""
         for sub_group in self.sub_groups:
-            if sub_group.shard is shard and (state := self.state_of(sub_group)):
-                for key, value in state.items():
-                    if is_state_tensor(value):
-                        state[key] = tier.keep(value)
+            state = sub_group.state if sub_group.shard is shard else {}
+            for key, value in state.items():
+                if is_state_tensor(value):
+                    state[key] = tier.keep(value)
 
     def follow_masters(self) -> None:
         """The masters have moved: make the sub-groups pieces of them again."""

@@ -12,9 +12,8 @@ import torch
 
 from zero.errors import UsageError
 from zero.optim import adam8bit, adam_cpu
-from zero.optim.background import SubGroupInMemory
 from zero.optim.rounding import StochasticRounding
-from zero.optim.subgroups import is_state_tensor
+from zero.optim.subgroups import SubGroupInMemory, is_state_tensor
 from zero.optim.twin import twin_of
 
 

@@ -25,8 +25,8 @@ from zero.config import load_config
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer
+from zero.optim.subgroups import SubGroupInMemory
 from zero.optim.update import SubGroupUpdate
 from zero.tools.verify.command import as_json, as_text
 from zero.tools.verify.compare import Result, _Pair, _pair, _update, _without_noise, compare

@@ -24,6 +24,8 @@ class Shard:
         self.tier = Tier(torch.device("cpu"))
         self.master = torch.zeros(4)
         self.group = SimpleNamespace(tier=self.tier)
+        self.sub_groups_left = 0
+        self.update_end = None
 
     def round_into_shard(self, start, values):
         return Pending()
@@ -32,30 +34,22 @@ class Shard:
         write.wait()
 
 
-class State:
-    """An optimizer's state, always empty."""
-
-    def state_of(self, sub_group):
-        return {}
-
-    def put_state(self, sub_group, state):
-        assert state == {}
-
-
 @pytest.fixture
 def updates():
     return Updates(torch.device("cpu"), read_ahead=True, write_behind=True, shows=False)
 
 
 def sub_groups_of(shards, each=1):
-    return [SubGroup(shard, 0, 0, torch.zeros(4)) for shard in shards for _ in range(each)]
+    optimizer = SimpleNamespace(state={})
+    return [
+        SubGroup(optimizer, shard, 0, 0, torch.zeros(4)) for shard in shards for _ in range(each)
+    ]
 
 
 def test_run_updates_in_the_given_order_before_it_returns(updates):
     shards, seen = [Shard(name) for name in "abc"], []
     updates.run(
         sub_groups_of(shards),
-        State(),
         lambda values: (
             seen.append((values.sub_group.shard.name, values.grad.sum().item())) or values.master
         ),
@@ -73,7 +67,7 @@ def test_a_group_that_is_preferred_comes_next_and_nothing_else_is_waited_for(upd
         seen.append(values.sub_group.shard.name)
         return values.master
 
-    updates.start(sub_groups_of(shards), State(), update)
+    updates.start(sub_groups_of(shards), update)
     assert begun.wait(TIMEOUT)
     updates.prefer(shards[2])  # the thread is at a
     gates["a"].set()
@@ -90,7 +84,6 @@ def test_a_group_is_done_with_its_last_sub_group(updates):
     shards, seen = [Shard(name) for name in "ab"], []
     updates.start(
         sub_groups_of(shards, each=3),
-        State(),
         lambda values: seen.append(values.sub_group.shard.name) or values.master,
     )
     updates.wait(shards[1])
@@ -105,7 +98,7 @@ def test_an_error_in_the_background_is_raised_by_each_wait(updates):
     def update(values):
         raise OSError(28, "no space")
 
-    updates.start(sub_groups_of(shards), State(), update)
+    updates.start(sub_groups_of(shards), update)
     for shard in (shards[1], None, shards[0]):
         with pytest.raises(OSError, match="no space"):
             updates.wait(shard)
@@ -118,7 +111,7 @@ def test_an_error_in_the_step_is_raised_until_the_values_are_dropped(updates):
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        updates.run(sub_groups_of(shards), State(), update)
+        updates.run(sub_groups_of(shards), update)
     with pytest.raises(ValueError, match="wrong"):
         updates.wait()
     updates.drop()

@@ -18,9 +18,8 @@ from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
 from zero.core.secondary_partition import SecondaryPartitionGroup
-from zero.optim.background import SubGroupInMemory
 from zero.optim.sharded_optimizer import ZeroOptimizer
-from zero.optim.subgroups import SubGroupState, is_state_tensor
+from zero.optim.subgroups import SubGroup, SubGroupInMemory, is_state_tensor
 from zero.tools.estimate.machine import Memory
 
 # Parts of memory.
@@ -81,9 +80,7 @@ def _collected(
     yield group.params[index].grad, MOVING
 
 
-def _state(
-    states: SubGroupState, tile: object, state: dict
-) -> Iterator[tuple[torch.Tensor | None, str]]:
+def _state(sub_group: SubGroup, state: dict) -> Iterator[tuple[torch.Tensor | None, str]]:
     yield from ((each, STATE) for each in state.values() if is_state_tensor(each))
 
 
@@ -110,7 +107,7 @@ _METHODS = (
     During(CompressedCommunicator, "reduce_scatter", CODES),
     During(ZeroOptimizer, "step", TILES, UPDATES, _all_states),
     During(SubGroupInMemory, "write", STATE, UPDATES),
-    During(SubGroupState, "put_state", STATE, UPDATES, _state),
+    During(SubGroup, "put_state", STATE, UPDATES, _state),
 )
 
 

@@ -16,7 +16,7 @@ from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.offload.nvme import ScratchFile
 from zero.offload.tiers import Tier
-from zero.optim.background import SubGroupInMemory
+from zero.optim.subgroups import SubGroupInMemory
 from zero.optim.update import SubGroupUpdate
 from zero.optim.whole_tensor import WholeTensorState
 
