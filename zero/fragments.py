@@ -13,16 +13,239 @@ must call `safe_set_local_fp32_param`.
 The result is an fp32 copy, or None for a parameter that no engine's optimizer trains. A gradient is
 also None before the first backward of a step and after the step. It is the mean over ranks, before
 clipping, without the loss scale. The key of an optimizer state is torch's name of it, such as
-"exp_avg". `zero.optim.param_access` knows how values are stored."""
+"exp_avg"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from zero.optim.param_access import FP32, GRADIENT, ParameterState
+from zero.core.layout import Piece
+from zero.core.optimizer_shard import OptimizerShard
+from zero.core.sharded_param import cut_of, local, owning_group
+from zero.errors import UsageError
+from zero.optim.adam8bit import CodedSlice, replace
+from zero.optim.redistribute import WholeTensor
+from zero.optim.sharded_optimizer import optimizer_of
+
+FP32, GRADIENT = "fp32 value", "gradient"
+
+
+class ParameterState:
+    """This rank's pieces of one parameter, of one kind of tensor: masters, gradients or an
+    optimizer state, as they are stored. The functions below are made of its four methods.
+    """
+
+    def __init__(self, param: nn.Parameter, kind: str):
+        self.param = param
+        self.kind = kind
+        self._is_state = kind not in (FP32, GRADIENT)
+        self._whole: WholeTensor | None = None
+        # The state of the whole tensor, if this rank owns it, and if it has the tensor's shape.
+        self._owned: torch.Tensor | None = None
+        self.exists = False
+        group = owning_group(param)
+        if group is not None:
+            group.wait_for_update()
+        optimizer = None if group is None else optimizer_of(group)
+        self.is_trained = optimizer is not None
+        if group is None or optimizer is None:
+            return
+        self.group = group
+        self.optimizer = optimizer
+        if self._is_state and optimizer.whole is not None:
+            self._whole = optimizer.whole.of_param.get(param)
+        if self._whole is not None and optimizer.whole is not None:
+            found = optimizer.whole.state_of(self._whole).get(kind)
+            if isinstance(found, torch.Tensor) and found.shape == param.shape:
+                self._owned = found
+        self.exists = self._has_values()
+        if self.exists:
+            slot = next(i for i, held in enumerate(group.params) if held is param)
+            # A rank without a part of the parameter has an empty piece, because it must take part
+            # in collectives.
+            self.piece = group.layout.part(slot, group.comm.shard_group.rank)
+
+    def _has_values(self) -> bool:
+        if self.kind == GRADIENT:
+            reducer = self.optimizer.reducer
+            return reducer.is_fresh(self.group) or reducer.carried(self.group) is not None
+        if self._whole is not None:
+            return self._owned is not None
+        return self.kind == FP32 or any(
+            self.kind in state for state in self.optimizer.state.values()
+        )
+
+    def _refuse_local(self) -> None:
+        if self._whole is not None:
+            raise UsageError(
+                f"optimizer state {self.kind!r} of {self._whole.name} is not cut: it lives on the "
+                "rank that owns the "
+                "parameter; take the function for the full state"
+            )
+
+    def _refuse_unknown(self) -> None:
+        """Raise UsageError if the optimizer has states, and none of this name."""
+        if not self.is_trained or self._whole is not None or not self._is_state:
+            return
+        known = sorted({key for state in self.optimizer.state.values() for key in state})
+        if known:
+            raise UsageError(f"the optimizer has no state {self.kind!r}; it has {', '.join(known)}")
+
+    @property
+    def _shard(self) -> OptimizerShard:
+        return self.optimizer.shards[self.group]
+
+    @property
+    def _factor(self) -> float:
+        """What a stored gradient must be multiplied by to be the mean gradient."""
+        return self.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
+
+    def _reduced(self) -> torch.Tensor:
+        """The group's reduced gradient.
+
+        If it still waits for its last micro-batch: a copy that is reduced now.
+        """
+        group = self.group
+        waiting = self.optimizer.reducer.carried(group)
+        reduced = self._shard.grad
+        if waiting is None:
+            assert reduced is not None, "this rank has a gradient if `exists`"
+            return reduced
+        out = torch.empty(group.layout.shard_numel, dtype=torch.float32, device=waiting.device)
+        exchange = group.comm.reduce if group.layout.replicated else group.comm.reduce_scatter
+        exchange(out, waiting.clone(), accumulate=False, max_numel=waiting.numel()).wait()
+        if self.optimizer.reducer.is_fresh(group) and reduced is not None:
+            # Micro-batches of `coalesce_grad_reduction` are reduced already.
+            out.add_(reduced.to(out.device))
+        return out
+
+    def _places(self, piece: Piece, writes: bool = False) -> Iterator[tuple[int, torch.Tensor]]:
+        """(position in the piece, stored tensor) in order; state is kept by sub-groups.
+
+        Values of coded moments are a copy, which is stored before the next one comes if the caller
+        `writes`."""
+        start, end = piece.start, piece.start + piece.numel
+        if self.kind in (FP32, GRADIENT):
+            yield 0, (self._shard.master if self.kind == FP32 else self._reduced())[start:end]
+            return
+        yield 0, self.group.shard.new_empty(0, dtype=torch.float32)
+        for sub_group in self.optimizer.sub_groups:
+            first, last = max(start, sub_group.start), min(end, sub_group.end)
+            state, numel = self.optimizer.state.get(sub_group.master, {}), sub_group.master.numel()
+            if sub_group.group is self.group and first < last and self.kind in state:
+                part = CodedSlice.of(self.kind, state[self.kind], numel)[
+                    first - sub_group.start : last - sub_group.start
+                ]
+                if not isinstance(part, CodedSlice):
+                    yield first - start, part
+                    continue
+                yield first - start, (values := part.values())
+                if writes:
+                    replace(state, part, values)
+
+    @torch.no_grad()
+    def read_local(self) -> torch.Tensor | None:
+        """This rank's part, 1-D and possibly empty, as an fp32 copy; None where nothing exists."""
+        self._refuse_local()
+        if not self.exists:
+            return None
+        device = self.group.comm.device
+        values = torch.cat([part for _, part in self._places(self.piece)])
+        return (
+            values.to(device, torch.float32).mul_(self._factor)
+            if values.numel() == self.piece.numel
+            else None
+        )
+
+    @torch.no_grad()
+    def read_full(self) -> torch.Tensor | None:
+        """All of it, in the parameter's shape, as an fp32 copy;
+
+        None where nothing exists. Every rank must call.
+        """
+        if self._whole is not None:
+            return self._read_whole()
+        if not self.is_trained or not (self._is_state or self.exists):
+            return None
+        comm, numel = self.group.comm, local(self.param).numel()
+        # The last element says whether a rank has a part. A rank of padding alone does not know
+        # which states there are.
+        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
+        if (values := self.read_local()) is not None and values.numel():
+            part = full[
+                self.piece.inside : min(numel, self.piece.inside + self.piece.numel)
+            ]  # without padding
+            part.copy_(values[: part.numel()])
+            full[numel] = 1
+        if not self.group.layout.replicated:
+            comm.all_reduce(full, of_shards=True)
+        if self._is_state and not full[numel]:
+            return None
+        full, cut = full[:numel].view(local(self.param).shape), cut_of(self.param)
+        return full if cut is None else cut.gather(full)
+
+    def _read_whole(self) -> torch.Tensor | None:
+        """The state of a whole tensor, which its owner has.
+
+        The last element says whether there is one.
+        """
+        comm, numel = self.group.comm, self.param.numel()
+        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
+        if self._owned is not None:
+            full[:numel] = self._owned.reshape(-1)
+            full[numel] = 1
+        if not self.group.layout.replicated:
+            comm.all_reduce(full, of_shards=True)
+        return full[:numel].view(self.param.shape) if full[numel] else None
+
+    @torch.no_grad()
+    def write_local(self, value: torch.Tensor) -> None:
+        """Store this rank's part.
+
+        A parameter follows its fp32 value: every rank must call to write that.
+        """
+        self._refuse_local()
+        if not self.exists:
+            return self._refuse_unknown()
+        if self.kind == GRADIENT and self.optimizer.reducer.carried(self.group) is not None:
+            raise UsageError(
+                "gradients can be set after the last micro-batch of a step only, at stages 0 and 1"
+            )
+        if value.numel() != self.piece.numel:
+            raise UsageError(
+                f"expected {self.piece.numel} elements for this rank's part, got {value.numel()}"
+            )
+        if self.kind == GRADIENT:
+            self._shard.forget_norm(self.piece.start)
+            self._shard.widen_gradient(self.optimizer.reducer.sum_dtype)
+        for start, place in self._places(self.piece, writes=True):
+            place.copy_(value.reshape(-1)[start : start + place.numel()].float() / self._factor)
+        if self.kind == FP32:
+            self._shard.master_was_replaced()
+
+    @torch.no_grad()
+    def write_full(self, value: torch.Tensor) -> None:
+        """Store all of it, given in the parameter's shape.
+
+        Every rank must call, with the same `value`.
+        """
+        if not self.exists:
+            return self._refuse_unknown()
+        if value.shape != self.param.shape:
+            raise UsageError(
+                f"{self.kind}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}"
+            )
+        if self._owned is not None:
+            self._owned.copy_(value)
+            return
+        cut = cut_of(self.param)
+        part = (value if cut is None else cut.of(value)).reshape(-1)[
+            self.piece.inside : self.piece.inside + self.piece.numel
+        ]
+        self.write_local(nn.functional.pad(part, (0, self.piece.numel - part.numel())))
 
 
 def _functions(kind: str) -> tuple[Callable, Callable, Callable, Callable]:

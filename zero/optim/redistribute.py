@@ -1,5 +1,5 @@
-"""How whole tensors come together on their owners for a step, and how their new values go back to
-the shards.
+"""Which rank updates which whole tensor, how the tensors come together on their owners for a step,
+and how their new values go back to the shards.
 
     start            gradients and masters go from the shards to the owners (8 bytes an element)
     wait             the owner has whole gradients and masters, in fp32
@@ -21,6 +21,39 @@ from zero.comm.work import Pending
 from zero.core.layout import Piece, Slot
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
+
+# How far a rank may own more than its share of a group.
+SLACK = 1.05
+
+
+def owners(held: Sequence[Sequence[int]], group_of: Sequence[int]) -> list[int]:
+    """The owner of each tensor. Pure arithmetic: nothing is moved here.
+
+    A tensor stays on the rank that holds most of it, as long as this rank then owns little more
+    than its share. Else it goes to the rank that owns least. So most tensors that lie within one
+    shard do not move, and each rank has about the same work. Groups are balanced one by one, since
+    the work for an element differs between them: Muon multiplies matrices for some groups, and
+    AdamW updates the others.
+
+    Args: held: for each tensor its elements on each rank; group_of: for each tensor the number of
+    those with which it is balanced, such as its param group."""
+    ranks, found = range(len(held[0]) if held else 0), [0] * len(held)
+    total = [0] * len(ranks)
+    for group in sorted(set(group_of)):
+        members = sorted(
+            (i for i in range(len(held)) if group_of[i] == group), key=lambda i: -sum(held[i])
+        )
+        sizes = [sum(held[i]) for i in members]
+        most = max(sizes[0], SLACK * sum(sizes) / len(ranks))
+        load = [0] * len(ranks)
+        for i, size in zip(members, sizes, strict=True):
+            owner = max(ranks, key=lambda rank: (held[i][rank], -load[rank], -total[rank]))
+            if load[owner] + size > most:
+                owner = min(ranks, key=lambda rank: (load[rank], total[rank], -held[i][rank]))
+            found[i] = owner
+            load[owner] += size
+            total[owner] += size
+    return found
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The path for optimizers whose update of an element depends on the rest of its tensor: Adafactor,
 Muon, Shampoo.
 
-Each tensor has an owner rank (`zero.optim.assignment`) in each shard group, which keeps the
+Each tensor has an owner rank in each shard group, which keeps the
 optimizer's state of it. Gradients are reduced and masters are kept in shards, as for every
 optimizer. In a step the tensors come together on their owners (`zero.optim.redistribute`), which
 call `step()` of the user's own optimizer on tensors of true shapes.
@@ -20,10 +20,13 @@ This file does not know how gradients are reduced, nor when a step is made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zero.comm.communicator import Communicator
@@ -32,11 +35,9 @@ from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
 from zero.errors import UsageError
 from zero.offload.tiers import Tier
-from zero.optim.assignment import owners
-from zero.optim.redistribute import GatheredForStep, WholeTensor, load_values
+from zero.optim.redistribute import GatheredForStep, WholeTensor, load_values, owners
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup
-from zero.optim.tensor_subclass_state import closed, opened
 from zero.optim.twin import counting_twin, counts_of
 
 # Attributes of parameters that the engine sets. Others are the script's, and its optimizer may ask
@@ -324,3 +325,66 @@ class WholeTensorState:
             else:
                 values[index] = tier.keep(value.reshape(-1)).view(value.shape)
         self.put_state(tensor, tree_unflatten(values, form))
+
+
+# -- state in tensors that wrap others, such as torchao's 8-bit moments
+#
+# Between steps such state is opened to plain tensors, by torch's protocol for traceable wrapper
+# subclasses (`__tensor_flatten__`, `__tensor_unflatten__`). So whoever moves, counts or stores it
+# sees ordinary tensors only.
+
+_KIND = "wrapper of tensors"
+
+
+def opened(value: Any) -> Any:
+    """`value`, with each wrapper in it, also in lists, tuples and dicts, as a dict of what it
+    wraps.
+    """
+    if is_traceable_wrapper_subclass(value):
+        names, context = value.__tensor_flatten__()
+        kind = type(value)
+        return {
+            _KIND: f"{kind.__module__}:{kind.__qualname__}",
+            "tensors": {name: opened(getattr(value, name)) for name in names},
+            "context": context,
+            "size": tuple(value.shape),
+            "stride": tuple(value.stride()),
+        }
+    return _in_containers(opened, value)
+
+
+def closed(value: Any) -> Any:
+    """The inverse of `opened`. Raises UsageError for a class that this process has not imported."""
+    if isinstance(value, dict) and _KIND in value:
+        tensors = {name: closed(each) for name, each in value["tensors"].items()}
+        make = _class(value[_KIND]).__tensor_unflatten__
+        return make(tensors, value["context"], torch.Size(value["size"]), value["stride"])
+    return _in_containers(closed, value)
+
+
+def _in_containers(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: function(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(function, value))
+    return value
+
+
+def _class(name: str) -> type:
+    """The wrapper class of this name.
+
+    A name may come from a file, so nothing is imported for it.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not (
+        isinstance(found, type)
+        and issubclass(found, torch.Tensor)
+        and hasattr(found, "__tensor_unflatten__")
+    ):
+        raise UsageError(
+            f"optimizer state in tensors of class {name}: this process has no such class; import it"
+        )
+    return found

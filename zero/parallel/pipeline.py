@@ -31,7 +31,7 @@ from zero.core.param_group import ParamGroup
 from zero.core.sharded_param import is_copy, owning_group
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.optim.param_access import GRADIENT, ParameterState
+from zero.fragments import GRADIENT, ParameterState
 
 IGNORED = -100  # a label that does not count
 

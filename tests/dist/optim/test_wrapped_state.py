@@ -13,7 +13,7 @@ import torch
 from tests.dist.toys import toy, toy_batches
 from tests.dist.training import Curve, curve_on, ds_config, start, train_in_slices, train_zero
 from zero.errors import UsageError
-from zero.optim.tensor_subclass_state import closed, opened
+from zero.optim.whole_tensor import closed, opened
 
 STEPS, RANKS, ACCUMULATION = 3, 2, 2
 OFFLOAD = {

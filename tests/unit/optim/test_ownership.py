@@ -1,6 +1,6 @@
 """Which rank owns which whole tensor: pure arithmetic."""
 
-from zero.optim.assignment import SLACK, owners
+from zero.optim.redistribute import SLACK, owners
 
 
 def test_a_tensor_in_one_shard_stays_there():

@@ -18,8 +18,8 @@ from torch import nn
 
 from zero.config import Config
 from zero.errors import UsageError
+from zero.fragments import FP32, GRADIENT, ParameterState
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
-from zero.optim.param_access import FP32, GRADIENT, ParameterState
 from zero.optim.subgroups import is_state_tensor
 from zero.tools.profile.brief import BriefRun, follow
 from zero.tools.verify.plain import PlainEngine, hold_whole_models
