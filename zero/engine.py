@@ -31,8 +31,9 @@ from zero.core.schedule import Residency
 from zero.core.sharded_param import ShardedParameter, placeholder
 from zero.device import empty_cache, is_accelerator, synchronize
 from zero.errors import UsageError
+from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.relocation import Relocation
+from zero.optim.placement import WEIGHTS, states_named
 from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
 
 logger = logging.getLogger("zero")
@@ -145,9 +146,6 @@ class ZeroEngine(Accumulation, nn.Module):
                 schedule=self.schedule,
                 steps=lambda: self.global_steps,
             )
-        self.relocation = Relocation(
-            self.groups, self.optimizer, self.comm.device, self.micro_batches
-        )
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)
@@ -316,7 +314,7 @@ class ZeroEngine(Accumulation, nn.Module):
         """Move training state to host memory between two steps; `reload_states` must follow before
         the next forward.
 
-        Args: include: names of `zero.optim.relocation.STATES`; None: all. device: "cpu", or "none",
+        Args: include: names of `zero.optim.placement.STATES`; None: all. device: "cpu", or "none",
         which moves nothing. pin_memory: into page-locked memory. non_blocking is there for
         compatibility: copies are waited for."""
         if device != "cpu":
@@ -333,12 +331,24 @@ class ZeroEngine(Accumulation, nn.Module):
         self.reducer.drain()
         self._refuse_use("offload_states")
         self.reshard()
-        self.relocation.send(include, pin_memory)
+        names = states_named(include)
+        host = Tier(torch.device("cpu"), pin_memory and is_accelerator(self.comm.device))
+        self._move_states(names - self.micro_batches.offloaded, host)
+        self.micro_batches.offloaded |= names
         empty_cache(self.comm.device)  # so that the script can use the freed memory
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move back what `offload_states` has moved."""
-        self.relocation.bring_back()
+        self._move_states(self.micro_batches.offloaded, Tier(self.comm.device))
+        self.micro_batches.offloaded = set()
+
+    def _move_states(self, names: Collection[str], tier: Tier) -> None:
+        if WEIGHTS in names:
+            for group in self.groups:
+                if group.optimizer_shard is None:
+                    group.move_weights(tier)
+        if self.optimizer is not None:
+            self.optimizer.move(names, tier)
 
     # -- weights out
 

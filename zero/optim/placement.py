@@ -1,5 +1,5 @@
-"""Which groups' optimizer state is offloaded, and which stays on the compute device:
-`offload_optimizer.ratio`.
+"""Which groups' optimizer state is offloaded, and which stays on the compute device
+(`offload_optimizer.ratio`); the names of the states that a script may move itself.
 
 This file decides; it moves nothing. A number is the fraction that is offloaded. With "auto"
 everything is offloaded at first. After some steps have shown how much memory training takes, as
@@ -10,7 +10,7 @@ after all. Results do not depend on the placement."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from zero import device
 from zero.comm.communicator import Communicator
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
+from zero.errors import UsageError
 from zero.offload.tiers import Tier
 
 # Steps that show the peak of memory: the first one makes the optimizer's state, the second one runs
@@ -25,6 +26,20 @@ from zero.offload.tiers import Tier
 STEPS_TO_WATCH = 2
 # Steps after a change before groups move to the device again: batches differ in size.
 STEPS_TO_RETURN = 50
+
+# What `engine.offload_states` moves, by DeepSpeed's names. WEIGHTS are the shard of a group, or all
+# of a persistent group. In fp32 training the masters are the weights, and move with them. The last
+# one is accepted, but there is no such buffer here between two backwards.
+MOMENTS, MASTERS, WEIGHTS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
+STATES = (MOMENTS, MASTERS, WEIGHTS, GRADIENTS, "contiguous_grad_buffer")
+
+
+def states_named(names: Collection[str] | None) -> set[str]:
+    """These of `STATES`, all for None. Raises UsageError for another name."""
+    wanted = set(STATES if names is None else names)
+    if unknown := wanted - set(STATES):
+        raise UsageError(f"offload_states: {sorted(unknown)[0]!r} is none of {', '.join(STATES)}")
+    return wanted
 
 
 class Placement:

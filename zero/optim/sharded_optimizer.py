@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ from zero.offload.tiers import Tier
 from zero.optim import adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import Placement
+from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, WEIGHTS, Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
 from zero.optim.update import SubGroupUpdate
@@ -404,20 +404,21 @@ class ZeroOptimizer:
             tensor.nbytes for tensor in tensors if tensor is not None
         )
 
-    def move(self, tier: Tier, *, gradients: bool, masters: bool, moments: bool) -> None:
-        """Move these parts of all shards that are not offloaded.
-
-        `move_weights` moves a master that is the shard.
+    def move(self, names: Collection[str], tier: Tier) -> None:
+        """Move these of `zero.optim.placement.STATES` to `tier`. What the configuration offloads
+        stays where it is, but for weights. Values never change.
         """
         for param_group, shard in self.shards.items():
+            if WEIGHTS in names:  # a master that is the shard moves with it
+                shard.move_weights(tier)
             if shard.is_offloaded:
                 continue
-            if gradients:
+            if GRADIENTS in names:
                 shard.move_gradient(tier)
                 self.reducer.move_carried([param_group], tier)
-            if masters:
+            if MASTERS in names:
                 shard.move_master(tier)
-            if moments:
+            if MOMENTS in names:
                 self._state.move(shard, tier)
         self._state.follow_masters()
 

@@ -12,7 +12,7 @@ from zero.config import ZeroConfig
 from zero.config.idle import IDLE_KEYS
 from zero.config.load import rename_old
 from zero.errors import UsageError
-from zero.optim.relocation import STATES
+from zero.optim.placement import STATES
 
 # The values of `device` in the offload sections, and what `engine.offload_states` takes, as
 # enumerations.
