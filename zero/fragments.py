@@ -166,18 +166,20 @@ class ParameterState:
 
         None where nothing exists. Every rank must call.
         """
-        if self._whole is not None:
-            return self._read_whole()
         if not self.is_trained or not (self._is_state or self.exists):
             return None
         comm, numel = self.group.comm, local(self.param).numel()
         # The last element says whether a rank has a part. A rank of padding alone does not know
-        # which states there are.
+        # which states there are, and the state of a whole tensor has its owner alone.
         full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
-        if (values := self.read_local()) is not None and values.numel():
-            part = full[
-                self.piece.inside : min(numel, self.piece.inside + self.piece.numel)
-            ]  # without padding
+        if self._owned is not None:
+            values, inside = self._owned.reshape(-1), 0
+        elif self._whole is None and self.exists:
+            values, inside = self.read_local(), self.piece.inside
+        else:
+            values, inside = None, 0
+        if values is not None and values.numel():
+            part = full[inside : min(numel, inside + values.numel())]  # without padding
             part.copy_(values[: part.numel()])
             full[numel] = 1
         if not self.group.layout.replicated:
@@ -186,20 +188,6 @@ class ParameterState:
             return None
         full, cut = full[:numel].view(local(self.param).shape), cut_of(self.param)
         return full if cut is None else cut.gather(full)
-
-    def _read_whole(self) -> torch.Tensor | None:
-        """The state of a whole tensor, which its owner has.
-
-        The last element says whether there is one.
-        """
-        comm, numel = self.group.comm, self.param.numel()
-        full = torch.zeros(numel + 1, dtype=torch.float32, device=comm.device)
-        if self._owned is not None:
-            full[:numel] = self._owned.reshape(-1)
-            full[numel] = 1
-        if not self.group.layout.replicated:
-            comm.all_reduce(full, of_shards=True)
-        return full[:numel].view(self.param.shape) if full[numel] else None
 
     @torch.no_grad()
     def write_local(self, value: torch.Tensor) -> None:

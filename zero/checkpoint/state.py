@@ -309,7 +309,7 @@ def group_of(engine: Trained) -> dict[str, int]:
     }
     return {
         name: groups[param]
-        for param_group in engine.optimizer.groups
+        for param_group in engine.optimizer.shards
         for name, param in zip(param_group.param_names, param_group.params, strict=True)
         if param in groups
     }

@@ -12,6 +12,7 @@ from typing import Any
 from zero.config import FP16Config
 
 _FACTOR = 2.0
+_COUNTED = ("scale", "overflows_left", "steps", "last_overflow")
 
 
 @dataclass(eq=False)
@@ -38,9 +39,9 @@ class LossScaler:
     def __post_init__(self) -> None:
         self.dynamic = self.loss_scale == 0
         self.scale = _FACTOR**self.initial_scale_power if self.dynamic else float(self.loss_scale)
-        self._overflows_left = self.hysteresis
-        self._steps = 0
-        self._last_overflow = -1
+        self.overflows_left = self.hysteresis
+        self.steps = 0
+        self.last_overflow = -1
 
     @classmethod
     def from_config(cls, fp16: FP16Config) -> "LossScaler":
@@ -57,7 +58,7 @@ class LossScaler:
         """True if another overflow would leave nothing to try: the minimum is reached and the
         hysteresis is used up.
         """
-        return self.at_minimum and self._overflows_left == 1
+        return self.at_minimum and self.overflows_left == 1
 
     def update(self, overflow: bool) -> None:
         """Count one optimizer step;
@@ -67,32 +68,25 @@ class LossScaler:
         if not self.dynamic:
             return
         if overflow:
-            if self._overflows_left == 1:
+            if self.overflows_left == 1:
                 self.scale = max(self.scale / _FACTOR, self.min_loss_scale)
             else:
-                self._overflows_left -= 1
-            self._last_overflow = self._steps
+                self.overflows_left -= 1
+            self.last_overflow = self.steps
         else:
-            stable = self._steps - self._last_overflow - 1
+            stable = self.steps - self.last_overflow - 1
             doubles = stable > 0 and stable % self.loss_scale_window == 0
             if doubles:
                 self.scale *= _FACTOR
             if doubles or self.consecutive_hysteresis:
-                self._overflows_left = self.hysteresis
-        self._steps += 1
+                self.overflows_left = self.hysteresis
+        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """What changes from step to step; the settings come from the configuration."""
-        return {
-            "scale": self.scale,
-            "overflows_left": self._overflows_left,
-            "steps": self._steps,
-            "last_overflow": self._last_overflow,
-        }
+        return {name: getattr(self, name) for name in _COUNTED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""
-        self.scale = state["scale"]
-        self._overflows_left = state["overflows_left"]
-        self._steps = state["steps"]
-        self._last_overflow = state["last_overflow"]
+        for name in _COUNTED:
+            setattr(self, name, state[name])

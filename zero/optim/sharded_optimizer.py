@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
@@ -57,8 +58,8 @@ def precise_values(param_group: ParamGroup) -> torch.Tensor:
     the shard.
     """
     param_group.wait_for_update()
-    optimizer = optimizer_of(param_group)
-    return param_group.shard if optimizer is None else optimizer.shards[param_group].master
+    shard = param_group.optimizer_shard
+    return param_group.shard if shard is None else shard.master
 
 
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -168,9 +169,9 @@ class ZeroOptimizer:
         pieces of them.
         """
         names = {
-            p: name
+            param: name
             for param_group in self.shards
-            for p, name in zip(param_group.params, param_group.param_names, strict=True)
+            for param, name in zip(param_group.params, param_group.param_names, strict=True)
         }
         idle = [name for param, name in names.items() if param not in group_of]
         if idle and self.comm.job.rank == 0:
@@ -178,31 +179,18 @@ class ZeroOptimizer:
                 "in no param group of the optimizer, and therefore never updated: %s",
                 ", ".join(idle),
             )
-        self._names = [names[param] for param in group_of if param in names]
-        number_of = {
-            param: number
-            for number, param in enumerate(param for param in group_of if param in names)
-        }
-        self._numbered = list(number_of)
+        self._numbered = [param for param in group_of if param in names]
+        self._names = [names[param] for param in self._numbered]
+        number_of = {param: number for number, param in enumerate(self._numbered)}
         self._pieces = [
-            (
-                number_of[param_group.params[piece.slot]],
-                shard,
-                piece.start,
-                piece.start + piece.numel,
-            )
+            (number_of[param], shard, piece.start, piece.start + piece.numel)
             for param_group, shard in self.shards.items()
             for piece in param_group.pieces
-            if param_group.params[piece.slot] in number_of
+            if (param := param_group.params[piece.slot]) in number_of
         ]
         self._piece_numbers = torch.tensor(
             [number for number, *_ in self._pieces], device=self.comm.device
         )
-
-    @property
-    def groups(self) -> list[ParamGroup]:
-        """The groups that are trained."""
-        return list(self.shards)
 
     @property
     def sub_groups(self) -> Sequence[SubGroup]:
@@ -390,7 +378,7 @@ class ZeroOptimizer:
         """Move the shards that the placement wants on another tier."""
         changes = self._placement.changes(self.comm, self._bytes_of)
         for shard, tier in changes:
-            self._state.move(shard, tier)
+            self._move_state(shard, tier)
             shard.move(tier)
         if changes:
             self._state.follow_masters()
@@ -400,9 +388,17 @@ class ZeroOptimizer:
         weights.
         """
         tensors = [shard.master, shard.grad, None if shard.shares_weights else shard.group.shard]
-        return self._state.nbytes(shard) + sum(
-            tensor.nbytes for tensor in tensors if tensor is not None
-        )
+        tensors += tree_leaves(self._state.of_shard(shard))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+    def _move_state(self, shard: OptimizerShard, tier: Tier) -> None:
+        """Bring the optimizer's state of one group to `tier`."""
+
+        def moved(value: torch.Tensor) -> torch.Tensor:
+            return tier.keep(value.reshape(-1)).view(value.shape) if value.dim() else value
+
+        for state in self._state.of_shard(shard):
+            state.update(tree_map_only(torch.Tensor, moved, dict(state)))
 
     def move(self, names: Collection[str], tier: Tier) -> None:
         """Move these of `zero.optim.placement.STATES` to `tier`. What the configuration offloads
@@ -419,7 +415,7 @@ class ZeroOptimizer:
             if MASTERS in names:
                 shard.move_master(tier)
             if MOMENTS in names:
-                self._state.move(shard, tier)
+                self._move_state(shard, tier)
         self._state.follow_masters()
 
     def state_dict(self) -> dict:

@@ -19,7 +19,6 @@ from zero.comm.work import Pending
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.offload.pinned import HostMemory
-from zero.offload.tiers import Tier
 
 
 @dataclass(eq=False)
@@ -190,23 +189,9 @@ class SubGroupState:
                 sub_group.master for sub_group in self.sub_groups if sub_group.group_index == index
             ]
 
-    def nbytes(self, shard: OptimizerShard) -> int:
-        """Bytes of the state tensors of one group."""
-        return sum(
-            value.nbytes
-            for sub_group in self.sub_groups
-            if sub_group.shard is shard
-            for value in sub_group.state.values()
-            if is_state_tensor(value)
-        )
-
-    def move(self, shard: OptimizerShard, tier: Tier) -> None:
-        """Bring the state tensors of one group to `tier`."""
-        for sub_group in self.sub_groups:
-            state = sub_group.state if sub_group.shard is shard else {}
-            for key, value in state.items():
-                if is_state_tensor(value):
-                    state[key] = tier.keep(value)
+    def of_shard(self, shard: OptimizerShard) -> list[dict]:
+        """The states of one group's sub-groups."""
+        return [each.state for each in self.sub_groups if each.shard is shard]
 
     def follow_masters(self) -> None:
         """The masters have moved: make the sub-groups pieces of them again."""

@@ -34,7 +34,6 @@ from zero.comm.consistency import differences
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import placeholder
 from zero.errors import UsageError
-from zero.offload.tiers import Tier
 from zero.optim.redistribute import GatheredForStep, WholeTensor, load_values, owners
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup
@@ -261,24 +260,9 @@ class WholeTensorState:
         """Replace the tensor's state."""
         self._optimizer.state[tensor.param] = state
 
-    def nbytes(self, shard: OptimizerShard) -> int:
-        """Bytes of the state tensors of one group."""
-        found: list[int] = []
-        for tensor in self._of_shard[shard]:
-            tree_map_only(
-                torch.Tensor, lambda value: found.append(value.nbytes), self.state_of(tensor)
-            )
-        return sum(found)
-
-    def move(self, shard: OptimizerShard, tier: Tier) -> None:
-        """Bring the state tensors of one group to `tier`."""
-
-        def moved(value: torch.Tensor) -> torch.Tensor:
-            return tier.keep(value.reshape(-1)).view(value.shape) if value.dim() else value
-
-        for tensor in self._of_shard[shard]:
-            if state := self.state_of(tensor):
-                state.update(tree_map_only(torch.Tensor, moved, dict(state)))
+    def of_shard(self, shard: OptimizerShard) -> list[dict]:
+        """The states of one group's tensors."""
+        return [self.state_of(tensor) for tensor in self._of_shard[shard]]
 
     def follow_masters(self) -> None:
         """The masters have moved: nothing to do, as each step takes them from where they are."""

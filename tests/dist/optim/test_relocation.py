@@ -28,7 +28,7 @@ def engine_of(stage: int, **sections: object) -> zero.ZeroEngine:
 
 def places(engine: zero.ZeroEngine) -> dict[str, list[int]]:
     """Return the memory addresses of each kind of state."""
-    groups, found = engine.optimizer.groups, {}
+    groups, found = list(engine.optimizer.shards), {}
     found["lp_params"] = [
         (group.full if group.persistent else group.shard).data_ptr() for group in groups
     ]
