@@ -99,9 +99,8 @@ def _thresholds(step: Step, shift: int, device: torch.device) -> torch.Tensor | 
     """What is added to the codes of a block, fp32, before the fraction is cut off."""
     if step is None:
         return 0.5
-    step = torch.as_tensor(step).to(
-        device, torch.int64, non_blocking=True
-    )  # the host does not wait for it
+    # The host does not wait for the copy.
+    step = torch.as_tensor(step).to(device, torch.int64, non_blocking=True)
     places = torch.arange(BLOCK, device=device, dtype=torch.int64)
     turns = (step * _OF_STEP + places * _OF_PLACE + shift) & 0xFFFFFFFF
     return (turns >> 16).float().div_(65536).clamp_(_EDGE, 1 - _EDGE)

@@ -57,13 +57,10 @@ class StochasticRounding:
         group, end = shard.group, start + values.numel()
         for piece in group.pieces:
             name, numel = group.param_names[piece.slot], group.layout.slots[piece.slot].numel
-            shift = (
-                piece.start - piece.inside
-            )  # from positions in the parameter to positions in the shard
-            first, last = (
-                max(piece.start, start) - shift,
-                min(piece.start + piece.numel, end) - shift,
-            )
+            # From positions in the parameter to positions in the shard.
+            shift = piece.start - piece.inside
+            first = max(piece.start, start) - shift
+            last = min(piece.start + piece.numel, end) - shift
             for begin in range(first - first % BLOCK, last, BLOCK) if first < last else ():
                 low, high = max(first, begin), min(last, begin + BLOCK)
                 noise = self._noise(

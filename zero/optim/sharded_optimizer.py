@@ -131,9 +131,8 @@ class ZeroOptimizer:
         self._checks_overflow = checks_overflow
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
-        self.read_by_saves = (
-            threading.Event()
-        )  # not set while a save in the background still copies the state
+        # Not set while a save in the background still copies the state.
+        self.read_by_saves = threading.Event()
         self.read_by_saves.set()
         self.model_params = [list(group["params"]) for group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
@@ -141,12 +140,11 @@ class ZeroOptimizer:
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
         # If nothing is offloaded and the kernel cannot be compiled, torch's own step is used. It
         # gives the same bits.
-        offloaded = placement.offloads
         self._has_kernel = (
             elementwise
             and on_host
             and adam_cpu.serves(optimizer)
-            and (offloaded or adam_cpu.is_compiled())
+            and (placement.offloads or adam_cpu.is_compiled())
         )
         self._rounding = rounding
         self.state_dtype = state_dtype
@@ -155,14 +153,12 @@ class ZeroOptimizer:
         for param_group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
             _optimizer_of[param_group] = weakref.ref(self)
-        self.whole = (
-            None
-            if elementwise
-            else WholeTensorState(optimizer, placement.shards, group_of, comm, rounding)
-        )
-        self._state = self.whole or SubGroupState(
-            optimizer, placement.shards, group_of, sub_group_size
-        )
+        shards = placement.shards
+        self.whole: WholeTensorState | None = None
+        if elementwise:
+            self._state = SubGroupState(optimizer, shards, group_of, sub_group_size)
+        else:
+            self._state = self.whole = WholeTensorState(optimizer, shards, group_of, comm, rounding)
 
     def _number_parameters(self, group_of: dict[nn.Parameter, int]) -> None:
         """Number the trained parameters in the order of the param groups, and find this rank's
@@ -453,9 +449,8 @@ class ZeroOptimizer:
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(
             squares.device, non_blocking=True
         )
-        if self._pieces and (
-            self._replicated or self.comm.replicate_group.rank == 0
-        ):  # each shard counts once
+        # Each shard counts once.
+        if self._pieces and (self._replicated or self.comm.replicate_group.rank == 0):
             squares.index_copy_(
                 0, self._piece_numbers, torch.stack(self._norms_of_pieces()).to(torch.float64) ** 2
             )
@@ -467,9 +462,8 @@ class ZeroOptimizer:
             )
         self._param_norms = squares.sqrt().float()
         norm = torch.linalg.vector_norm(self._param_norms).double()
-        if (
-            self.comm.model is not None
-        ):  # parts of a parameter count once each, and copies not at all
+        # Parts of a parameter count once each, and copies not at all.
+        if self.comm.model is not None:
             copies = torch.tensor([is_copy(each) for each in self._numbered]).to(
                 squares.device, non_blocking=True
             )

@@ -197,10 +197,8 @@ class SubGroupState:
         """The masters have moved: make the sub-groups pieces of them again."""
         state = self._optimizer.state
         for sub_group in self.sub_groups:
-            former, sub_group.master = (
-                sub_group.master,
-                sub_group.shard.master[sub_group.start : sub_group.end],
-            )
+            former = sub_group.master
+            sub_group.master = sub_group.shard.master[sub_group.start : sub_group.end]
             if former in state:
                 state[sub_group.master] = state.pop(former)
         self._set_params()

@@ -61,13 +61,9 @@ def _tensors(
                     each: of_rank[index] for each, of_rank in enumerate(pieces) if index in of_rank
                 }
                 seen = nn.Parameter(placeholder(slot.shape, torch.float32, comm.device))
-                vars(seen).update(
-                    {
-                        key: value
-                        for key, value in vars(param).items()
-                        if not key.startswith(_ENGINES_OWN)
-                    }
-                )
+                for key, value in vars(param).items():
+                    if not key.startswith(_ENGINES_OWN):
+                        vars(seen)[key] = value
                 yield param, WholeTensor(name, group_of[param], shard, slot, parts, rank, seen)
 
 
@@ -156,7 +152,7 @@ class WholeTensorState:
         it was given, such as Prodigy's estimate. A number that counts steps is the same everywhere.
         """
         before = counts_of(self._optimizer)
-        of_calls = list(self._call("step", factor))
+        of_calls = self._call("step", factor)
         after = of_calls[-1] if of_calls else before
         unequal = [
             f"{key}: {counts.get(key)}, then {value}"
@@ -179,12 +175,11 @@ class WholeTensorState:
         """Let the optimizer change the weights: `mode` is the method "train" or "eval" of a
         schedule-free one. Every rank must call.
         """
-        for _ in self._call(mode):
-            pass
+        self._call(mode)
 
-    def _call(self, method: str, factor: float = 1.0) -> Iterator[dict[str, str]]:
+    def _call(self, method: str, factor: float = 1.0) -> list[dict[str, str]]:
         """Call the optimizer's `method` for the tensors of all groups, with their gradients times
-        `factor`; yields what is counted after each call. The last one is the optimizer's own.
+        `factor`. Returns what is counted after each call; the last one is the optimizer's own.
         """
         together = [shard for shard in self._of_shard if not shard.is_offloaded]
         alone = [[shard] for shard in self._of_shard if shard.is_offloaded]
@@ -193,6 +188,7 @@ class WholeTensorState:
             for shards in (*alone, together)
             if shards
         ]
+        counts: list[dict[str, str]] = []
         for gathered in coming[:1]:
             gathered.start()
         while coming:
@@ -204,9 +200,10 @@ class WholeTensorState:
                 for tensor in gathered.own:
                     if tensor.param.grad is not None:
                         tensor.param.grad.mul_(factor)
-            yield self._call_for(gathered.own, method, by_twin=bool(coming))
+            counts.append(self._call_for(gathered.own, method, by_twin=bool(coming)))
             gathered.return_masters()
             self._store(gathered)
+        return counts
 
     def _call_for(
         self, tensors: Sequence[WholeTensor], method: str, by_twin: bool

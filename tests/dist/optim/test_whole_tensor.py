@@ -116,7 +116,11 @@ def exchanged(rank: int, world_size: int) -> tuple[int, int, int, int, int]:
     train_zero(engine, data[1:])
     whole = optimizer.whole
     sent = engine.comm.elements["all_to_all"] - before
-    nbytes = sum(whole.nbytes(shard) for shard in optimizer.shards.values())
+    nbytes = sum(
+        value.nbytes
+        for value in tree_leaves([whole.of_shard(shard) for shard in optimizer.shards.values()])
+        if isinstance(value, torch.Tensor)
+    )
     return sum(each.slot.numel for each in whole.tensors), whole.moved, sent, found["flops"], nbytes
 
 

@@ -52,16 +52,14 @@ def load_library() -> ctypes.CDLL:
     for library in folder.glob(f"{name}-*.so") if folder else ():
         if library.name == f"{name}-{_hash(library.read_bytes())}.so":
             return ctypes.CDLL(str(library))
-    with tempfile.TemporaryDirectory(
-        dir=folder
-    ) as private:  # a folder where no other user may write
+    # A folder where no other user may write.
+    with tempfile.TemporaryDirectory(dir=folder) as private:
         library = Path(private, "kernel.so")
         _output_of([*compiler, "-shared", "-fPIC", "-o", str(library)])
         loaded = ctypes.CDLL(str(library))
         if folder:
-            os.replace(
-                library, folder / f"{name}-{_hash(library.read_bytes())}.so"
-            )  # whole or not at all
+            # Whole or not at all.
+            os.replace(library, folder / f"{name}-{_hash(library.read_bytes())}.so")
         return loaded
 
 
