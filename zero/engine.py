@@ -345,8 +345,7 @@ class ZeroEngine(Accumulation, nn.Module):
     def _move_states(self, names: Collection[str], tier: Tier) -> None:
         if WEIGHTS in names:
             for group in self.groups:
-                if group.optimizer_shard is None:
-                    group.move_weights(tier)
+                group.move_weights(tier)
         if self.optimizer is not None:
             self.optimizer.move(names, tier)
 

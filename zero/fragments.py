@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from zero.core.layout import Piece
-from zero.core.optimizer_shard import OptimizerShard
 from zero.core.sharded_param import cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.adam8bit import CodedSlice, replace
@@ -55,10 +54,13 @@ class ParameterState:
             return
         self.group = group
         self.optimizer = optimizer
-        if self._is_state and optimizer.whole is not None:
-            self._whole = optimizer.whole.of_param.get(param)
-        if self._whole is not None and optimizer.whole is not None:
-            found = optimizer.whole.state_of(self._whole).get(kind)
+        self._shard = optimizer.shards[group]
+        # What a stored gradient must be multiplied by to be the mean gradient.
+        self._factor = optimizer.gradient_factor if kind == GRADIENT else 1.0
+        whole = optimizer.whole if self._is_state else None
+        if whole is not None and param in whole.of_param:
+            self._whole = whole.of_param[param]
+            found = whole.state_of(self._whole).get(kind)
             if isinstance(found, torch.Tensor) and found.shape == param.shape:
                 self._owned = found
         self.exists = self._has_values()
@@ -93,15 +95,6 @@ class ParameterState:
         known = sorted({key for state in self.optimizer.state.values() for key in state})
         if known:
             raise UsageError(f"the optimizer has no state {self.kind!r}; it has {', '.join(known)}")
-
-    @property
-    def _shard(self) -> OptimizerShard:
-        return self.optimizer.shards[self.group]
-
-    @property
-    def _factor(self) -> float:
-        """What a stored gradient must be multiplied by to be the mean gradient."""
-        return self.optimizer.gradient_factor if self.kind == GRADIENT else 1.0
 
     def _reduced(self) -> torch.Tensor:
         """The group's reduced gradient.

@@ -225,10 +225,3 @@ class OptimizerShard:
         """Move the master to `tier`, unless it is the shard itself."""
         if not self.shares_weights:
             self.master = tier.keep(self.master)
-
-    def move_weights(self, tier: Tier) -> None:
-        """As `Group.move_weights`; a shard that is its own master stays that."""
-        shared = self.shares_weights
-        self.group.move_weights(tier)
-        if shared:
-            self.master = self.group.shard

@@ -284,7 +284,11 @@ class ParamGroup:
 
     @torch.no_grad()
     def move_weights(self, tier: Tier) -> None:
-        """Move the weights to `tier`: the shard, or all of a persistent group."""
+        """Move the weights to `tier`: the shard, or all of a persistent group. A shard that is its
+        own master stays that.
+        """
+        optimizer_shard = self.optimizer_shard
+        is_master = optimizer_shard is not None and optimizer_shard.shares_weights
         if self.persistent:
             self.full = tier.keep(self.full)
             self.shard = self._own_slice(self.full)
@@ -294,6 +298,8 @@ class ParamGroup:
         else:
             self.shard = tier.keep(self.shard)
             self.tier = tier
+        if optimizer_shard is not None and is_master:
+            optimizer_shard.master = self.shard
 
     # -- transitions
 

@@ -37,7 +37,7 @@ from zero.offload.tiers import Tier
 from zero.optim import adam_cpu
 from zero.optim.background import Updates
 from zero.optim.loss_scaler import LossScaler
-from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, WEIGHTS, Placement
+from zero.optim.placement import GRADIENTS, MASTERS, MOMENTS, Placement
 from zero.optim.rounding import StochasticRounding
 from zero.optim.subgroups import SubGroup, SubGroupState
 from zero.optim.update import SubGroupUpdate
@@ -397,12 +397,10 @@ class ZeroOptimizer:
             state.update(tree_map_only(torch.Tensor, moved, dict(state)))
 
     def move(self, names: Collection[str], tier: Tier) -> None:
-        """Move these of `zero.optim.placement.STATES` to `tier`. What the configuration offloads
-        stays where it is, but for weights. Values never change.
+        """Move these of `zero.optim.placement.STATES` to `tier`, but for weights, which the groups
+        move. What the configuration offloads stays where it is. Values never change.
         """
         for param_group, shard in self.shards.items():
-            if WEIGHTS in names:  # a master that is the shard moves with it
-                shard.move_weights(tier)
             if shard.is_offloaded:
                 continue
             if GRADIENTS in names:
