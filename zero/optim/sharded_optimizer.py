@@ -48,26 +48,26 @@ logger = logging.getLogger("zero")
 _optimizer_of: WeakKeyDictionary[ParamGroup, weakref.ref[ZeroOptimizer]] = WeakKeyDictionary()
 
 
-def optimizer_of(param_group: ParamGroup) -> ZeroOptimizer | None:
+def optimizer_of(group: ParamGroup) -> ZeroOptimizer | None:
     """The optimizer that trains `group`, if there is one."""
-    return _optimizer_of.get(param_group, lambda: None)()
+    return _optimizer_of.get(group, lambda: None)()
 
 
-def precise_values(param_group: ParamGroup) -> torch.Tensor:
+def precise_values(group: ParamGroup) -> torch.Tensor:
     """This rank's slice of the group (1-D) in the most precise form there is: the fp32 master, else
     the shard.
     """
-    param_group.wait_for_update()
-    shard = param_group.optimizer_shard
-    return param_group.shard if shard is None else shard.master
+    group.wait_for_update()
+    shard = group.optimizer_shard
+    return group.shard if shard is None else shard.master
 
 
 def param_group_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     """The index of each parameter's param group."""
     return {
         param: index
-        for index, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
+        for index, param_group in enumerate(optimizer.param_groups)
+        for param in param_group["params"]
     }
 
 
@@ -126,7 +126,7 @@ class ZeroOptimizer:
         self._overlap = overlap
         self._forward_order = forward_order
         self._reduce_factor = comm.mean_factor * (comm.world_size if reduce_op == "sum" else 1)
-        self._replicated = any(param_group.layout.replicated for param_group in self.shards)
+        self._replicated = any(group.layout.replicated for group in self.shards)
         self.overflow = False
         self._checks_overflow = checks_overflow
         self.grad_norm: float | None = None
@@ -134,7 +134,7 @@ class ZeroOptimizer:
         # Not set while a save in the background still copies the state.
         self.read_by_saves = threading.Event()
         self.read_by_saves.set()
-        self.model_params = [list(group["params"]) for group in optimizer.param_groups]
+        self.model_params = [list(param_group["params"]) for param_group in optimizer.param_groups]
         group_of = param_group_of(optimizer)
         self._number_parameters(group_of)
         on_host = any(shard.tier.device.type == "cpu" for shard in self.shards.values())
@@ -150,9 +150,9 @@ class ZeroOptimizer:
         self.state_dtype = state_dtype
         self._updates = Updates(comm.device, read_ahead, write_behind, comm.clock.shows)
         master_dtype = torch.float32 if rounding is None else torch.bfloat16
-        for param_group, shard in self.shards.items():
+        for group, shard in self.shards.items():
             shard.make_master(self._updates.wait, master_dtype)
-            _optimizer_of[param_group] = weakref.ref(self)
+            _optimizer_of[group] = weakref.ref(self)
         shards = placement.shards
         self.whole: WholeTensorState | None = None
         if elementwise:
@@ -166,8 +166,8 @@ class ZeroOptimizer:
         """
         names = {
             param: name
-            for param_group in self.shards
-            for param, name in zip(param_group.params, param_group.param_names, strict=True)
+            for group in self.shards
+            for param, name in zip(group.params, group.param_names, strict=True)
         }
         idle = [name for param, name in names.items() if param not in group_of]
         if idle and self.comm.job.rank == 0:
@@ -180,9 +180,9 @@ class ZeroOptimizer:
         number_of = {param: number for number, param in enumerate(self._numbered)}
         self._pieces = [
             (number_of[param], shard, piece.start, piece.start + piece.numel)
-            for param_group, shard in self.shards.items()
-            for piece in param_group.pieces
-            if (param := param_group.params[piece.slot]) in number_of
+            for group, shard in self.shards.items()
+            for piece in group.pieces
+            if (param := group.params[piece.slot]) in number_of
         ]
         self._piece_numbers = torch.tensor(
             [number for number, *_ in self._pieces], device=self.comm.device
@@ -231,9 +231,9 @@ class ZeroOptimizer:
             self.wait()
         self.comm.require_same_path()
         self.reducer.drain()
-        for param_group in self.shards:
-            self.reducer.collect_from_script(param_group)
-            self.reducer.complete(param_group)
+        for group in self.shards:
+            self.reducer.collect_from_script(group)
+            self.reducer.complete(group)
         self.reducer.drain()
         for act in self.before_norm:
             act()
@@ -270,7 +270,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def _switch(self, mode: str) -> None:
         if not hasattr(self.optimizer, mode) or all(
-            group.get("train_mode") is (mode == "train") for group in self.param_groups
+            param_group.get("train_mode") is (mode == "train") for param_group in self.param_groups
         ):
             return
         if self.whole is None:
@@ -282,8 +282,8 @@ class ZeroOptimizer:
         if self._rounding is not None:
             self._rounding.begin_step()
         self.whole.switch(mode)
-        for param_group in self.shards:
-            param_group.refresh()
+        for group in self.shards:
+            group.refresh()
 
     def wait(self) -> None:
         """Block until the last step's update is complete. Raises the error of a late update that
@@ -308,9 +308,9 @@ class ZeroOptimizer:
 
     def free(self) -> None:
         """Free masters and gradients: the groups have no optimizer any more."""
-        for param_group, shard in self.shards.items():
+        for group, shard in self.shards.items():
             shard.free()
-            _optimizer_of.pop(param_group, None)
+            _optimizer_of.pop(group, None)
 
     def spoil(self, why: str) -> None:
         """Mark the values as unusable: until `end_updates`, everything that waits for them raises
@@ -328,8 +328,8 @@ class ZeroOptimizer:
             except BaseException as error:
                 self._updates.fail(error)
                 raise
-            for param_group in self.shards:
-                param_group.refresh()
+            for group in self.shards:
+                group.refresh()
             return
         # torch's schedulers ask whether step() was called.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -347,25 +347,23 @@ class ZeroOptimizer:
             [sub_group for sub_group in self.sub_groups if not self._can_wait(sub_group.group)],
             update,
         )
-        for param_group in self.shards:
-            param_group.refresh()
+        for group in self.shards:
+            group.refresh()
         place = {
-            param_group: number
-            for number, param_group in enumerate(
-                dict.fromkeys((*self._forward_order(), *self.shards))
-            )
+            group: number
+            for number, group in enumerate(dict.fromkeys((*self._forward_order(), *self.shards)))
         }
         later = [sub_group for sub_group in self.sub_groups if self._can_wait(sub_group.group)]
         self._updates.start(sorted(later, key=lambda sub_group: place[sub_group.group]), update)
 
-    def _can_wait(self, param_group: ParamGroup) -> bool:
+    def _can_wait(self, group: ParamGroup) -> bool:
         """Whether the group may be updated after the step: not if all ranks gather it there, nor on
         an accelerator.
         """
         return (
             self._overlap
-            and not param_group.persistent
-            and not is_accelerator(self.shards[param_group].tier.device)
+            and not group.persistent
+            and not is_accelerator(self.shards[group].tier.device)
         )
 
     # -- moves
@@ -400,12 +398,12 @@ class ZeroOptimizer:
         """Move these of `zero.optim.placement.STATES` to `tier`, but for weights, which the groups
         move. What the configuration offloads stays where it is. Values never change.
         """
-        for param_group, shard in self.shards.items():
+        for group, shard in self.shards.items():
             if shard.is_offloaded:
                 continue
             if GRADIENTS in names:
                 shard.move_gradient(tier)
-                self.reducer.move_carried([param_group], tier)
+                self.reducer.move_carried([group], tier)
             if MASTERS in names:
                 shard.move_master(tier)
             if MOMENTS in names:

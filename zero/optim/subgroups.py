@@ -66,17 +66,17 @@ def split_into_sub_groups(
     layout, (low, high) = shard.group.layout, shard.group.shard_range
     starts: list[tuple[int, int | None]] = []
     for param, slot in zip(shard.group.params, layout.slots, strict=True):
-        group = group_of.get(param)
-        if not starts or starts[-1][1] != group:
-            starts.append((slot.offset, group))
+        index = group_of.get(param)
+        if not starts or starts[-1][1] != index:
+            starts.append((slot.offset, index))
     ends = [start for start, _ in starts[1:]] + [layout.padded]
-    for (start, group), end in zip(starts, ends, strict=True):
+    for (start, index), end in zip(starts, ends, strict=True):
         first, last = max(start, low), min(end, high)
-        if group is None:
+        if index is None:
             continue
         for a in range(first, last, most):
             b = min(a + most, last)
-            yield SubGroup(optimizer, shard, group, a - low, shard.master[a - low : b - low])
+            yield SubGroup(optimizer, shard, index, a - low, shard.master[a - low : b - low])
 
 
 def is_state_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -184,8 +184,8 @@ class SubGroupState:
         self._set_params()
 
     def _set_params(self) -> None:
-        for index, group in enumerate(self._optimizer.param_groups):
-            group["params"] = [
+        for index, param_group in enumerate(self._optimizer.param_groups):
+            param_group["params"] = [
                 sub_group.master for sub_group in self.sub_groups if sub_group.group_index == index
             ]
 

@@ -49,12 +49,12 @@ def _tensors(
 ) -> Iterator[tuple[nn.Parameter, WholeTensor]]:
     rank, size = comm.shard_group.rank, comm.shard_group.size
     for shard in shards:
-        param_group = shard.group
+        group = shard.group
         pieces = [
-            {piece.slot: piece for piece in param_group.layout.pieces(each)} for each in range(size)
+            {piece.slot: piece for piece in group.layout.pieces(each)} for each in range(size)
         ]
         for index, (param, name, slot) in enumerate(
-            zip(param_group.params, param_group.param_names, param_group.layout.slots, strict=True)
+            zip(group.params, group.param_names, group.layout.slots, strict=True)
         ):
             if param in group_of:
                 parts = {
@@ -120,14 +120,16 @@ class WholeTensorState:
                     "It would update nothing, because it gets other tensors in param_groups: let "
                     "step() read those"
                 )
-        for group in self._optimizer.param_groups:
-            names = group.get("param_names", [None] * len(group["params"]))
+        for param_group in self._optimizer.param_groups:
+            names = param_group.get("param_names", [None] * len(param_group["params"]))
             known = [
-                (p, name) for p, name in zip(group["params"], names, strict=True) if p in of_param
+                (p, name)
+                for p, name in zip(param_group["params"], names, strict=True)
+                if p in of_param
             ]
-            group["params"] = [of_param[param].param for param, _ in known]
-            if "param_names" in group:
-                group["param_names"] = [name for _, name in known]
+            param_group["params"] = [of_param[param].param for param, _ in known]
+            if "param_names" in param_group:
+                param_group["param_names"] = [name for _, name in known]
         state = self._optimizer.state
         for param, tensor in of_param.items():
             made_early = state.pop(param, None)  # by the constructor
