@@ -52,6 +52,9 @@ class StepMonitor(Protocol):
     def end_step(self) -> None:
         """An optimizer step is over. All ranks call it."""
 
+    def close(self) -> None:
+        """The engine is destroyed: nothing more is to be measured."""
+
 
 class ZeroEngine(Accumulation, nn.Module):
     """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are sharded over
@@ -430,6 +433,9 @@ class ZeroEngine(Accumulation, nn.Module):
 
     def destroy(self) -> None:
         """Take the hooks off the model and free what is gathered; parameters stay sharded."""
+        if self.monitor is not None:
+            self.monitor.close()
+            self.monitor = None
         self.hooks.remove()
         while self._sliced:
             self._sliced.pop().remove()

@@ -143,7 +143,7 @@ class CollectiveLog:
             if ranks == 1 or not self._wanted(name):
                 return original(comm, *args, **kwargs)
             group = kwargs.get(
-                "group", next((each for each in args if hasattr(each, "serial")), None)
+                "param_group", next((each for each in args if hasattr(each, "serial")), None)
             )
             kind, start = Kind(name, args[place].nbytes, ranks), _now(comm.device)
             result, ended = original(comm, *args, **kwargs), []

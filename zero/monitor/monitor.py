@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -82,19 +83,30 @@ class Monitor:
         self._operations = operations_per_token(engine)
         self._peak = peak(engine.comm.device, engine.settings.compute_dtype)
         self._begin()
+        # What ends with the engine, whether it is destroyed or only forgotten.
+        self._endings: list[weakref.finalize] = []
         if gathers:
-            engine.module.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+            hook = engine.module.register_forward_pre_hook(self._count_tokens, with_kwargs=True)
+            self._at_end(hook.remove)
         if writers:
             logger.addFilter(self._warnings)
-            weakref.finalize(self, logger.removeFilter, self._warnings)
+            self._at_end(logger.removeFilter, self._warnings)
         if engine.settings.comms_logger.enabled:
-            weakref.finalize(self, follow(engine.settings.comms_logger, engine.comm.job).leave)
+            self._at_end(follow(engine.settings.comms_logger, engine.comm.job).leave)
         profiler = engine.settings.flops_profiler
         self._flops = (
             Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
         )
         if self._flops is not None:
             self._flops.before_step(1)
+
+    def _at_end(self, act: Callable[..., object], *args: object) -> None:
+        self._endings.append(weakref.finalize(self, act, *args))
+
+    def close(self) -> None:
+        """The engine is destroyed: another one of the same model has a monitor of its own."""
+        for ending in self._endings:
+            ending()
 
     def _begin(self) -> None:
         """A step begins."""

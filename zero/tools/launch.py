@@ -42,6 +42,8 @@ EXPORTED = (
     "ZERO_",
 )
 ENV_FILE = ".deepspeed_env"
+# No machine has so many accelerators: a larger number in a hostfile is a slip of the pen.
+MOST_SLOTS = 1024
 _POLL = 0.1
 # Seconds after a failure in which the other machines may fail by themselves: the first to end need
 # not be the cause.
@@ -151,6 +153,15 @@ def parse_hostfile(file: Path) -> dict[str, int]:
         if not slots.isdecimal() or not int(slots):
             raise UsageError(
                 f"{file}, line {number}: expected `NAME slots=N`, got {line.strip()!r}"
+            )
+        if int(slots) > MOST_SLOTS:
+            raise UsageError(
+                f"{file}, line {number}: slots={slots}: a host has at most {MOST_SLOTS} slots"
+            )
+        if name.startswith("-"):
+            raise UsageError(
+                f"{file}, line {number}: {name!r}: ssh takes a name that begins with a dash for an "
+                "option; write the host's name"
             )
         if name in found:
             raise UsageError(f"{file}, line {number}: host {name} is there twice")

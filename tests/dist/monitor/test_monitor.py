@@ -369,3 +369,24 @@ def test_wandb_gets_the_numbers_under_deepspeeds_names():
         "Train/Seconds/forward": 0.5,
     }
     assert fake.calls == [{"project": "mine", "group": None, "entity": None}, (4, expected)]
+
+
+def replaced(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+    """Make two engines of a model, one after the other.
+
+    Return hooks of monitors, and the filters of the logger after the first engine and with the
+    second one."""
+    where = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    config = ds_config() | {"json_monitor": where, "comms_logger": {"enabled": True}}
+    model, own = toy(), len(logging.getLogger("zero").filters)
+    first, _ = start(model, config)
+    first.destroy()
+    after = len(logging.getLogger("zero").filters) - own
+    assert first.monitor is None
+    second, _ = start(model, config)
+    hooks = [hook for hook in model._forward_pre_hooks.values() if "_count_tokens" in str(hook)]
+    return len(hooks), after, len(logging.getLogger("zero").filters) - own
+
+
+def test_the_monitor_of_a_destroyed_engine_measures_nothing(tmp_path: Path):
+    assert run_on(1, replaced, tmp_path) == [(1, 0, 1)]

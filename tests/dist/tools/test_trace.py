@@ -14,9 +14,10 @@ import torch
 
 import zero
 from tests.processes import REPOSITORY, run_on
+from zero.comm.communicator import communicator
 from zero.tools.cli import main
 from zero.tools.profile.command import _seconds
-from zero.tools.profile.spans import Span
+from zero.tools.profile.spans import REDUCTIONS, Span, Spans
 from zero.tools.profile.trace import TraceRun, events_of_spans, events_of_torch, in_lanes, merge
 
 WIDTH = 800
@@ -48,6 +49,24 @@ def train(rank: int, world_size: int, folder: Path, device: str = "nvme") -> Non
     for _ in range(STEPS):
         engine.backward(engine(torch.ones(4, WIDTH, device=engine.comm.device)).sum())
         engine.step()
+
+
+def sum_across_machines(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """The tracks and names of exchanges that coded gradients make, here of two machines."""
+    comm = communicator().within(1)
+    spans = Spans()
+    spans.is_on = True
+    sent = torch.ones(2, 4)
+    comm.start_all_to_all(torch.empty(2, 4), sent, "group", across=True).wait()
+    reduced = torch.zeros(4)
+    comm.reduce_scatter(reduced, torch.ones(4), accumulate=False, max_numel=100).wait()
+    assert reduced.tolist() == [2.0] * 4
+    return [(span.track, span.name) for span in spans.stop()]
+
+
+def test_exchanges_between_machines_are_traced():
+    for found in run_on(2, sum_across_machines):
+        assert found[0] == (REDUCTIONS, "group") and found[1][0] == REDUCTIONS
 
 
 def assert_nested(events: list[dict]) -> None:

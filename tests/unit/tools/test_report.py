@@ -147,6 +147,7 @@ def test_a_file_of_an_older_version_has_a_page():
         ("", "no step in it"),
         ("{}\n", "line 1: this is no record"),
         ("[1", "line 1"),
+        (json.dumps(record(1) | {"step": "<b>"}) + "\n", "line 1: this is no record"),
     ],
 )
 def test_files_that_are_not_of_a_run_are_refused(
@@ -155,6 +156,22 @@ def test_files_that_are_not_of_a_run_are_refused(
     if content is not None:
         (tmp_path / "steps.jsonl").write_text(content)
     assert_refused(["report", str(tmp_path)], said, capsys)
+
+
+def test_the_page_does_not_replace_the_record(tmp_path: Path, capsys):
+    folder = write(tmp_path / "a", [first(), record(2)])
+    file = folder / "steps.jsonl"
+    before = file.read_bytes()
+    said = "is the record of the run"
+    assert_refused(["report", str(folder), "--out", str(file)], said, capsys)
+    assert file.read_bytes() == before
+
+
+def test_a_run_that_went_on_with_more_ranks_has_a_page():
+    ranks = {"slowest": 2, "working_seconds": [0.7, 0.9, 1.1]}
+    run = Run("a", [first(), record(2), record(3, ranks=ranks)])
+    assert run.seconds_by_rank() == [pytest.approx(each) for each in (0.675, 0.9, 1.1)]
+    assert "rank 2" in page([run])
 
 
 def test_a_record_that_was_cut_off_is_left_out(tmp_path: Path):

@@ -58,7 +58,7 @@ class BriefRun:
         self._step(*args, **kwargs)
         if boundary:
             self.after_update()
-            if self._progress is not None and engine.comm.rank == 0:
+            if self._progress is not None and engine.comm.job.rank == 0:
                 self._progress.write_text(str(self.step_number))
             if self.step_number == self.steps:
                 self._end()
@@ -76,7 +76,7 @@ class BriefRun:
 
     def _end(self, *_: object, **__: object) -> None:
         self._ends = True
-        self.engine.comm.exchange("done")  # no rank ends while another one still needs it
+        self.engine.comm.job.exchange("done")  # no rank ends while another one still needs it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -106,7 +106,7 @@ class MemoryRun(BriefRun):
             self._sample()
             self._is_on = False
             self._allocations.__exit__(None, None, None)
-            (self._folder / f"rank{self.engine.comm.rank}.json").write_text(
+            (self._folder / f"rank{self.engine.comm.job.rank}.json").write_text(
                 json.dumps(self.samples)
             )
 

@@ -60,19 +60,23 @@ class Spans:
             Communicator,
             "all_gather",
             GATHERS,
-            lambda comm, full, shard, group=None: _about(group, full),
+            lambda comm, full, shard, param_group=None: _about(param_group, full),
         )
         self._in_flight(
             Communicator,
             "reduce_scatter",
             REDUCTIONS,
-            lambda comm, out, full, *_: _about(_[-1], full),
+            lambda comm, out, full, accumulate, max_numel, param_group=None: _about(
+                param_group, full
+            ),
         )
         self._in_flight(
             Communicator,
             "start_all_to_all",
             REDUCTIONS,
-            lambda comm, received, *_: _about(_[-1], received),
+            lambda comm, received, sent, param_group=None, across=False: _about(
+                param_group, received
+            ),
         )
         self._while_called(
             Communicator, "all_reduce", OTHERS, lambda comm, tensor, *_, **__: _about("sum", tensor)

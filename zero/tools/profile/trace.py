@@ -73,7 +73,7 @@ class TraceRun(BriefRun):
             file = os.path.join(folder, "torch.json")
             self._profile.export_chrome_trace(file)
             recorded = json.loads(Path(file).read_text(encoding="utf-8"))
-        rank = self.engine.comm.rank
+        rank = self.engine.comm.job.rank
         events = list(
             in_lanes(
                 [*events_of_torch(recorded, self._start), *events_of_spans(spans, self._start)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from zero.errors import UsageError
 from zero.tools.arguments import Parser, Working, output_file
 from zero.tools.report.page import page
-from zero.tools.report.runs import read
+from zero.tools.report.runs import file_of, read
 
 
 def report(arguments: list[str]) -> int:
@@ -27,8 +28,14 @@ def report(arguments: list[str]) -> int:
         "--out", type=output_file, default="report.html", metavar="F", help="the page (report.html)"
     )
     options = parser.parse_args(arguments)
+    paths = [path for path in (options.run, options.other) if path is not None]
+    if options.out.resolve() in [file_of(path).resolve() for path in paths]:
+        raise UsageError(
+            f"report: --out {options.out} is the record of the run, which the page would replace: "
+            "name another file"
+        )
     with Working("report: reading and drawing"):
-        runs = [read(path) for path in (options.run, options.other) if path is not None]
+        runs = [read(path) for path in paths]
         if len(runs) == 2 and runs[0].name == runs[1].name:
             for number, run in enumerate(runs, start=1):
                 run.name += f" ({number})"

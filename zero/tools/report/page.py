@@ -148,6 +148,7 @@ def _configuration(runs: Sequence[Run]) -> str:
 
 def _warnings(run: Run) -> str:
     lines = "".join(
-        f"<li>step {step}: <code>{escape(text)}</code></li>" for step, text in run.warnings
+        f"<li>step {escape(str(step))}: <code>{escape(text)}</code></li>"
+        for step, text in run.warnings
     )
     return f"<p>{escape(run.name)}</p>" + (f"<ul>{lines}</ul>" if lines else "<p>none</p>")

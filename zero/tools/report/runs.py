@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -87,12 +88,13 @@ class Run:
         return {name: count / len(self._usual) for name, count in total.items()}
 
     def seconds_by_rank(self) -> list[float]:
-        """Mean seconds of a step in which each rank worked."""
+        """Mean seconds of a step in which each rank worked. A run may go on with another number of
+        ranks: each has the mean over the steps that it took part in.
+        """
+        steps = [record["ranks"]["working_seconds"] for record in self._usual]
         return [
-            fmean(each)
-            for each in zip(
-                *(record["ranks"]["working_seconds"] for record in self._usual), strict=True
-            )
+            fmean(spent for spent in of_rank if spent is not None)
+            for of_rank in zip_longest(*steps)
         ]
 
     def summary(self) -> dict[str, str]:
@@ -133,12 +135,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024**power:.4g} {groups[power]}"
 
 
+def file_of(path: Path) -> Path:
+    """The records of a run, of which `path` is the folder or the file itself."""
+    return path / FILE if path.is_dir() else path
+
+
 def read(path: Path) -> Run:
     """The run whose file, or folder with `steps.jsonl`, is `path`.
 
     Raises UsageError with the line that is wrong.
     """
-    file = path / FILE if path.is_dir() else path
+    file = file_of(path)
     if not file.is_file():
         raise UsageError(f"report: {file}: there is no such file; json_monitor writes it")
     records, lines = [], file.read_bytes().splitlines(keepends=True)
@@ -149,7 +156,11 @@ def read(path: Path) -> Run:
             record = json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict) or _KEYS - record.keys():
+        if (
+            not isinstance(record, dict)
+            or _KEYS - record.keys()
+            or not isinstance(record["step"], int)
+        ):
             raise UsageError(f"report: {file}, line {number}: this is no record of json_monitor")
         records.append(record)
     if not records:
