@@ -149,6 +149,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 schedule=self.schedule,
                 steps=lambda: self.global_steps,
             )
+            self.optimizer.writes = gathering.writes
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from zero.comm.communicator import Communicator
+from zero.core.forward_writes import ForwardWrites
 from zero.core.param_group import ParamGroup, State
 from zero.core.schedule import Residency, Schedule
 
@@ -19,7 +20,9 @@ class Gathering:
 
     Args: groups: all of the model, by position in the schedule; comm: gathers their values, and may
     quantize them; residency: counts what is gathered; before_use: called when a group is about to
-    be used, before any all-gather that this starts. Persistent groups are left alone."""
+    be used, before any all-gather that this starts. Persistent groups are left alone.
+
+    Attributes: writes: keeps values that a forward writes to the weights."""
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Gathering:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses: Counter[ParamGroup] = Counter()
         self._before_use = before_use
+        self.writes = ForwardWrites(groups)
 
     def begin_pass(self, kind: Hashable, wraps: bool) -> None:
         """A pass of `kind` begins;
@@ -43,18 +47,22 @@ class Gathering:
         `wraps`: parameters do not change before the next one of this kind.
         """
         self._schedule.begin(kind, wraps)
+        self.writes.begin_pass()
 
     @property
     def in_pass(self) -> bool:
         """Whether a pass is being recorded."""
         return self._schedule.records
 
-    def end_pass(self) -> None:
-        """The pass is over: reshard what was prefetched and not used."""
+    def end_pass(self, has_trained: bool = False) -> None:
+        """The pass is over: reshard what was prefetched and not used. `has_trained`: it ended with
+        a backward.
+        """
         self._schedule.end()
         for group in self._groups:
             if group.state is State.GATHERING:
                 group.reshard()
+        self.writes.end_pass(has_trained)
 
     def unshard(self, group: ParamGroup) -> None:
         """The group is used from now on: its parameters show their values.
@@ -72,6 +80,7 @@ class Gathering:
             group.all_gather(self._comm)
         self._prefetch()
         group.unshard()
+        self.writes.shown(group)
         self._uses[group] += 1
 
     def release(self, group: ParamGroup) -> None:
@@ -82,6 +91,8 @@ class Gathering:
         if group.persistent:
             return
         self._uses[group] -= 1
+        if group.users == 1:
+            self.writes.end_use(group)
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
 

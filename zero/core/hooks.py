@@ -226,11 +226,11 @@ class ModuleHooks:
         self._reads.release()
         self._missing.clear()
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, has_trained: bool = False) -> None:
         if not self._awaited:
             self._release_reads()
             self._in_pass = False
-        self._gathering.end_pass()
+        self._gathering.end_pass(has_trained)
 
     # -- forward
 
@@ -338,7 +338,7 @@ class ModuleHooks:
         self._awaited = max(0, self._awaited - 1)
         if not self._awaited:
             self._missing.warn()
-        self._end_pass()
+        self._end_pass(has_trained=True)
 
     def _refuse_unused(self) -> None:
         name = next(self._reductions.missing(), None)

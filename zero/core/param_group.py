@@ -121,6 +121,8 @@ class ParamGroup:
         # Set by the optimizer that updates the shard; each all-gather waits for its updates.
         self.optimizer_shard: OptimizerShard | None = None
         self._read_hook: ReadHook | None = None
+        # How often each parameter was written in place, as torch counts it, when it was last shown.
+        self._versions = [0] * len(self.params)
         self._gather = Pending()
         self._handed_over = 0
         values = self._take_values()
@@ -279,8 +281,54 @@ class ParamGroup:
         else:
             self.comm.scatter(own, self.full, src)
             self.tier.store(self.shard, own).wait()
+        self._note_versions()
         if self.optimizer_shard is not None:
             self.optimizer_shard.shard_was_replaced()
+
+    # -- values that a forward writes
+
+    @property
+    def has_other_copies(self) -> bool:
+        """Whether the values are elsewhere too: in the shard, in a master, or on other ranks."""
+        return (
+            self.layout.shard_numel < self.layout.padded
+            or self.shard.data_ptr() != self.full.data_ptr()
+            or (self.optimizer_shard is not None and not self.optimizer_shard.shares_weights)
+        )
+
+    def unsharded_values(self) -> list[torch.Tensor]:
+        """Views of `full`, one for each parameter."""
+        return self._views
+
+    def written_params(self) -> list[int]:
+        """The parameters, by index, that were changed in place since they were shown."""
+        return [
+            i
+            for i, (param, version) in enumerate(zip(self.params, self._versions, strict=True))
+            if param._version != version
+        ]
+
+    @torch.no_grad()
+    def keep_written_values(self) -> None:
+        """Make this rank's slice of `full` the values of the shard and of the optimizer.
+
+        Every rank must have written the same values."""
+        self._note_versions()
+        if self.source is not self.comm:
+            raise UsageError(
+                f"the forward changes weights of {self}, which are gathered with rounded values: "
+                "delete zero_quantized_weights, or change the weights between two steps inside of "
+                "zero.GatheredParameters(param, modifier_rank=0)"
+            )
+        self.version += 1
+        own = self._own_slice(self.full)
+        if self.shard.data_ptr() != own.data_ptr():
+            self.tier.store(self.shard, own).wait()
+        if self.optimizer_shard is not None:
+            self.optimizer_shard.shard_was_replaced()
+
+    def _note_versions(self) -> None:
+        self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
     def move_weights(self, tier: Tier) -> None:
@@ -402,6 +450,7 @@ class ParamGroup:
         for param, view in zip(self.params, self._views, strict=True):
             if owning_group(param) is self:
                 show(param, view)
+        self._note_versions()
 
     def _hide_values(self) -> None:
         """Show NaN, or a single parameter's copy."""

@@ -55,6 +55,10 @@ class SecondaryPartitionGroup(ParamGroup):
         self.second = None
         super().broadcast_values(src)
 
+    def keep_written_values(self) -> None:
+        self.second = None
+        super().keep_written_values()
+
     def move_weights(self, tier: Tier) -> None:
         self.second = None
         super().move_weights(tier)

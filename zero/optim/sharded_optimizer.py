@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero.comm.communicator import Communicator
 from zero.comm.consistency import disagree, hyper_parameters, require_same, spread
+from zero.core.forward_writes import ForwardWrites
 from zero.core.optimizer_shard import OptimizerShard
 from zero.core.param_group import ParamGroup
 from zero.core.reduction import GradientReducer
@@ -44,6 +45,8 @@ from zero.optim.update import SubGroupUpdate
 from zero.optim.whole_tensor import WholeTensorState
 
 logger = logging.getLogger("zero")
+
+_WRITTEN = "parameters that forwards wrote to, and their values"
 
 _optimizer_of: WeakKeyDictionary[ParamGroup, weakref.ref[ZeroOptimizer]] = WeakKeyDictionary()
 
@@ -94,7 +97,7 @@ class ZeroOptimizer:
     Attributes: shards: the `OptimizerShard` of each trainable group. sub_groups: the pieces of
     their masters. whole: state of an optimizer of whole tensors, which has no sub-groups, or None.
     grad_norm, overflow: of the last step. before_norm: functions to be called in each step, on all
-    ranks, when gradients are reduced."""
+    ranks, when gradients are reduced. writes: what forwards wrote to weights, or None."""
 
     def __init__(
         self,
@@ -131,6 +134,7 @@ class ZeroOptimizer:
         self._checks_overflow = checks_overflow
         self.grad_norm: float | None = None
         self.before_norm: list[Callable[[], None]] = []
+        self.writes: ForwardWrites | None = None
         # Not set while a save in the background still copies the state.
         self.read_by_saves = threading.Event()
         self.read_by_saves.set()
@@ -442,6 +446,8 @@ class ZeroOptimizer:
             if not key.endswith(", params")
         }
         facts["backwards since the last step"] = self.reducer.backwards
+        if self.writes is not None:
+            facts[_WRITTEN] = float(self.writes.digest)
         own = torch.tensor(spread(list(facts.values())), dtype=torch.float64).to(
             squares.device, non_blocking=True
         )
@@ -470,7 +476,9 @@ class ZeroOptimizer:
         # The one moment of a step at which the host waits for the device.
         *totals, norm = torch.cat([sums, norm.view(1)]).tolist()
         if disagree(totals, self.comm.job.world_size):
-            require_same(self.comm.job, facts)
+            require_same(self.comm.job, facts | {_WRITTEN: self.writes})
+        if self.writes is not None:
+            self.writes.start_over()
         return norm
 
     def _norms_of_pieces(self) -> list[torch.Tensor]:

@@ -1,0 +1,155 @@
+"""Weights that a forward changes in place have the values of plain torch, or the run ends.
+
+In plain torch one model computes the batches of all ranks. Writes that depend on a rank's batch
+are different on each rank. Then there is no right value, and the step is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.training import ds_config
+from tests.processes import run_on
+from tests.tolerance import assert_close
+from zero.errors import UsageError
+
+WIDTH, RATE = 8, 0.1
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Normalized(nn.Linear):
+    """A frozen projection that normalizes its rows before each use."""
+
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True)).mul_(1.01)
+        return super().forward(x)
+
+
+class ClampedData(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Bounded(nn.Module):
+    """An embedding that renormalizes the rows it looks up."""
+
+    def __init__(self, *sizes: int):
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def forward(self, x):
+        return self.table((x[:, 0] > 0).long() + self.first)
+
+
+class Same(Bounded):
+    first = 0
+
+
+class PerRank(Bounded):
+    @property
+    def first(self):
+        return 2 * torch.distributed.get_rank()
+
+
+def build(kind: type[nn.Module]) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), kind(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+    )
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def engine_of(model: nn.Module, **options: object) -> zero.ZeroEngine:
+    config = ds_config(**{"stage3_param_persistence_threshold": 0} | options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    return zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine: zero.ZeroEngine, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        x = batch(step, rank).to(next(engine.parameters()).dtype)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+
+
+def follows_plain_torch(rank: int, world_size: int, kind: type[nn.Module], options: dict) -> None:
+    model, reference = build(kind), build(kind)
+    engine = engine_of(model, **options)
+    train(engine, rank)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=RATE, momentum=0.9)
+    for step in range(3):
+        for part in range(world_size):
+            (reference(batch(step, part)).square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.GatheredParameters(model.parameters()):
+        for (name, param), plain in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert_close(param.detach(), plain.detach(), 100, 3, name)
+    engine.destroy()
+
+
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("kind", [Clamped, Normalized, Same])
+def test_written_values_are_kept(kind):
+    run_on(2, follows_plain_torch, kind, {})
+    run_on(2, follows_plain_torch, kind, {"stage": 2})
+    run_on(2, follows_plain_torch, kind, OFFLOADED)
+    run_on(1, follows_plain_torch, kind, OFFLOADED)
+
+
+def keeps_masters(rank: int, world_size: int) -> None:
+    """With bf16 the fp32 master takes over what the forward wrote, and nothing else."""
+    for stage in (1, 3):
+        model = build(Clamped)
+        engine = engine_of(model, stage=stage, bf16={"enabled": True})
+        train(engine, rank, steps=1)
+        with torch.no_grad():
+            engine(batch(1, rank).bfloat16())
+        master = zero.fragments.safe_get_full_fp32_param(model[1].weight)
+        assert master.abs().max() <= 0.101
+        other = zero.fragments.safe_get_full_fp32_param(model[0].weight)
+        assert not torch.equal(other, other.bfloat16().float())
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masters_follow(world_size):
+    run_on(world_size, keeps_masters)
+
+
+def is_refused(rank: int, world_size: int, kind: type[nn.Module], says: str, stage: int) -> None:
+    engine = engine_of(build(kind), stage=stage)
+    with pytest.raises(UsageError, match=says):
+        train(engine, rank, steps=1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_values_on_each_rank(stage):
+    run_on(2, is_refused, PerRank, "forwards wrote to.*1.table.weight", stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_writes_that_cannot_be_noticed(stage):
+    run_on(2, is_refused, ClampedData, r"'1.weight' through `.data`.*GatheredParameters", stage)

@@ -1,0 +1,121 @@
+"""Weights that a forward changes in place: they keep the new values, as in plain torch.
+
+`nn.Embedding(max_norm=...)`, a layer that clamps or normalizes its own weight, or a codebook that
+follows its inputs writes to a parameter while the parameter is unsharded. Without this file the
+values would go when the group is resharded, or at the next step, where the optimizer has fp32
+values of its own.
+
+Each rank writes its slice of the new values back, and a digest of all that was written goes into
+the comparison of ranks at the step, because ranks that write different values have different
+weights. This file knows nothing of modules or of the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from zero.core.param_group import ParamGroup
+from zero.errors import UsageError
+
+logger = logging.getLogger("zero")
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The digest is compared in fp64 with its square, so it has few bits.
+_DIGESTS = 1 << 22
+
+
+class ForwardWrites:
+    """Notices writes to the weights of `groups` and keeps them.
+
+    torch counts in-place writes to a parameter, but not those to `param.data`. Therefore the first
+    pass also compares checksums of the values, and refuses a write that is not counted.
+
+    Attributes: digest: of the values written since `start_over`; equal on all ranks that wrote the
+    same. names: the parameters that were written."""
+
+    def __init__(self, groups: Sequence[ParamGroup]):
+        self._always_shown = [group for group in groups if group.persistent]
+        self._is_first = True
+        self._before: dict[ParamGroup, torch.Tensor] = {}
+        self._changed: list[tuple[ParamGroup, torch.Tensor]] = []
+        self.digest = 0
+        self.names: dict[str, None] = {}
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names) or 'none'} (digest {self.digest})"
+
+    def start_over(self) -> None:
+        """The ranks have compared their digests."""
+        self.digest = 0
+
+    def begin_pass(self) -> None:
+        if self._is_first:
+            for group in self._persistent():
+                self.shown(group)
+
+    def shown(self, group: ParamGroup) -> None:
+        """The group's parameters show their values from now on."""
+        if self._is_first and group not in self._before:
+            self._before[group] = _checksums(group)
+
+    def end_use(self, group: ParamGroup) -> None:
+        """The group's parameters are about to show their values no more."""
+        written = group.written_params()
+        before = self._before.pop(group, None)
+        if written:
+            self._keep(group, written)
+        elif before is not None:
+            self._changed.append((group, before != _checksums(group)))
+
+    def end_pass(self, has_trained: bool) -> None:
+        """A pass is over. After the first one that ran a backward, checksums are not needed."""
+        for group in self._persistent():
+            self.end_use(group)
+        changed, self._changed = self._changed, []
+        if has_trained:
+            self._is_first = False
+        if not changed:
+            return
+        is_changed = torch.cat([flags for _, flags in changed]).tolist()
+        names = [name for group, _ in changed for name in group.param_names]
+        lost = [name for name, flag in zip(names, is_changed, strict=True) if flag]
+        if lost:
+            raise UsageError(
+                f"the forward changes {lost[0]!r}{' and others' * (len(lost) > 1)} through "
+                "`.data`, which cannot be noticed in later passes, so that the change would be "
+                "lost: write to the parameter itself under torch.no_grad(), or change it between "
+                "two steps inside of `zero.GatheredParameters(param, modifier_rank=0)`"
+            )
+
+    def _persistent(self) -> list[ParamGroup]:
+        """The groups that are never resharded, without those that are their own only copy."""
+        return [group for group in self._always_shown if group.has_other_copies]
+
+    def _keep(self, group: ParamGroup, written: Sequence[int]) -> None:
+        for i in written:
+            if group.param_names[i] not in self.names:
+                self.names[group.param_names[i]] = None
+                logger.info("a forward writes to %r: the new values are kept", group.param_names[i])
+        if group.comm.model is not None:
+            raise UsageError(
+                f"the forward changes {group.param_names[written[0]]!r}, which cannot be kept with "
+                "tensor or pipeline parallelism: change it between two steps inside of "
+                "zero.GatheredParameters(param, modifier_rank=0)"
+            )
+        group.keep_written_values()
+        if group.comm.world_size > 1:
+            sums = _checksums(group).sum() + sum(written)
+            self.digest = (31 * self.digest + int(sums)) % _DIGESTS
+
+
+def _checksums(group: ParamGroup) -> torch.Tensor:
+    """A 64-bit number for the values of each parameter, on the group's device."""
+    with torch.no_grad():
+        return torch.stack(
+            [
+                values.reshape(-1).view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+                for values in group.unsharded_values()
+            ]
+        )
