@@ -11,10 +11,12 @@ all-gather would wait for the others."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from types import FunctionType, ModuleType
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero.core.gathering import Gathering
@@ -24,23 +26,53 @@ from zero.core.sharded_param import local
 logger = logging.getLogger("zero")
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and dataclasses."""
+def tensors_in(
+    value: object, *, in_objects: bool = False, known: Collection[int] = ()
+) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of tuples, lists, sets, mappings and dataclasses.
+
+    `in_objects`: also those in attributes of any other object, but for modules and those whose
+    `id` is in `known`."""
+    return _tensors_in(value, in_objects, set(known))
+
+
+def _tensors_in(value: object, in_objects: bool, known: set[int]) -> Iterator[torch.Tensor]:
+    items: Iterable[object]
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif is_dataclass(value):
-        yield from tensors_in(vars(value))
+        return
+    if isinstance(value, (tuple, list, set, frozenset)):
+        items = value
+    elif isinstance(value, Mapping):
+        items = value.values()
+    elif is_dataclass(value) or (in_objects and not isinstance(value, _WITHOUT_RESULTS)):
+        items = _attributes(value)
+    else:
+        return
+    if in_objects:
+        if id(value) in known:
+            return
+        known.add(id(value))
+    for item in items:
+        yield from _tensors_in(item, in_objects, known)
 
 
-def tensors_with_grad(value: object) -> Iterator[torch.Tensor]:
+_WITHOUT_RESULTS = (str, bytes, int, float, type(None), type, nn.Module, FunctionType, ModuleType)
+
+
+def _attributes(value: object) -> list[object]:
+    """What an object keeps, in its `__dict__` or in slots."""
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    kept = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return [*kept, *getattr(value, "__dict__", {}).values()]
+
+
+def tensors_with_grad(
+    value: object, *, in_objects: bool = False, known: Collection[int] = ()
+) -> Iterator[torch.Tensor]:
     """Those of `tensors_in` that require grad."""
-    return (tensor for tensor in tensors_in(value) if tensor.requires_grad)
+    tensors = tensors_in(value, in_objects=in_objects, known=known)
+    return (tensor for tensor in tensors if tensor.requires_grad)
 
 
 class OutsideReads:
@@ -65,7 +97,7 @@ class OutsideReads:
         """Hold those of `groups` whose values are in `output`: a module may return a parameter, or
         a view of one.
         """
-        tensors = [local(tensor) for tensor in tensors_in(output)]
+        tensors = [local(tensor) for tensor in tensors_in(output, in_objects=True)]
         # The result of a collective that is not awaited yet has no storage of its own.
         storages = {
             tensor.untyped_storage().data_ptr()

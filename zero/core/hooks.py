@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from zero.core.external_access import MissingGradients, OutsideReads, tensors_with_grad
 from zero.core.gathering import Gathering
 from zero.core.micro_batches import MicroBatches
-from zero.core.param_group import ParamGroup
+from zero.core.param_group import ParamGroup, State
 from zero.core.reduction import ReductionOrder
 from zero.errors import UsageError
 
@@ -46,6 +47,16 @@ logger = logging.getLogger("zero")
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _hidden_result(group: ParamGroup, index: int) -> str:
+    modules = ", ".join(sorted({type(module).__name__ for module in group.modules}))
+    return (
+        f"the gradient of {group.param_names[index]!r} was computed while its weights were already "
+        f"resharded: the backward needs a result of {modules} that its forward did not return. "
+        "Return it, alone or in a tuple, list, dict or dataclass, instead of only keeping it on "
+        "the module"
+    )
 
 
 def _gradient_ready(
@@ -101,8 +112,17 @@ class ModuleHooks:
         self._is_first = True
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._has_gradients = False
+        # Groups that are unsharded while their gradients are computed, unless a result is hidden.
+        self._hooked = {
+            group
+            for group in self.groups
+            if group.modules
+            and not (group.persistent or group.shared)
+            and all(type(module).forward is not nn.Embedding.forward for module in group.modules)
+        }
         self.part: Hashable = None
         self.absent: Collection[ParamGroup] = frozenset()
+        self._input_hooks: list[RemovableHandle] = []
         self.forward_hooks: list = []
         self.backward_hooks: list = []
         self.install()
@@ -201,7 +221,9 @@ class ModuleHooks:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0:
             return
-        outputs = list(tensors_with_grad(output)) if torch.is_grad_enabled() else []
+        outputs = (
+            list(tensors_with_grad(output, in_objects=True)) if torch.is_grad_enabled() else []
+        )
         for tensor in outputs:
             tensor.register_hook(self._backward_begins)
         if outputs:
@@ -223,6 +245,9 @@ class ModuleHooks:
         self._backward_is_open = False
 
     def _release_reads(self) -> None:
+        for handle in self._input_hooks:
+            handle.remove()
+        self._input_hooks.clear()
         self._reads.release()
         self._missing.clear()
 
@@ -253,7 +278,12 @@ class ModuleHooks:
             if torch.is_grad_enabled() and (group.shared or not group.trainable):
                 inputs = list(tensors_with_grad((args, kwargs)))
                 if inputs:
-                    register_multi_grad_hook(inputs, partial(self._inputs_done, group), mode="all")
+                    # An input may be a leaf, which outlives the backward.
+                    self._input_hooks.append(
+                        register_multi_grad_hook(
+                            inputs, partial(self._inputs_done, group), mode="all"
+                        )
+                    )
 
     def _read_outside(self, group: ParamGroup, param: nn.Parameter, func: Callable) -> None:
         if not self._in_pass:
@@ -270,15 +300,23 @@ class ModuleHooks:
             for group in groups:
                 self._gathering.release(group)
         # The backward of an embedding needs its indices, not its weight.
-        if not torch.is_grad_enabled() or isinstance(module, nn.Embedding):
+        if not torch.is_grad_enabled() or type(module).forward is nn.Embedding.forward:
             return
         passed_through = {id(tensor) for tensor in tensors_with_grad((args, kwargs))}
-        for tensor in tensors_with_grad(output):
+        # A cache of all blocks goes through each of them.
+        objects = {id(value) for value in (*args, *kwargs.values())}
+        is_hooked = False
+        for tensor in tensors_with_grad(output, in_objects=True, known=objects):
             if tensor.grad_fn is not None and id(tensor) not in passed_through:
                 # The hook is on the node, not on the tensor. The tensor is also the next module's
                 # input, and hooks of tensors run first. So the next module's groups are released
                 # before these are unsharded.
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
+                is_hooked = True
+        if not is_hooked and (passed_through or any(group.trainable for group in groups)):
+            # The result is somewhere else: kept on the module, or written into an argument.
+            for group in groups:
+                self._reads.hold(group)
 
     # -- backward
 
@@ -315,6 +353,8 @@ class ModuleHooks:
         if not self._has_gradients:
             self._has_gradients = True
             self._micro_batches.gradients_begin()
+        if group in self._hooked and group.state is not State.UNSHARDED:
+            raise UsageError(_hidden_result(group, index))
         self._missing.has_gradient(group, index)
         if self._reductions.collect(group, index):
             if not group.shared:
