@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -170,6 +170,12 @@ class ZeroEngine(Accumulation, nn.Module):
         if earlier is not None:
             earlier.destroy()
         _engine_of[model] = weakref.ref(self)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise UsageError(
+            "an engine cannot be copied: copy.deepcopy(engine.module), called on all ranks, gives "
+            "an ordinary model with all weights"
+        )
 
     # -- training
 

@@ -72,6 +72,26 @@ def _gradient_ready(
         found.gradient_ready(found.groups[number], index)
 
 
+class _Hook:
+    """A hook on the engine's model. A deep copy of the model is an ordinary model, whose hook does
+    nothing.
+    """
+
+    def __init__(self, hook: Callable[..., Any]):
+        # torch.compile must not trace it: a module may be compiled with its hooks
+        # (`nn.Module.compile`).
+        self._hook = torch.compiler.disable(hook)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable[..., None]:
+        return _do_nothing
+
+
+def _do_nothing(*args: object, **kwargs: object) -> None: ...
+
+
 class ModuleHooks:
     """Installs and serves the hooks of one engine's model.
 
@@ -132,13 +152,8 @@ class ModuleHooks:
     def install(self) -> None:
         """Put the hooks on the model; after `remove`, put them on again."""
 
-        # torch.compile must not trace them: a module may be compiled with its hooks
-        # (`nn.Module.compile`).
-        def opaque(hook: Callable) -> Any:
-            return torch.compiler.disable(hook)
-
         self.forward_hooks.append(
-            self.module.register_forward_pre_hook(opaque(self._root_pre_forward))
+            self.module.register_forward_pre_hook(_Hook(self._root_pre_forward))
         )
         per_module: dict[nn.Module, list[ParamGroup]] = {}
         for group in self.groups:
@@ -146,15 +161,15 @@ class ModuleHooks:
                 per_module.setdefault(module, []).append(group)
         for module, groups in per_module.items():
             before, after = (
-                opaque(partial(self._pre_forward, groups)),
-                opaque(partial(self._post_forward, groups)),
+                _Hook(partial(self._pre_forward, groups)),
+                _Hook(partial(self._post_forward, groups)),
             )
             self.forward_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self.forward_hooks.append(module.register_forward_hook(after, with_kwargs=True))
         # Registered last, so that it runs after the hooks of groups that the root module itself
         # owns.
         self.forward_hooks.append(
-            self.module.register_forward_hook(opaque(self._root_post_forward), always_call=True)
+            self.module.register_forward_hook(_Hook(self._root_post_forward), always_call=True)
         )
         for number, group in enumerate(self.groups):
             if group.trainable:
@@ -162,7 +177,7 @@ class ModuleHooks:
                     hook = partial(_gradient_ready, weakref.ref(self), number, i)
                     self.backward_hooks.append(param.register_post_accumulate_grad_hook(hook))
             if not group.persistent:
-                group.watch_reads(opaque(partial(self._read_outside, group)))
+                group.watch_reads(_Hook(partial(self._read_outside, group)))
 
     def remove(self) -> None:
         """Take all hooks off the model."""

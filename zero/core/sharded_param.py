@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -85,56 +85,47 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     return _nan_scalars[key].expand(shape)
 
 
-_PROPERTIES_WITH_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-_METHODS_WITHOUT_VALUES = {
-    *(
-        "dim",
-        "element_size",
-        "get_device",
-        "is_complex",
-        "is_floating_point",
-        "is_signed",
-        "ndimension",
-        "nelement",
-    ),
-    *(
-        "numel",
-        "size",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "requires_grad_",
-        "retain_grad",
-    ),
-    *(
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "__len__",
-        "__repr__",
-        "__format__",
-    ),
-    *(
-        "empty_like",
-        "full_like",
-        "ones_like",
-        "rand_like",
-        "randn_like",
-        "zeros_like",
-        "__reduce_ex__",
-    ),
-}
+_WITHOUT_VALUES = frozenset(
+    "dim element_size get_device is_complex is_contiguous is_floating_point is_pinned is_set_to "
+    "is_shared is_signed ndimension nelement numel size storage_offset stride data_ptr "
+    "register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad "
+    "new_empty new_empty_strided new_full new_ones new_tensor new_zeros "
+    "empty_like full_like ones_like rand_like randint_like randn_like zeros_like "
+    "_has_compatible_shallow_copy_type _is_alias_of _is_view is_inference is_same_size "
+    "__len__ __repr__ __format__".split()
+)
+# Their result is a view, or a copy on another device or in another dtype: it has no values either.
+_VIEWS = frozenset(
+    "as_strided chunk cpu bfloat16 cuda detach double expand expand_as flatten float half movedim "
+    "narrow permute reshape select split squeeze storage swapaxes t to transpose type type_as "
+    "unbind unflatten unsqueeze untyped_storage view view_as __getitem__".split()
+)
+_VIEW_PROPERTIES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+def _name(func: Callable) -> str:
+    """The name of a function or property, as `__torch_function__` gets it."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "")
+    return name
+
+
+def _is_property(func: Callable) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
 
 
 def needs_values(func: Callable) -> bool:
     """Whether `func`, as `__torch_function__` gets it, reads its arguments' values, not only their
     shape and dtype.
     """
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") in _PROPERTIES_WITH_VALUES
-    return name not in _METHODS_WITHOUT_VALUES and name not in ("__set__", "__delete__")
+    if _is_property(func):
+        return func.__name__ == "__get__" and _name(func) in _VIEW_PROPERTIES
+    return _name(func) not in _WITHOUT_VALUES
+
+
+def _gives_view(func: Callable) -> bool:
+    return _name(func) in (_VIEW_PROPERTIES if _is_property(func) else _VIEWS)
 
 
 _WRITING_OPERATORS = {"__setitem__"} | {
@@ -154,40 +145,58 @@ def written_by(func: Callable, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((target, out)) if isinstance(leaf, torch.Tensor)]
 
 
-class PlaceholderView(torch.Tensor):
-    """A view of a placeholder, such as `param.data` of a sharded parameter.
+def _refuse_access(func: Callable, args: tuple, kwargs: dict) -> NoReturn:
+    """Raise UsageError: `func` reads or writes values that are not there."""
+    written = written_by(func, args, kwargs)
+    writes = any(isinstance(leaf, (PlaceholderView, ShardedParameter)) for leaf in written)
+    names = (
+        leaf.param_name
+        for leaf in tree_leaves((args, kwargs))
+        if isinstance(leaf, (PlaceholderView, ShardedParameter))
+    )
+    name = next(names, "")
+    act, context = ("write to", ", modifier_rank=0") if writes else ("read", "")
+    raise UsageError(
+        f"{_name(func)} would {act} the values of parameter {name!r}, which is sharded over the "
+        f"ranks here: {'write' if writes else 'read'} them inside of "
+        f"`with zero.GatheredParameters(param{context}):`, which all ranks enter"
+    )
 
-    It may be read, but not written.
-    """
+
+class PlaceholderView(torch.Tensor):
+    """A view of a placeholder, such as `param.data` or `param.detach()` of a sharded parameter.
+
+    It has the shape, dtype and device, and no values: to read or write them is an error that names
+    the parameter. Views and copies of it are such views, too.
+
+    Attributes: param_name: of the parameter."""
+
+    param_name: str
 
     @classmethod
     def __torch_function__(
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if any(
-            isinstance(each, (PlaceholderView, ShardedParameter))
-            for each in written_by(func, args, kwargs)
-        ):
-            raise UsageError(
-                f"{func.__name__} would write to a sharded parameter, which shows NaN here: write "
-                "inside of "
-                "`zero.GatheredParameters(param, modifier_rank=0)`"
-            )
+        views = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, (PlaceholderView, ShardedParameter))
+        ]
+        if not views or (needs_values(func) and not _gives_view(func)):
+            _refuse_access(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            # A copy or a pickle must be an ordinary tensor.
-            plain: Any = tree_map_only(
-                cls, lambda view: view.as_subclass(torch.Tensor), (args, kwargs)
-            )
-            return tree_map_only(torch.Tensor, _refuse_writes, func(*plain[0], **plain[1]))
+            result = func(*args, **kwargs)
+        if not _gives_view(func):
+            return result
 
+        def as_view(tensor: torch.Tensor) -> torch.Tensor:
+            view = tensor.detach().as_subclass(PlaceholderView)
+            view.param_name = views[0].param_name
+            return view
 
-def _refuse_writes(tensor: torch.Tensor) -> torch.Tensor:
-    shared = type(tensor) is torch.Tensor and any(
-        torch._C._is_alias_of(tensor, nan)  # pyright: ignore[reportAttributeAccessIssue]
-        for nan in _nan_scalars.values()
-    )
-    return tensor.as_subclass(PlaceholderView) if shared else tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return tree_map_only(torch.Tensor, as_view, result)
 
 
 class ShardedParameter(nn.Parameter):
@@ -201,20 +210,40 @@ class ShardedParameter(nn.Parameter):
         cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if needs_values(func):
-            sharded = [
-                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)
-            ]
-            for param in sharded:
-                group = owning_group(param)
-                # Another parameter of the same group may have come first.
-                if group is not None and isinstance(param, ShardedParameter):
-                    group.before_read(param, func)
-            if not any(isinstance(param, ShardedParameter) for param in sharded):
+        if _name(func) == "data" and func.__name__ == "__set__":
+            return args[0]._set_data(args[1])
+        if not needs_values(func):
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-            return PlaceholderView.__torch_function__(func, types, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        sharded = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter)
+        ]
+        for param in sharded:
+            group = owning_group(param)
+            # Another parameter of the same group may have come first.
+            if group is not None and isinstance(param, ShardedParameter):
+                group.before_read(param, func)
+        if not any(isinstance(param, ShardedParameter) for param in sharded):
             return func(*args, **kwargs)
+        return PlaceholderView.__torch_function__(func, types, args, kwargs)
+
+    @property
+    def param_name(self) -> str:
+        group = owning_group(self)
+        return "" if group is None else group.param_names[group.index[self]]
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        """`param.data = value`. `module.to(device)` assigns what `param.to` has given, which
+        changes nothing.
+        """
+        if isinstance(value, PlaceholderView) and value.dtype == self.dtype:
+            return
+        raise UsageError(
+            f"parameter {self.param_name!r} is sharded over the ranks here, so that `param.data` "
+            "cannot be replaced, nor its dtype changed: copy values into it inside of "
+            "`with zero.GatheredParameters(param, modifier_rank=0):`, which all ranks enter, and "
+            "change dtypes before zero.initialize"
+        )
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         """An ordinary parameter with the values.

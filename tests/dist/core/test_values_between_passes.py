@@ -1,0 +1,156 @@
+"""Values of sharded parameters between two passes: read by GatheredParameters, else an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zero
+from tests.dist.toys import toy, toy_batches
+from tests.dist.training import ds_config, loss_of, start, step, weights_of
+from tests.processes import run_on
+from zero.errors import UsageError
+
+CONFIG = ds_config(stage3_param_persistence_threshold=30)
+
+
+def engine_after_a_step() -> zero.ZeroEngine:
+    engine, _ = start(toy(), CONFIG)
+    step(engine, toy_batches(1))
+    return engine
+
+
+def reads(rank: int, world_size: int) -> None:
+    model = engine_after_a_step().module
+    weight, state = model.head.weight, model.state_dict()
+    file = io.BytesIO()
+    for read in (
+        lambda: {name: param.clone() for name, param in model.named_parameters()},
+        lambda: [param.detach().clone() for param in model.parameters()],
+        lambda: [param.norm() for param in model.parameters()],
+        lambda: [param.data.float().norm() for param in model.parameters()],
+        lambda: torch.save(state, file),
+        lambda: {name: value.cpu().contiguous() for name, value in state.items()},
+        lambda: copy.deepcopy(state),
+        lambda: weight.tolist(),
+        lambda: weight[0, 0].item(),
+        lambda: weight.detach().cpu().numpy(),
+        lambda: float(weight.data[0, 0]),
+        lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+        lambda: torch.equal(weight, weight),
+        lambda: torch.ones(1) * weight.sum(),
+    ):
+        with pytest.raises(UsageError, match=r"would read the values of parameter '.*Gathered"):
+            read()
+    for write in (
+        lambda: setattr(weight, "data", torch.zeros_like(weight)),
+        lambda: model.half(),
+    ):
+        with pytest.raises(UsageError, match=r"parameter '.*modifier_rank=0"):
+            write()
+
+
+def test_reading_is_an_error_that_names_parameter_and_remedy():
+    run_on(2, reads)
+
+
+def looks(rank: int, world_size: int) -> None:
+    """What libraries do in passing: shapes, dtypes, devices, keys, moves that change nothing."""
+    engine = engine_after_a_step()
+    model, plain = engine.module, toy()
+    for (name, value), expected in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
+        assert value.shape == expected.shape and value.dtype == expected.dtype, name
+        assert value.device == expected.device and value.nbytes == expected.nbytes, name
+        assert value.view(-1).shape == expected.view(-1).shape, name
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.data.shape == param.detach().t().t().shape == expected.shape
+        assert param.numel() == expected.numel() and param.element_size() == 4
+        assert param.is_leaf and param.requires_grad and param.data_ptr() is not None
+        assert isinstance(repr(param), str) and torch.zeros_like(param).shape == expected.shape
+    assert model.to("cpu") is model and model.float() is model
+    model.to(torch.float32)
+    step(engine, toy_batches(1))
+
+
+def test_shapes_and_moves_go_on_working():
+    run_on(2, looks)
+
+
+def copies(rank: int, world_size: int) -> None:
+    engine = engine_after_a_step()
+    model = engine.module
+    with zero.GatheredParameters(model.parameters()):
+        values = weights_of(model)
+    copied = copy.deepcopy(model)
+    assert all(torch.equal(value, values[name]) for name, value in weights_of(copied).items())
+    # An ordinary model: it runs alone, trains, and leaves the engine alone.
+    (batch,) = toy_batches(1)
+    calls = engine.comm.calls["all_gather"]
+    loss_of(copied(**batch)).backward()
+    assert all(type(param) is nn.Parameter for param in copied.parameters())
+    assert all(param.grad is not None for param in copied.parameters())
+    assert engine.comm.calls["all_gather"] == calls
+    with pytest.raises(UsageError, match=r"copy.deepcopy\(engine.module\)"):
+        copy.deepcopy(engine)
+    step(engine, toy_batches(1))
+
+
+def test_a_copy_of_the_model_is_an_ordinary_model():
+    run_on(2, copies)
+
+
+def averages(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    engine = engine_after_a_step()
+    model = engine.module
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    with pytest.raises(UsageError, match="GatheredParameters"):
+        averaged.update_parameters(model)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        with zero.GatheredParameters(model.parameters()):
+            averaged.update_parameters(model)
+        step(engine, toy_batches(1))
+    return weights_of(averaged.module)
+
+
+def test_an_averaged_model_is_that_of_plain_torch():
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    (batch,) = toy_batches(1)
+
+    def train() -> None:
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        averaged.update_parameters(model)
+        train()
+    for found in run_on(2, averages):
+        for name, value in weights_of(averaged.module).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def early(rank: int, world_size: int) -> None:
+    """Before there is an engine, and after it is gone."""
+    with zero.Init():
+        model = nn.Linear(40, 40)
+    with pytest.raises(UsageError, match="would read the values of parameter 'weight'"):
+        model.weight.norm()
+    engine, _ = start(model, ds_config(stage3_param_persistence_threshold=0))
+    engine.destroy()
+    with pytest.raises(UsageError, match="would read the values of parameter 'weight'"):
+        model.weight.norm()
+
+
+def test_reads_before_and_after_an_engine():
+    run_on(2, early)
