@@ -20,6 +20,7 @@ from zero.comm.consistency import flat, hyper_parameters, require_same, versions
 from zero.comm.quantized import CompressedCommunicator, machine_size
 from zero.comm.world import ranks_of_machine
 from zero.config import Config, OffloadOptimizerConfig, ZeroConfig
+from zero.core.aliases import refuse_aliases
 from zero.core.gathering import Gathering
 from zero.core.layout import GroupPlan, plan_groups
 from zero.core.micro_batches import MicroBatches
@@ -90,6 +91,7 @@ def make_groups(
             f"parameter {empty!r} is on the meta device and has no values: load them, or use "
             "zero.Init"
         )
+    refuse_aliases(model)
     zero = settings.zero_optimization
     dtype = settings.compute_dtype if settings.fp16.enabled or settings.bf16.enabled else None
     doubles = [

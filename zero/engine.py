@@ -34,9 +34,12 @@ from zero.errors import UsageError
 from zero.offload.tiers import Tier
 from zero.optim.loss_scaler import LossScaler
 from zero.optim.placement import WEIGHTS, states_named
-from zero.optim.sharded_optimizer import ZeroOptimizer, param_group_of
+from zero.optim.sharded_optimizer import NonFiniteGradientError, ZeroOptimizer, param_group_of
 
 logger = logging.getLogger("zero")
+
+# Steps in a row that may be skipped without fp16.
+SKIPS_ALLOWED = 3
 
 _engine_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ZeroEngine]] = (
     weakref.WeakKeyDictionary()
@@ -102,6 +105,7 @@ class ZeroEngine(Accumulation, nn.Module):
         self.global_steps = self.skipped_steps = 0
         self.throughput = Throughput(settings.train_batch_size)
         self._step_applied = self.is_compiled = False
+        self._skips_in_a_row = 0
         self.residency = Residency()
 
         build.require_agreement(self.comm, settings, model, optimizer)
@@ -264,9 +268,12 @@ class ZeroEngine(Accumulation, nn.Module):
         if self._step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+            self._skips_in_a_row = 0
         else:
             self.skipped_steps += 1
+            self._skips_in_a_row += 1
             self._log_skip()
+            self._end_if_stuck()
 
     def _refuse_use(self, before: str) -> None:
         """Raise UsageError if unsharded values are in use: they cannot be updated or moved then."""
@@ -282,6 +289,17 @@ class ZeroEngine(Accumulation, nn.Module):
         if self.scaler is not None and self.comm.job.rank == 0:
             logger.info(
                 "overflow: step %d skipped, loss scale now %g", self.global_steps, self.scaler.scale
+            )
+
+    def _end_if_stuck(self) -> None:
+        """Raise NonFiniteGradientError when nothing is learned any more. In fp16 the loss scale may
+        still fall.
+        """
+        if self.scaler is None and self._skips_in_a_row >= SKIPS_ALLOWED:
+            raise NonFiniteGradientError(
+                f"the gradients of {SKIPS_ALLOWED} steps in a row were not finite, so that nothing "
+                "is learned: look for non-finite inputs, a learning rate that is too high, or a "
+                "weight that became infinite (the warnings above name the first parameter)"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

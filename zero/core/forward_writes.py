@@ -5,6 +5,8 @@ follows its inputs writes to a parameter while the parameter is unsharded. Witho
 values would go when the group is resharded, or at the next step, where the optimizer has fp32
 values of its own.
 
+A parameter that is always unsharded may also get new `data` between two passes.
+
 Each rank writes its slice of the new values back, and a digest of all that was written goes into
 the comparison of ranks at the step, because ranks that write different values have different
 weights. This file knows nothing of modules or of the optimizer."""
@@ -51,6 +53,10 @@ class ForwardWrites:
         self.digest = 0
 
     def begin_pass(self) -> None:
+        for group in self._always_shown:
+            # States may be elsewhere, between `offload_states` and `reload_states`.
+            if group.full.device == group.comm.device and (taken := group.take_in_replaced_data()):
+                self._keep(group, taken)
         if self._is_first:
             for group in self._persistent():
                 self.shown(group)
@@ -97,7 +103,7 @@ class ForwardWrites:
         for i in written:
             if group.param_names[i] not in self.names:
                 self.names[group.param_names[i]] = None
-                logger.info("a forward writes to %r: the new values are kept", group.param_names[i])
+                logger.info("%r was written to: its new values are kept", group.param_names[i])
         if group.comm.model is not None:
             raise UsageError(
                 f"the forward changes {group.param_names[written[0]]!r}, which cannot be kept with "

@@ -122,13 +122,18 @@ class GatheredParameters:
         )
 
     def __exit__(self, exc_type: type | None, *exc_info: object) -> None:
-        if self.modifier_rank is not None and exc_type is None:
-            for group in self.asked:
-                group.broadcast_values(self.modifier_rank)
-        changed = [param for param, version in self._versions.items() if param._version != version]
-        self._unsharded.__exit__(None, None, None)
-        for group, indices in self._single.items():
-            group.free_single(indices)
+        try:
+            if self.modifier_rank is not None and exc_type is None:
+                for group in self.asked:
+                    group.take_in_replaced_data()
+                    group.broadcast_values(self.modifier_rank)
+        finally:
+            changed = [
+                param for param, version in self._versions.items() if param._version != version
+            ]
+            self._unsharded.__exit__(None, None, None)
+            for group, indices in self._single.items():
+                group.free_single(indices)
         if changed and self.modifier_rank is None and exc_type is None:
             message = (
                 f"GatheredParameters: in-place modification of {len(changed)} sharded "

@@ -132,7 +132,9 @@ class ModuleHooks:
         self._is_first = True
         self._unfrozen: set[ParamGroup] = set()
         self._backward_is_open = self._has_gradients = False
-        # Groups that are unsharded while their gradients are computed, unless a result is hidden.
+        # Groups that are unsharded while their gradients are computed, if their modules are called
+        # and return all results. A script may also use their weights in other ways.
+        self._called: set[ParamGroup] = set()
         self._hooked = {
             group
             for group in self.groups
@@ -263,6 +265,7 @@ class ModuleHooks:
         for handle in self._input_hooks:
             handle.remove()
         self._input_hooks.clear()
+        self._called.clear()
         self._reads.release()
         self._missing.clear()
 
@@ -328,6 +331,7 @@ class ModuleHooks:
                 # before these are unsharded.
                 tensor.grad_fn.register_prehook(partial(self._pre_backward, groups))
                 is_hooked = True
+        self._called.update(self._hooked.intersection(groups))
         if not is_hooked and (passed_through or any(group.trainable for group in groups)):
             # The result is somewhere else: kept on the module, or written into an argument.
             for group in groups:
@@ -368,7 +372,7 @@ class ModuleHooks:
         if not self._has_gradients:
             self._has_gradients = True
             self._micro_batches.gradients_begin()
-        if group in self._hooked and group.state is not State.UNSHARDED:
+        if group in self._called and group.state is not State.UNSHARDED:
             raise UsageError(_hidden_result(group, index))
         self._missing.has_gradient(group, index)
         if self._reductions.collect(group, index):

@@ -300,6 +300,27 @@ class ParamGroup:
         """Views of `full`, one for each parameter."""
         return self._views
 
+    @torch.no_grad()
+    def take_in_replaced_data(self) -> list[int]:
+        """The parameters, by index, whose `param.data` a script has replaced since they were shown.
+
+        The new values are copied to `full`, and the parameters are views of it again. Raises
+        UsageError if they have another shape."""
+        replaced = []
+        for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            values = local(param).detach()
+            if owning_group(param) is not self or values.data_ptr() == view.data_ptr():
+                continue
+            show(param, view)
+            if values.shape != view.shape:
+                raise UsageError(
+                    f"parameter {self.param_names[i]!r} had shape {tuple(view.shape)} and has got "
+                    f"data of shape {tuple(values.shape)}: change shapes before zero.initialize"
+                )
+            view.copy_(values)
+            replaced.append(i)
+        return replaced
+
     def written_params(self) -> list[int]:
         """The parameters, by index, that were changed in place since they were shown."""
         return [

@@ -154,3 +154,32 @@ def early(rank: int, world_size: int) -> None:
 
 def test_reads_before_and_after_an_engine():
     run_on(2, early)
+
+
+def replaces(rank: int, world_size: int) -> None:
+    """`param.data = tensor`, as PEFT's initializations do it, inside of the context and, where the
+    parameter is always unsharded, anywhere between two passes.
+    """
+    for stage in (1, 3):
+        model = toy()
+        engine, _ = start(model, CONFIG | {"zero_optimization": {"stage": stage}})
+        step(engine, toy_batches(1))
+        weight, new = model.head.weight, torch.full_like(model.head.weight, 0.5)
+        with zero.GatheredParameters(weight, modifier_rank=0):
+            weight.data = new if rank == 0 else torch.zeros_like(new)
+        assert torch.equal(zero.fragments.safe_get_full_fp32_param(weight), new)
+        if stage == 1:
+            weight.data = new / 2
+            with torch.no_grad():
+                engine(**toy_batches(1)[0])
+            assert torch.equal(zero.fragments.safe_get_full_fp32_param(weight), new / 2)
+            step(engine, toy_batches(1))
+            assert not torch.equal(weight, new / 2), "it is trained"
+        refused = pytest.raises(UsageError, match="'head.weight' had shape")
+        with refused, zero.GatheredParameters(weight, modifier_rank=0):
+            weight.data = torch.zeros(3)
+        step(engine, toy_batches(1))
+
+
+def test_replaced_data_are_taken_over():
+    run_on(2, replaces)

@@ -139,6 +139,12 @@ def test_without_loss_scaling_the_step_is_skipped_on_every_rank():
         assert found["scales"] == [1.0] * 3 and found["skipped"] == 1
 
 
+def test_without_loss_scaling_three_skipped_steps_in_a_row_end_the_run():
+    for found in played(2, "x.xx.xxx", {}):
+        assert found["overflow"] == [True, False, True, True, False, True, True, True]
+        assert "3 steps in a row" in found["error"]
+
+
 def step_regardless(rank: int, world_size: int) -> tuple[int, bool]:
     model = toy()
     engine, _ = start(model, ds_config(bf16={"enabled": True, "check_grad_overflow": False}))

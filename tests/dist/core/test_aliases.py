@@ -1,0 +1,102 @@
+"""Tensors that share memory with a parameter: refused by name, tied parameters aside."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.dist.training import ds_config
+from tests.processes import run_on
+from zero.errors import UsageError
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4, bias=False)
+        self.two = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x)).square().mean()
+
+
+def same_memory(model: Pair) -> None:
+    model.two.weight = nn.Parameter(model.one.weight.data)
+
+
+def transposed(model: Pair) -> None:
+    model.two.weight = nn.Parameter(model.one.weight.data.t())
+
+
+def part(model: Pair) -> None:
+    model.two.weight = nn.Parameter(model.one.weight.data[:2])
+
+
+def buffer(model: Pair) -> None:
+    model.register_buffer("rows", model.one.weight.data[1:3])
+
+
+def cached(model: Pair) -> None:
+    model.kept = {"views": [model.one.weight.t()]}
+
+
+def frozen_twins(model: Pair) -> None:
+    same_memory(model)
+    model.requires_grad_(False)
+    model.three = nn.Linear(4, 4)
+
+
+def tied(model: Pair) -> None:
+    model.two.weight = model.one.weight
+
+
+def one_allocation(model: Pair) -> None:
+    """As safetensors and recurrent layers do: disjoint parts of one storage."""
+    whole = torch.randn(8, 4)
+    model.one.weight = nn.Parameter(whole[:4])
+    model.two.weight = nn.Parameter(whole[4:])
+
+
+def listed(model: Pair) -> None:
+    model.all = [model.one.weight, model.two.weight]
+
+
+REFUSED = {
+    same_memory: "parameter 'two.weight' shares the memory of parameter 'one.weight'.*same object",
+    transposed: "parameter 'two.weight' shares the memory of parameter 'one.weight'",
+    part: "parameter '(two|one).weight' shares the memory of parameter '(one|two).weight'",
+    buffer: "buffer 'rows' shares the memory of parameter 'one.weight'.*clone",
+    cached: "tensor 'kept' shares the memory of parameter 'one.weight'.*in forward",
+}
+
+
+def is_refused(rank: int, world_size: int, stage: int) -> None:
+    for alias, says in REFUSED.items():
+        model = Pair()
+        alias(model)
+        with pytest.raises(UsageError, match=says):
+            engine_of(model, stage)
+
+
+def engine_of(model: nn.Module, stage: int) -> zero.ZeroEngine:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    return zero.initialize(model=model, optimizer=optimizer, config=ds_config(stage=stage))[0]
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2)])
+def test_shared_memory_is_refused(stage, world_size):
+    run_on(world_size, is_refused, stage)
+
+
+def is_accepted(rank: int, world_size: int) -> None:
+    for alias in (frozen_twins, tied, one_allocation, listed):
+        model = Pair()
+        alias(model)
+        engine_of(model, 3)
+
+
+def test_what_cannot_come_apart_is_accepted():
+    run_on(2, is_accepted)

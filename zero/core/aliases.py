@@ -1,0 +1,89 @@
+"""Parameters that share memory with other tensors of the model, which the engine would separate.
+
+The engine moves the values of each parameter to memory of its own. A tied parameter is one object
+under several names and stays one. Two parameters over the same memory, or a cached view of a
+parameter, would silently have different values from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from zero.core.sharded_param import owning_group
+from zero.errors import UsageError
+
+
+class _Span(NamedTuple):
+    """The bytes of memory between the first and the last element of a tensor."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    kind: str
+    tensor: torch.Tensor
+
+
+def refuse_aliases(model: nn.Module) -> None:
+    """Raise UsageError if a trainable parameter shares memory with another parameter, with a
+    buffer, or with a tensor kept on a module.
+
+    Frozen parameters may: their values stay equal."""
+    last: _Span | None = None
+    for span in sorted(_spans(model), key=lambda span: span[:3]):
+        if last is not None and span.device == last.device and span.start < last.end:
+            trained = [each for each in (last, span) if _is_trained(each)]
+            if trained:
+                _refuse(trained[0], span if trained[0] is last else last)
+        if last is None or span.device != last.device or span.end > last.end:
+            last = span
+
+
+def _is_trained(span: _Span) -> bool:
+    return span.kind == "parameter" and span.tensor.requires_grad
+
+
+def _refuse(param: _Span, other: _Span) -> None:
+    remedy = (
+        "make them one parameter (assign the same object to both modules), or give one of them "
+        "memory of its own with clone()"
+        if other.kind == "parameter"
+        else "compute it in forward, or give it memory of its own with clone()"
+    )
+    raise UsageError(
+        f"{other.kind} {other.name!r} shares the memory of parameter {param.name!r}, whose values "
+        f"the engine is about to move, so that the two would come apart: {remedy}"
+    )
+
+
+def _spans(model: nn.Module) -> Iterator[_Span]:
+    params = {id(param) for param in model.parameters()}
+    for name, param in model.named_parameters():
+        yield from _span(name, "parameter", param)
+    for name, buffer in model.named_buffers():
+        yield from _span(name, "buffer", buffer)
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and id(tensor) not in params:
+                    yield from _span(f"{prefix}.{name}".lstrip("."), "tensor", tensor)
+
+
+def _span(name: str, kind: str, tensor: torch.Tensor) -> Iterator[_Span]:
+    is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    if not is_plain or tensor.is_meta or not tensor.numel() or owning_group(tensor) is not None:
+        return
+    start = tensor.data_ptr()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    yield _Span(
+        str(tensor.device), start, start + (last + 1) * tensor.element_size(), name, kind, tensor
+    )
