@@ -22,6 +22,7 @@ from zero.comm.communicator import Communicator, communicator
 from zero.config import Config
 from zero.config.table import announce
 from zero.core.activation_offload import HostActivations
+from zero.core.forward_writes import ForwardWrites
 from zero.core.gathering import Gathering
 from zero.core.hooks import ModuleHooks
 from zero.core.layout import called_blocks
@@ -123,8 +124,9 @@ class ZeroEngine(Accumulation, nn.Module):
         self.reducer = build.make_reducer(settings, training_comm, placement, self.micro_batches)
         show_copies_in_state_dicts(model)
         reductions = ReductionOrder(self.groups, self.reducer, self.comm)
+        writes = ForwardWrites(self.groups)
         gathering = Gathering(
-            self.groups, self.schedule, training_comm, self.residency, reductions.before_use
+            self.groups, self.schedule, training_comm, self.residency, reductions.before_use, writes
         )
         self._sliced = build.slice_experts(self.groups, self.schedule, gathering)
         self.hooks = ModuleHooks(
@@ -153,7 +155,7 @@ class ZeroEngine(Accumulation, nn.Module):
                 schedule=self.schedule,
                 steps=lambda: self.global_steps,
             )
-            self.optimizer.writes = gathering.writes
+            self.optimizer.writes = writes
         self.lr_scheduler = build.make_scheduler(lr_scheduler, optimizer)
         if settings.compile.enabled:
             self.compile(settings.compile.backend, settings.compile.kwargs)

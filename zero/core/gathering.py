@@ -20,9 +20,8 @@ class Gathering:
 
     Args: groups: all of the model, by position in the schedule; comm: gathers their values, and may
     quantize them; residency: counts what is gathered; before_use: called when a group is about to
-    be used, before any all-gather that this starts. Persistent groups are left alone.
-
-    Attributes: writes: keeps values that a forward writes to the weights."""
+    be used, before any all-gather that this starts; writes: keeps what a forward writes to the
+    weights. Persistent groups are left alone."""
 
     def __init__(
         self,
@@ -31,6 +30,7 @@ class Gathering:
         comm: Communicator,
         residency: Residency,
         before_use: Callable[[], None],
+        writes: ForwardWrites | None = None,
     ):
         self._groups = list(groups)
         self._schedule = schedule
@@ -39,7 +39,7 @@ class Gathering:
         self._position = {group: i for i, group in enumerate(self._groups)}
         self._uses: Counter[ParamGroup] = Counter()
         self._before_use = before_use
-        self.writes = ForwardWrites(groups)
+        self._writes = writes
 
     def begin_pass(self, kind: Hashable, wraps: bool) -> None:
         """A pass of `kind` begins;
@@ -47,7 +47,8 @@ class Gathering:
         `wraps`: parameters do not change before the next one of this kind.
         """
         self._schedule.begin(kind, wraps)
-        self.writes.begin_pass()
+        if self._writes is not None:
+            self._writes.begin_pass()
 
     @property
     def in_pass(self) -> bool:
@@ -62,7 +63,8 @@ class Gathering:
         for group in self._groups:
             if group.state is State.GATHERING:
                 group.reshard()
-        self.writes.end_pass(has_trained)
+        if self._writes is not None:
+            self._writes.end_pass(has_trained)
 
     def unshard(self, group: ParamGroup) -> None:
         """The group is used from now on: its parameters show their values.
@@ -80,7 +82,8 @@ class Gathering:
             group.all_gather(self._comm)
         self._prefetch()
         group.unshard()
-        self.writes.shown(group)
+        if self._writes is not None:
+            self._writes.shown(group)
         self._uses[group] += 1
 
     def release(self, group: ParamGroup) -> None:
@@ -91,8 +94,8 @@ class Gathering:
         if group.persistent:
             return
         self._uses[group] -= 1
-        if group.users == 1:
-            self.writes.end_use(group)
+        if group.users == 1 and self._writes is not None:
+            self._writes.end_use(group)
         if group.release() and not self._schedule.keep(self._position[group], self._residency.live):
             group.reshard()
 
