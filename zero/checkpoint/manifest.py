@@ -6,6 +6,7 @@ Its types are checked before anything else reads it.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -68,7 +69,7 @@ class Value(_Part):
     """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group,
     or None.
 
-    `cut`: it is stored in parts; see `zero.checkpoint.cuts`.
+    `cut`: (dimension, blocks, parts) if it is stored in parts; see `zero.checkpoint.files`.
     """
 
     shape: list[Count]
@@ -76,6 +77,10 @@ class Value(_Part):
     trainable: bool = False
     group: Count | None = None
     cut: list[Count] | None = Field(default=None, min_length=3, max_length=3)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class StateKey(_Part):
@@ -123,13 +128,9 @@ class Manifest(_Part):
     tensors: dict[str, StoredTensor]
 
     @model_validator(mode="after")
-    def _every_rank_has_random_states(self) -> Manifest:
+    def _is_complete(self) -> Manifest:
         if len(self.random_states) != self.world_size:
             raise ValueError(f"{len(self.random_states)} random states of {self.world_size} ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _slices_fill_their_tensors(self) -> Manifest:
         for key, tensor in self.tensors.items():
             tensor.slices.sort()
             size, position = dtype_of(tensor.dtype).itemsize, 0
@@ -138,13 +139,9 @@ class Manifest(_Part):
                     raise ValueError(
                         f"{key}: elements {position} to {each.start} are nowhere, or there twice"
                     )
-                if (
-                    each.file not in self.files
-                    or each.position + each.numel * size > self.files[each.file].bytes
-                ):
+                file, end = self.files.get(each.file), each.position + each.numel * size
+                if file is None or end > file.bytes or each.position % size:
                     raise ValueError(f"{key}: {each.file} has no such place")
-                if each.position % size:
-                    raise ValueError(f"{key}: not at a multiple of the size of its elements")
                 position = each.end
             if position != tensor.numel:
                 raise ValueError(f"{key}: {position} of {tensor.numel} elements are there")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import torch
@@ -110,7 +111,7 @@ def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor])
     return decode(content)
 
 
-def decode(value: object) -> object:
+def decode(value: object) -> Any:
     """The inverse of `encode`. Raises ValueError for what `encode` never made."""
     try:
         return _decode(value)
@@ -120,7 +121,7 @@ def decode(value: object) -> object:
         ) from error
 
 
-def _decode(value: object) -> object:
+def _decode(value: object) -> Any:
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if not isinstance(value, dict):

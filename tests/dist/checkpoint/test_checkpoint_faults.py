@@ -22,9 +22,9 @@ from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from zero.checkpoint.disk import LOCK
-from zero.checkpoint.files import SliceReader
+from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
-from zero.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from zero.checkpoint.manifest import DamagedCheckpointError
 
 # A process forked from a server that has imported everything starts in a fraction of a second.
 context = multiprocessing.get_context("forkserver")
@@ -256,7 +256,7 @@ def test_every_state_left_by_a_killed_save_loads(tmp_path):
         interrupted += any(folder.glob(".saving-*"))
         if complete:
             newest = locate(folder, None)
-            manifest = read_manifest(newest)
-            SliceReader(newest, manifest).verify()
-            assert manifest.client_state["step"] >= complete
+            reader = open_checkpoint(newest)
+            reader.verify()
+            assert reader.manifest.client_state["step"] >= complete
     assert interrupted >= KILLS // 5, "hardly any kill hit a save: this test proves nothing"

@@ -20,7 +20,7 @@ from tests.unit.checkpoints import flip, load, save
 from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
-from zero.checkpoint.files import SliceReader
+from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
 from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
@@ -261,7 +261,7 @@ def test_a_forged_manifest_is_refused_by_name(forgery, tmp_path):
     folder = save(tmp_path, "global_step1")
     forge(folder, change)
     with pytest.raises(DamagedCheckpointError, match=f"checkpoint.json is damaged: .*{message}"):
-        SliceReader(folder, read_manifest(folder)).verify()
+        open_checkpoint(folder).verify()
 
 
 class Planted:
