@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -100,7 +100,7 @@ class Weights:
                 f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None"
             )
         self.comm = comm
-        self.dtype = DTYPES.get(dtype, dtype)
+        self.dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
         self.plain = {
             name: value.detach()
             for name, value in plain_tensors(model).items()
@@ -226,7 +226,7 @@ def save_16bit_model(
     )
 
 
-def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
+def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, Any] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor
     under each name.
 
@@ -312,7 +312,7 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
         )
         for name, value in state.items()
     }
-    kept = {name: state[name].detach() for name in first.values()}
+    kept: dict[str, Any] = {name: state[name].detach() for name in first.values()}
     joined = (
         (name, value if local(value) is value else value.full_tensor())
         for name, value in kept.items()

@@ -49,7 +49,8 @@ _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "diffe
 
 def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
     """All of `checkpoint.json` that this rank knows of."""
-    optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
+    scheduler: Any = engine.lr_scheduler
+    optimizer, scaler = engine.optimizer, engine.scaler
     description = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -286,8 +287,9 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
         group, tier = optimizer.param_groups[sub_group.group_index], sub_group.shard.tier
         for key, kind in stored.state.items():
             held = [name for name in names if reader.holds(f"optimizer/{key}/{name}")]
-            if any(name in (kind.numbers or ()) for name in names):
-                state[key] = _number(key, kind.numbers, names, group, sub_group.master.device)
+            numbers = kind.numbers or {}
+            if any(name in numbers for name in names):
+                state[key] = _number(key, numbers, names, group, sub_group.master.device)
             elif held:  # else the param group needs none, as one of SGD without momentum
                 dtype, size = reader.dtype(f"optimizer/{key}/{held[0]}"), sub_group.master.numel()
                 if coded and key in KEYS:

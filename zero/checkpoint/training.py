@@ -283,7 +283,7 @@ def load_checkpoint(
             state.restore_group_settings(engine, optimizer, manifest)
             if engine.scaler is not None and manifest.loss_scaler is not None:
                 engine.scaler.load_state_dict(decode(manifest.loss_scaler))
-        scheduler = engine.lr_scheduler if load_lr_scheduler_states else None
+        scheduler: Any = engine.lr_scheduler if load_lr_scheduler_states else None
         if scheduler is not None and manifest.lr_scheduler is not None:
             scheduler.load_state_dict(decode(manifest.lr_scheduler))
         if manifest.world_size == ranks.world_size and not found["has_random_states"]:

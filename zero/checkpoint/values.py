@@ -8,7 +8,7 @@ bit: Python prints the shortest digits that read back as the same number."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -38,11 +38,9 @@ def encode(value: object, place: str) -> object:
         case dict() if all(type(key) is str and key != KIND for key in value):
             return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
         case dict():
-            pairs = [
-                [encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")]
-                for key, item in value.items()
-            ]
-            return {KIND: "dict", "items": pairs}
+            keys = [encode(key, f"a key of {place}") for key in value]
+            items = [encode(item, f"{place}[{key!r}]") for key, item in value.items()]
+            return {KIND: "dict", "items": list(map(list, zip(keys, items, strict=True)))}
         case list() | tuple():
             items = [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {KIND: "tuple", "items": items}
@@ -51,29 +49,21 @@ def encode(value: object, place: str) -> object:
         case bytes():
             return {KIND: "bytes", "data": base64.b64encode(value).decode()}
         case torch.Tensor():
-            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            data = base64.b64encode(flat.tobytes()).decode()
-            return {
-                KIND: "tensor",
-                "dtype": dtype_name(value.dtype),
-                "shape": list(value.shape),
-                "data": data,
-            }
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return _described("tensor", dtype_name(value.dtype), value.shape, data)
         case numpy.generic():
             return encode(value.item(), place)
         case numpy.ndarray() if value.dtype.kind in "biufc":
-            data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
-            return {
-                KIND: "array",
-                "dtype": value.dtype.str,
-                "shape": list(value.shape),
-                "data": data,
-            }
+            return _described("array", value.dtype.str, value.shape, value.tobytes())
     raise UsageError(
         f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, "
-        "strings, lists, dicts, "
-        "tuples, bytes, tensors or arrays"
+        "strings, lists, dicts, tuples, bytes, tensors or arrays"
     )
+
+
+def _described(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> dict:
+    content = {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}
+    return {KIND: kind, **content}
 
 
 def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
@@ -88,13 +78,11 @@ def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
             items = [describe(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": items}
         case dict():
-            pairs = value.items()
-            return {
-                "dict": [
-                    [encode(key, place), describe(each, tensors, f"{place}.{key}")]
-                    for key, each in pairs
-                ]
-            }
+            items = [
+                [encode(key, place), describe(item, tensors, f"{place}.{key}")]
+                for key, item in value.items()
+            ]
+            return {"dict": items}
     return {"value": encode(value, place)}
 
 
@@ -103,12 +91,12 @@ def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor])
     ((kind, content),) = description.items()
     if kind == "tensor":
         return tensor(*content)
-    if kind in ("list", "tuple"):
-        items = [rebuild(item, tensor) for item in content]
-        return items if kind == "list" else tuple(items)
     if kind == "dict":
-        return {decode(key): rebuild(each, tensor) for key, each in content}
-    return decode(content)
+        return {decode(key): rebuild(item, tensor) for key, item in content}
+    if kind == "value":
+        return decode(content)
+    items = [rebuild(item, tensor) for item in content]
+    return items if kind == "list" else tuple(items)
 
 
 def decode(value: object) -> Any:
