@@ -32,15 +32,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from safetensors.torch import _TYPES
 
 from zero.checkpoint import disk
-from zero.checkpoint.manifest import BLOCK, DamagedCheckpointError, File, Manifest, read_manifest
+from zero.checkpoint.manifest import (
+    BLOCK,
+    MANIFEST,
+    SAFETENSORS_NAMES,
+    DamagedCheckpointError,
+    File,
+    Manifest,
+    read_manifest,
+)
 from zero.checkpoint.values import dtype_name, dtype_of
 from zero.core.sharded_param import Cut
 from zero.optim.adam8bit import CodedSlice
@@ -48,7 +56,6 @@ from zero.optim.adam8bit import CodedSlice
 THREADS = 4
 # Bytes after which the file is synced, so that the last sync has little to do.
 _FLUSH = 256 << 20
-_SAFETENSORS = {dtype: name for name, dtype in _TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -129,12 +136,12 @@ def header(tensors: Iterable[TensorSpec]) -> bytes:
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        if tensor.dtype not in _SAFETENSORS:
+        if tensor.dtype not in SAFETENSORS_NAMES:
             raise ValueError(
                 f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored"
             )
         entries[tensor.name] = {
-            "dtype": _SAFETENSORS[tensor.dtype],
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
@@ -290,12 +297,29 @@ class CheckpointReader:
         for name in self.manifest.files:
             self._read_file(name, None, advance)
 
-    def check_sizes(self) -> None:
-        """Raise DamagedCheckpointError unless all files have their sizes: a crash can change
-        nothing else.
+    def check_files(self) -> None:
+        """Raise DamagedCheckpointError unless all files have their sizes, which is all that a crash
+        can change, and hold the tensors of the manifest: each file's header names them, too.
         """
+        stored: dict[str, list[tuple[int, TensorSpec]]] = defaultdict(list)
+        for key, tensor in self.manifest.tensors.items():
+            for each in tensor.slices:
+                shape = torch.Size((each.numel,))
+                spec = TensorSpec(f"{key}@{each.start}", shape, dtype_of(tensor.dtype))
+                stored[each.file].append((each.position, spec))
         for name, entry in self.manifest.files.items():
-            os.close(_open(self.folder / name, entry))
+            descriptor = _open(self.folder / name, entry)
+            try:
+                expected = header(spec for _, spec in sorted(stored[name], key=itemgetter(0)))
+                found = os.pread(descriptor, len(expected), 0)
+            finally:
+                os.close(descriptor)
+            if found != expected:
+                self._read_file(name, None)  # whose damage is it?
+                raise DamagedCheckpointError(
+                    f"{self.folder / MANIFEST} is damaged: {name} has tensors of other sizes or "
+                    "dtypes"
+                )
 
     def _joined(self, key: str) -> torch.Tensor:
         """All of a parameter's tensor, in host memory."""
@@ -379,7 +403,7 @@ def open_checkpoint(
     """
     reader = CheckpointReader(folder, read_manifest(folder), cuts)
     if all_files:
-        reader.check_sizes()
+        reader.check_files()
     return reader
 
 

@@ -171,23 +171,24 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     `latest`, has no folder."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
-    if tag is None and os.path.lexists(load_dir / LATEST):
-        tag = _latest(load_dir)
-    if tag is None:
+    latest = load_dir / LATEST
+    if tag is not None:
+        return _folder_of(load_dir, tag)
+    if not os.path.lexists(latest):
         return next(iter(newest_first([load_dir])), None)
+    try:
+        return _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{latest} is damaged: {error}; name the checkpoint's own folder"
+        ) from None
+
+
+def _folder_of(load_dir: Path, tag: str) -> Path:
     for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
         if folder.is_dir():
             return folder
     raise UsageError(f"{load_dir}: there is no checkpoint {tag!r}")
-
-
-def _latest(load_dir: Path) -> str:
-    try:
-        return check_tag(disk.read(load_dir / LATEST).decode().strip())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{load_dir / LATEST} is damaged: {error}; name the checkpoint's own folder"
-        ) from None
 
 
 def newest_first(folders: Iterable[Path]) -> list[Path]:

@@ -10,8 +10,16 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import safetensors.torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from zero.checkpoint import disk
 from zero.checkpoint.values import dtype_of
@@ -23,6 +31,17 @@ DATA_FILE = "rank{:05d}.safetensors"
 # Bytes of a file that share one checksum.
 BLOCK = 1 << 20
 
+# safetensors' names of the dtypes that a file can have.
+SAFETENSORS_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+
+
+def _is_storable(dtype: str) -> str:
+    if dtype_of(dtype) not in SAFETENSORS_NAMES:
+        raise ValueError(f"unknown dtype {dtype!r} of a tensor in a file")
+    return dtype
+
+
+Dtype = Annotated[str, AfterValidator(_is_storable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^rank[0-9]{5,9}\.safetensors$")]
 
@@ -60,7 +79,7 @@ class StoredSlice(NamedTuple):
 
 
 class StoredTensor(_Part):
-    dtype: str
+    dtype: Dtype
     numel: Count
     slices: list[StoredSlice]
 
@@ -73,7 +92,7 @@ class Value(_Part):
     """
 
     shape: list[Count]
-    dtype: str
+    dtype: Dtype
     trainable: bool = False
     group: Count | None = None
     cut: list[Count] | None = Field(default=None, min_length=3, max_length=3)
@@ -97,7 +116,7 @@ class StateKey(_Part):
 
 class OptimizerState(_Part):
     classes: list[str] = Field(min_length=1)
-    groups: list[Any]
+    groups: list[dict[str, Any]]
     state: dict[str, StateKey]
 
 
@@ -145,6 +164,24 @@ class Manifest(_Part):
                 position = each.end
             if position != tensor.numel:
                 raise ValueError(f"{key}: {position} of {tensor.numel} elements are there")
+        return self
+
+    @model_validator(mode="after")
+    def _values_fit_their_tensors(self) -> Manifest:
+        groups = 0 if self.optimizer is None else len(self.optimizer.groups)
+        for name, value in self.parameters.items():
+            if value.group is not None and value.group >= groups:
+                raise ValueError(f"{name}: there is no param group {value.group}")
+            dim, blocks, parts = value.cut or (-1, 1, 1)
+            if dim >= len(value.shape) or not blocks or not 0 < parts <= len(self.tensors) + 1:
+                raise ValueError(f"{name}: cannot be in the parts {value.cut}")
+        values = {f"plain/{name}": value for name, value in self.plain.items()}
+        for name, value in self.parameters.items():
+            values[f"weights/{name}" if value.cut is None else f"weights/{name}@0"] = value
+        for key, value in values.items():
+            used = dtype_of(value.dtype).is_floating_point
+            if key in self.tensors and dtype_of(self.tensors[key].dtype).is_floating_point != used:
+                raise ValueError(f"{key}: used as {value.dtype}, stored in another kind of dtype")
         return self
 
 

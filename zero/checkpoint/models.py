@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from zero.checkpoint import disk
 from zero.checkpoint import folder as folders
 from zero.checkpoint.files import (
     CheckpointReader,
@@ -72,15 +73,14 @@ def write_model(
     files = _divide(tensors, filename, max_file_bytes)
     try:
         for name, of_file in files.items():
-            with open(folder / f".{name}", "wb") as file:
-                file.write(header(of_file))
+            disk.remove(folder / f".{name}")
+            with disk.create(folder / f".{name}") as descriptor:
+                position = disk.write(descriptor, memoryview(header(of_file)), 0)
                 for tensor in of_file:
-                    left = tensor.nbytes
-                    while left > 0:
-                        left -= file.write(bytes_of(next(parts)))
-                    assert left == 0, tensor.name
-                file.flush()
-                os.fsync(file.fileno())
+                    end = position + tensor.nbytes
+                    while position < end:
+                        position = disk.write(descriptor, bytes_of(next(parts)), position)
+                    assert position == end, tensor.name
         written = [(folder / f".{name}").replace(folder / name) for name in files]
     finally:
         for name in files:
@@ -119,7 +119,7 @@ def _divide(
 
 
 def _write_json(path: Path, content: dict) -> Path:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    disk.replace_text(path, json.dumps(content, indent=2) + "\n")
     return path
 
 
@@ -324,4 +324,5 @@ def describe(found: dict[str, Any]) -> str:
             for name, entry in found["files"].items()
         ),
     ]
-    return "\n".join(lines)
+    # Names that are no valid text, such as half of a surrogate pair, can be printed, too.
+    return "\n".join(lines).encode(errors="backslashreplace").decode()

@@ -5,6 +5,8 @@ of their own. If one rank fails, all raise the same error.
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,6 +21,11 @@ from zero.comm.world import default_timeout
 from zero.errors import UsageError
 
 T = TypeVar("T")
+
+logger = logging.getLogger("zero")
+
+# Seconds after which a rank says that it is waiting for the others.
+LONE = 10.0
 
 _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
 # The errors that every rank raises as the kind they are; others become a RuntimeError.
@@ -64,13 +71,22 @@ class Ranks:
 
     @classmethod
     def of_job(cls, comm: Communicator, what: str) -> Ranks:
-        """For the main thread.
+        """For the main thread: all ranks meet here, because every rank must do `what`.
 
-        The first call makes connections: every rank must make it at the same time.
+        A rank that waits for `LONE` seconds says so. The first call makes connections.
         """
-        if comm not in _connections:
-            _connections[comm] = connect(comm, what)
-        return cls(_connections[comm], what, comm.watchdog)
+        text = "%s: rank %d has been waiting for the other ranks: every rank must call this"
+        notice = threading.Timer(LONE, logger.warning, (text, what, comm.rank))
+        notice.daemon = True
+        notice.start()
+        try:
+            if comm not in _connections:
+                _connections[comm] = connect(comm, what)
+            ranks = cls(_connections[comm], what, comm.watchdog)
+            ranks.any(False)
+        finally:
+            notice.cancel()
+        return ranks
 
     def exchange(self, act: Callable[[], object], conclude: Callable[[list[Any]], T]) -> T:
         """Run `act` on every rank, and `conclude` on rank 0 with all results, in the order of the

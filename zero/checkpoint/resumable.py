@@ -47,9 +47,10 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     """The newest checkpoint under `folder` with correct checksums only, or None.
 
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold
-    one each. With `before`, a checkpoint's folder, only older ones count."""
+    one each. With `before`, a checkpoint's folder, only older ones count, if its name has a number.
+    """
     found = newest_first([Path(folder), *of_trainer(Path(folder))])
-    if before is not None:
+    if before is not None and number_of(before) >= 0:
         found = [each for each in found if number_of(each) < number_of(before)]
     return _first(lambda candidate: open_checkpoint(candidate).verify(), found)
 

@@ -19,7 +19,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
 from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
-from zero.checkpoint.manifest import DATA_FILE, DamagedCheckpointError, Manifest
+from zero.checkpoint.manifest import DATA_FILE, MANIFEST, DamagedCheckpointError, Manifest
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.values import decode, dtype_of
 from zero.errors import UsageError
@@ -40,6 +41,15 @@ logger = logging.getLogger("zero")
 
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
+# What Python, numpy and torch raise for a stored value of another kind than theirs.
+_NOT_UNDERSTOOD = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
 
 
 # -- save
@@ -279,20 +289,33 @@ def load_checkpoint(
         if load_module_only:
             return decode(manifest.client_state)
         _restore_progress(engine, manifest)
-        if optimizer is not None:
-            state.restore_group_settings(engine, optimizer, manifest)
-            if engine.scaler is not None and manifest.loss_scaler is not None:
-                engine.scaler.load_state_dict(decode(manifest.loss_scaler))
+        with _stored_in(folder, "optimizer or loss_scaler"):
+            if optimizer is not None:
+                state.restore_group_settings(engine, optimizer, manifest)
+                if engine.scaler is not None and manifest.loss_scaler is not None:
+                    engine.scaler.load_state_dict(decode(manifest.loss_scaler))
         scheduler: Any = engine.lr_scheduler if load_lr_scheduler_states else None
         if scheduler is not None and manifest.lr_scheduler is not None:
             scheduler.load_state_dict(decode(manifest.lr_scheduler))
         if manifest.world_size == ranks.world_size and not found["has_random_states"]:
-            states = manifest.random_states[ranks.rank]
-            state.restore_random_states(states, engine.comm.device)
+            with _stored_in(folder, "random_states"):
+                states = manifest.random_states[ranks.rank]
+                state.restore_random_states(states, engine.comm.device)
         return decode(manifest.client_state)
 
     _read(engine, ranks, reader, names, optimizer)
     return str(folder), ranks.together(restore)
+
+
+@contextmanager
+def _stored_in(folder: Path, part: str) -> Iterator[None]:
+    """For what is restored from a part of the manifest that only its own readers understand."""
+    try:
+        yield
+    except _NOT_UNDERSTOOD as error:
+        raise DamagedCheckpointError(
+            f"{folder / MANIFEST} is damaged: {part}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
