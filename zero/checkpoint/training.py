@@ -44,11 +44,11 @@ _BYTES_PER_SLICE = 1024
 # What Python, numpy and torch raise for a stored value of another kind than theirs.
 _NOT_UNDERSTOOD = (
     ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
     ArithmeticError,
+    AttributeError,
+    LookupError,
     RuntimeError,
+    TypeError,
 )
 
 
