@@ -211,7 +211,7 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
             raise UsageError(
                 f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
             )
-        return _slices_of_whole_tensors(optimizer.whole)
+        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for sub_group in optimizer.sub_groups:
@@ -239,7 +239,15 @@ def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, d
     return slices, kinds
 
 
-def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict[str, dict]]:
+def _package_of(optimizer: ZeroOptimizer) -> str | None:
+    """The package whose objects the optimizer may keep as state; None for torch's own."""
+    package = type(optimizer.optimizer).__module__.partition(".")[0]
+    return None if package == "torch" else package
+
+
+def _slices_of_whole_tensors(
+    state: WholeTensorState, package: str | None
+) -> tuple[list[Slice], dict[str, dict]]:
     """As `optimizer_slices`: of the tensors that this rank owns."""
     slices: list[Slice] = []
     kinds: dict[str, dict] = {}
@@ -254,7 +262,7 @@ def _slices_of_whole_tensors(state: WholeTensorState) -> tuple[list[Slice], dict
                 slices.append(Slice.whole(stored, value.contiguous()))
             else:
                 found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
                 for number, each in enumerate(found):
                     slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
     return slices, kinds
@@ -274,8 +282,7 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
     HostTrimmer(every=0).freed_elements(0)
     if optimizer.whole is not None:
         for tensor in optimizer.whole.own:
-            group = optimizer.param_groups[tensor.group_index]
-            state = _state_of_whole_tensor(tensor, stored, reader, group, slices)
+            state = _state_of_whole_tensor(tensor, optimizer, stored, reader, slices)
             optimizer.whole.put_state(tensor, state)
     for sub_group in optimizer.sub_groups:
         names = [name for name, *_ in _parts(sub_group)]
@@ -311,13 +318,14 @@ def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> 
 
 def _state_of_whole_tensor(
     tensor: WholeTensor,
+    optimizer: ZeroOptimizer,
     stored: OptimizerState,
     reader: CheckpointReader,
-    group: dict,
     slices: list[Slice],
 ) -> dict[str, object]:
     """The stored state of a whole tensor, whose memory `slices` are to fill."""
     state, tier = {}, tensor.shard.tier
+    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
 
     def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
         key = key if number is None else f"{key}/{number}"
@@ -328,7 +336,8 @@ def _state_of_whole_tensor(
     for key, kind in stored.state.items():
         stored_key = f"optimizer/{key}/{tensor.name}"
         if kind.whole is not None and tensor.name in kind.whole:
-            state[key] = rebuild(kind.whole[tensor.name], partial(target, stored_key))
+            description = kind.whole[tensor.name]
+            state[key] = rebuild(description, partial(target, stored_key), package)
         elif kind.numbers is not None and tensor.name in kind.numbers:
             state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
         elif reader.holds(stored_key):

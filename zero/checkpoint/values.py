@@ -8,7 +8,9 @@ bit: Python prints the shortest digits that read back as the same number."""
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -66,36 +68,69 @@ def _described(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> dict
     return {KIND: kind, **content}
 
 
-def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
+def describe(
+    value: object, tensors: list[torch.Tensor], place: str, package: str | None = None
+) -> object:
     """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has
-    their shapes.
+    their shapes. Objects of plain classes of `package`, such as GaLore's projectors, are described
+    by their attributes.
     """
+    inner = partial(describe, tensors=tensors, package=package)
     match value:
         case torch.Tensor() if value.numel() > 1:
             tensors.append(value)
             return {"tensor": [len(tensors) - 1, list(value.shape)]}
         case list() | tuple():
-            items = [describe(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]
+            items = [inner(item, place=f"{place}[{i}]") for i, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": items}
         case dict():
             items = [
-                [encode(key, place), describe(item, tensors, f"{place}.{key}")]
+                [encode(key, place), inner(item, place=f"{place}.{key}")]
                 for key, item in value.items()
             ]
             return {"dict": items}
+        case _ if _class_in(package, type(value).__module__, type(value).__name__) is type(value):
+            attributes = inner(vars(value), place=place)
+            return {"object": [type(value).__module__, type(value).__name__, attributes]}
     return {"value": encode(value, place)}
 
 
-def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor]) -> object:
+def _class_in(package: str | None, module: str, name: str) -> type | None:
+    """A class of a module of `package` that is imported, if its objects are their attributes alone:
+    making one from these runs no code of it.
+    """
+    found = getattr(sys.modules.get(module), name, None)
+    is_inside = package is not None and module.partition(".")[0] == package
+    if not is_inside or not isinstance(found, type) or found.__new__ is not object.__new__:
+        return None
+    return None if hasattr(found, "__del__") or not hasattr(found, "__dict__") else found
+
+
+def rebuild(
+    description: dict,
+    tensor: Callable[[int, list[int]], torch.Tensor],
+    package: str | None = None,
+) -> object:
     """The inverse of `describe`; `tensor` gives the tensor of this number and shape."""
+    inner = partial(rebuild, tensor=tensor, package=package)
     ((kind, content),) = description.items()
     if kind == "tensor":
         return tensor(*content)
     if kind == "dict":
-        return {decode(key): rebuild(item, tensor) for key, item in content}
+        return {decode(key): inner(item) for key, item in content}
+    if kind == "object":
+        module, name, attributes = content
+        if (kind_of_object := _class_in(package, module, name)) is None:
+            raise ValueError(
+                f"the checkpoint has an object of {module}.{name}, which the optimizer's package "
+                "lacks: use the version that trained"
+            )
+        made = object.__new__(kind_of_object)
+        vars(made).update(inner(attributes))
+        return made
     if kind == "value":
         return decode(content)
-    items = [rebuild(item, tensor) for item in content]
+    items = [inner(item) for item in content]
     return items if kind == "list" else tuple(items)
 
 
