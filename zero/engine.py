@@ -407,9 +407,44 @@ class ZeroEngine(Accumulation, nn.Module):
 
     # -- checkpoints
 
-    save_checkpoint = checkpoint.save_checkpoint
-    load_checkpoint = checkpoint.load_checkpoint
-    wait_for_checkpoint = staticmethod(checkpoint.wait_for_background_saves)
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the training state to `save_dir/tag`: see `zero.checkpoint.save_checkpoint`."""
+        return checkpoint.save_checkpoint(
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> tuple[str | None, dict]:
+        """Restore what `save_checkpoint` wrote: see `zero.checkpoint.load_checkpoint`."""
+        return checkpoint.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until all asynchronous saves are complete; raises an error of theirs."""
+        checkpoint.wait_for_background_saves()
 
     # -- module behaviour
 

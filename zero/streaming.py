@@ -7,6 +7,7 @@ knows nothing of how weights are gathered."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,12 +67,12 @@ def stream_weights(
             )
 
 
-def _adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
+def _adapter_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have a base layer and adapters.
 
     Raises UsageError where a sum does not merge them.
     """
-    layers = {
+    layers: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "base_layer")
     }
     for name, layer in layers.items():
@@ -86,7 +87,7 @@ def _adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def _merged(layer: nn.Module, base: torch.Tensor) -> torch.Tensor:
+def _merged(layer: Any, base: torch.Tensor) -> torch.Tensor:
     if getattr(layer, "disable_adapters", False):
         return base
     own = {adapter for names in layer.adapter_layer_names for adapter in getattr(layer, names)}
@@ -108,7 +109,8 @@ def _base_name(model: nn.Module, name: str) -> str | None:
     owner, _, rest = name.partition(".modules_to_save.")
     if rest:
         copy, _, rest = rest.partition(".")
-        if copy not in model.get_submodule(owner).active_adapters:
+        wrapper: Any = model.get_submodule(owner)
+        if copy not in wrapper.active_adapters:
             return None
         name = f"{owner}.{rest}"
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, T5ForConditionalGeneration
 
 from tests.processes import REPOSITORY, fork_ranks, run
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.models import consolidate
 
 
 def lines(script: str, *args: object, start: Callable = fork_ranks) -> list[str]:

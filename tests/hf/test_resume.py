@@ -19,7 +19,7 @@ from tests.hf.trainer_runs import SCRIPTS, column, write_jobs
 from tests.processes import fork_ranks, torchrun
 from translation.corpus import build_corpus
 from zero.checkpoint import find_resumable, get_fp32_state_dict_from_zero_checkpoint
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.models import consolidate
 
 ZERO = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 BATCH = {

@@ -38,7 +38,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import ROWS, VOCABULARY, batches
 from tests.processes import run_on
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.integrations.deepspeed.tensor import tp_model_init
 

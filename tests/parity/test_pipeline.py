@@ -31,7 +31,7 @@ import zero
 from tests.dist.training import Curve, adamw, one_group, relative, trainable
 from tests.parity.models import VOCABULARY, build
 from tests.processes import run_on
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 from zero.parallel.pipeline import IGNORED, Pipeline, split
 

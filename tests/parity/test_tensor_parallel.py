@@ -40,7 +40,7 @@ from tests.dist.training import (
 )
 from tests.parity.models import ROWS, VOCABULARY, batches, t5
 from tests.processes import run_on
-from zero.checkpoint.offline import consolidate
+from zero.checkpoint.models import consolidate
 from zero.errors import UsageError
 
 STEPS, ACCUMULATION, CLIP = 4, 3, 0.2

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from zero.checkpoint import folder as folders
-from zero.checkpoint.files import SliceReader, whole, write
-from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION, read_manifest
+from zero.checkpoint.files import Slice, open_checkpoint, write
+from zero.checkpoint.manifest import DATA_FILE, FORMAT, FORMAT_VERSION
 
 
 def save(
@@ -21,9 +21,8 @@ def save(
 ) -> Path:
     """Do what `save_checkpoint` does on disk."""
     folder = folders.begin(save_dir, tag, 100)
-    written = write(
-        {"weights/w": whole(torch.full((4,), float(value)))}, folder, DATA_FILE.format(0)
-    )
+    values = torch.full((4,), float(value))
+    written = write([Slice.whole("weights/w", values)], folder, DATA_FILE.format(0))
     names = (
         "global_steps",
         "global_samples",
@@ -48,7 +47,7 @@ def load(load_dir: Path, tag: str | None = None) -> int:
     """Return the value that was saved."""
     folder = folders.locate(load_dir, tag)
     found = torch.zeros(4)
-    SliceReader(folder, read_manifest(folder)).read({"weights/w": whole(found)})
+    open_checkpoint(folder).read([Slice.whole("weights/w", found)])
     (value,) = found.unique().tolist()
     return int(value)
 

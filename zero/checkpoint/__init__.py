@@ -4,7 +4,7 @@ The modules say what each of them does.
 """
 
 from zero.checkpoint.background import check_background_save, wait_for_background_saves
-from zero.checkpoint.offline import (
+from zero.checkpoint.models import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )

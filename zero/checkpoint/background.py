@@ -17,40 +17,43 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
-from zero.checkpoint.files import Slices
+from zero.checkpoint.files import Slice
 from zero.checkpoint.ranks import Ranks, connect
 from zero.checkpoint.resumable import seal
-from zero.checkpoint.state import Trained
 from zero.core.layout import round_up
 from zero.device import beside, is_accelerator, ready_for_thread
 from zero.optim.adam8bit import CodedSlice
 
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
+
 logger = logging.getLogger("zero")
 
-_of_engine: WeakKeyDictionary[Trained, BackgroundSaves] = WeakKeyDictionary()
+_of_engine: WeakKeyDictionary[ZeroEngine, BackgroundSaves] = WeakKeyDictionary()
 
 
 class BackgroundSaves:
     """The saves of one engine, at most one at a time, and the host memory for their copies."""
 
-    def __init__(self, engine: Trained):
+    def __init__(self, engine: ZeroEngine):
         what = "saving a checkpoint"
         self.connection = connect(engine.comm.job, what)
-        self._ranks = Ranks.of(engine.comm.job, what)
+        self._ranks = Ranks.of_job(engine.comm.job, what)
         self._device = engine.comm.device
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._later: list[tuple[torch.Tensor, torch.Tensor | CodedSlice]] = []
         self._thread: threading.Thread | None = None
         self._copied = engine.optimizer.read_by_saves if engine.optimizer else threading.Event()
-        self._failure = None
+        self._failure: Exception | None = None
 
     @classmethod
-    def of(cls, engine: Trained) -> BackgroundSaves:
+    def of_engine(cls, engine: ZeroEngine) -> BackgroundSaves:
         """The saves of `engine`.
 
         The first call makes connections: every rank must make it at the same time.
@@ -59,51 +62,44 @@ class BackgroundSaves:
             _of_engine[engine] = cls(engine)
         return _of_engine[engine]
 
-    def copy(self, slices: dict[str, Slices]) -> dict[str, Slices]:
+    def copy(self, slices: Sequence[Slice]) -> list[Slice]:
         """Copies of `slices` in host memory, which is kept for the next save.
 
         The thread copies the optimizer's state later. Until then `ZeroOptimizer.wait` blocks
         whoever would change it."""
-        nbytes = sum(
-            round_up(part.nbytes, 64) for entry in slices.values() for part in entry.parts.values()
-        )
+        nbytes = sum(round_up(each.values.nbytes, 64) for each in slices)
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(
-                0, dtype=torch.uint8, device="cpu"
-            )  # freed before the new one comes
+            # The former memory is freed before the new one comes.
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._memory = torch.empty(
                 nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_accelerator(self._device)
             )
-        position, copies = 0, {key: Slices(entry.numel) for key, entry in slices.items()}
+        position, copies = 0, []
         self._later.clear()
-        for key, entry in slices.items():
-            for start, part in entry.parts.items():
-                target = copies[key].parts[start] = self._memory[
-                    position : position + part.nbytes
-                ].view(part.dtype)
-                position += round_up(part.nbytes, 64)
-                if key.startswith("optimizer/"):
-                    self._later.append((target, part))
-                else:
-                    target.copy_(part, non_blocking=True)
+        for each in slices:
+            memory = self._memory[position : position + each.values.nbytes]
+            position += round_up(memory.nbytes, 64)
+            target = memory.view(each.values.dtype)
+            copies.append(each._replace(values=target))
+            if isinstance(each.values, CodedSlice) or each.key.startswith("optimizer/"):
+                self._later.append((target, each.values))
+            else:
+                target.copy_(each.values, non_blocking=True)
         return copies
 
-    def start(self, copies: dict[str, Slices], act: Callable[[dict[str, Slices]], None]) -> None:
-        """Complete what `copy` returned, and call `act` with it, in a thread."""
+    def start(self, act: Callable[[], None]) -> None:
+        """Complete what `copy` returned, and call `act`, in a thread."""
         self._copied.clear()
-        args = copies, act, ready_for_thread(self._device)
         self._thread = threading.Thread(
-            target=self._run, args=args, name="zero checkpoint", daemon=True
+            target=self._run,
+            args=(act, ready_for_thread(self._device)),
+            name="zero checkpoint",
+            daemon=True,
         )
         atexit.register(self._at_exit)
         self._thread.start()
 
-    def _run(
-        self,
-        copies: dict[str, Slices],
-        act: Callable[[dict[str, Slices]], None],
-        ready: torch.Event | None,
-    ) -> None:
+    def _run(self, act: Callable[[], None], ready: torch.Event | None) -> None:
         try:
             # On a stream of its own: the copies lie beside the kernels of the training.
             with beside(self._device, ready) as stream:
@@ -114,7 +110,7 @@ class BackgroundSaves:
                     stream.synchronize()
             self._later.clear()
             self._copied.set()
-            act(copies)
+            act()
         except Exception as error:
             self._failure = error
         finally:
@@ -142,7 +138,8 @@ class BackgroundSaves:
             raise failure
 
     def _at_exit(self) -> None:
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._failure is not None:
             logger.error("%s", self._failure)
             sys.stdout.flush()
@@ -150,7 +147,7 @@ class BackgroundSaves:
             os._exit(1)
 
 
-def check_background_save(engine: Trained) -> None:
+def check_background_save(engine: ZeroEngine) -> None:
     """Raise the error of an asynchronous save that has failed since; every rank must call it after
     a save.
     """

@@ -61,11 +61,12 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
-def write(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all of `data` at `position`."""
+def write(descriptor: int, data: memoryview, position: int) -> int:
+    """Write all of `data` at `position`; returns where it ends."""
     while data:
         count = os.pwrite(descriptor, data, position)
         data, position = data[count:], position + count
+    return position
 
 
 def open_regular(path: Path) -> int:
@@ -118,17 +119,21 @@ def remove(path: Path) -> None:
 
 # -- the lock
 
+# Descriptors of locked folders, the one that was asked for last at the end. A script may save to a
+# new folder each time, so the oldest ones are let go.
 _held: dict[str, int] = {}
+MOST_LOCKS = 16
 
 
 def lock(folder: Path) -> None:
-    """Lock a folder until this process ends; a second call does nothing. The kernel drops the lock
-    of a dead process.
+    """Lock a folder until this process ends, or has locked `MOST_LOCKS` others; a second call does
+    nothing. The kernel drops the lock of a dead process.
 
     Raises UsageError that names host, process and time of the process that has the lock.
     """
     key = os.path.realpath(folder)
     if key in _held:
+        _held[key] = _held.pop(key)
         return
     descriptor = os.open(
         folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666
@@ -154,6 +159,8 @@ def lock(folder: Path) -> None:
             0,
         )
     _held[key] = descriptor
+    if len(_held) > MOST_LOCKS:
+        os.close(_held.pop(next(iter(_held))))
 
 
 def _forget_locks() -> None:

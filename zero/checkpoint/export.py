@@ -1,5 +1,5 @@
-"""Makes the whole model's weights from the shards: one by one in bounded memory, a model folder, or
-a state dict.
+"""The whole model of a running engine, made from the shards: one weight after the other in bounded
+memory, a model folder, or a state dict.
 
 This file knows nothing of training: neither hooks nor gradients.
 """
@@ -17,31 +17,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from zero.checkpoint.files import TensorSpec, bytes_of
 from zero.checkpoint.folder import megabytes
-from zero.checkpoint.model import (
-    DTYPES,
-    MODEL_FILE,
-    TensorSpec,
-    bytes_of,
-    model_config,
-    write_model,
-)
+from zero.checkpoint.models import DTYPES, MODEL_FILE, write_model
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.state import plain_tensors, tied_names
+from zero.checkpoint.state import model_config, plain_tensors, tied_names
 from zero.comm.communicator import Communicator
 from zero.comm.work import Pending
 from zero.core.gathered_parameters import gather_range
-from zero.core.layout import PIPELINE_PLACE, Slot
+from zero.core.layout import PIPELINE_PLACE
 from zero.core.param_group import ParamGroup
-from zero.core.sharded_param import Cut, ShardedParameter, cut_of, local, owning_group
+from zero.core.sharded_param import ShardedParameter, cut_of, local, owning_group
 from zero.errors import UsageError
 from zero.optim.sharded_optimizer import precise_values
 
@@ -52,13 +45,11 @@ T = TypeVar("T")
 
 # For each group: the version of its values, and weak references to whole parameters that were
 # handed out to be saved.
-_copies: WeakKeyDictionary[ParamGroup, tuple[int, list[Callable[[], torch.Tensor | None]]]] = (
-    WeakKeyDictionary()
-)
+_Copies = list[Callable[[], torch.Tensor | None]]
+_copies: WeakKeyDictionary[ParamGroup, tuple[int, _Copies]] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Consecutive weights of a group: the slots `which`, elements `start` to `end` of its flat
     buffer.
     """
@@ -73,14 +64,10 @@ class _Part:
     def nbytes(self) -> int:
         return (self.end - self.start) * self.dtype.itemsize
 
-    def named_slots(self) -> Iterator[tuple[str, Slot, Cut | None]]:
-        group, which = self.group, self.which
-        return zip(
-            group.param_names[which],
-            group.layout.slots[which],
-            map(cut_of, group.params[which]),
-            strict=True,
-        )
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has them already."""
+        return self.group.persistent and self.dtype == self.group.dtype
 
 
 class Weights:
@@ -113,7 +100,7 @@ class Weights:
                 f"save_dtype is {dtype!r}; give one of {', '.join(DTYPES)}, a torch dtype or None"
             )
         self.comm = comm
-        self.dtype = DTYPES.get(dtype, dtype)
+        self.dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
         self.plain = {
             name: value.detach()
             for name, value in plain_tensors(model).items()
@@ -137,7 +124,7 @@ class Weights:
 
         An error of `act`, which may stop at any weight, is raised on every rank; `what` names the
         action in the text."""
-        ranks, stream = Ranks.of(self.comm.job, what), self.stream()
+        ranks, stream = Ranks.of_job(self.comm.job, what), self.stream()
 
         def on_rank() -> T | None:
             try:
@@ -147,7 +134,7 @@ class Weights:
                 for _ in stream:
                     pass
 
-        return ranks.run(on_rank)
+        return ranks.together(on_rank)
 
     @torch.no_grad()
     def stream(self, max_bytes: int = sys.maxsize) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,29 +144,24 @@ class Weights:
         Two buffers take turns: while one is handed out, the other is filled. Both take `max_bytes`
         in all (more if a single weight is larger than half of that)."""
         parts = [part for group in self.groups for part in self._parts(group, max_bytes // 2)]
-        largest = max((part.nbytes for part in parts if not self._is_here(part.group)), default=0)
+        largest = max((part.nbytes for part in parts if not part.is_here), default=0)
         buffers = [
             torch.empty(largest, dtype=torch.uint8, device=self.comm.device) for _ in range(2)
         ]
-        next_one: tuple[torch.Tensor, Pending] | None = None
-        for number, part in enumerate([*parts, None]):
-            this_one, next_one = (
-                next_one,
-                None if part is None else self._gather(part, buffers[number % 2]),
-            )
-            if this_one is None:
-                continue
-            values, pending = this_one
+        gathers = (self._gather(part, buffers[i % 2]) for i, part in enumerate(parts))
+        following = next(gathers, None)
+        for group, _, which, start, _ in parts:
+            assert following is not None
+            values, pending = following
+            following = next(gathers, None)  # under way while this one is handed out
             pending.wait()
-            last = parts[number - 1]
-            for name, slot, cut in last.named_slots():
-                value = values[slot.offset - last.start : slot.end - last.start].view(slot.shape)
+            slots, params = group.layout.slots[which], group.params[which]
+            for name, slot, param in zip(group.param_names[which], slots, params, strict=True):
+                value = values[slot.offset - start : slot.end - start].view(slot.shape)
+                cut = cut_of(param)
                 yield name, value if cut is None else cut.gather(value)
         for name, value in self.plain.items():
             yield name, value.to(self._dtype(value.dtype))
-
-    def _is_here(self, group: ParamGroup) -> bool:
-        return group.persistent and self._dtype(group.dtype) == group.dtype
 
     def _parts(self, group: ParamGroup, max_bytes: int) -> Iterator[_Part]:
         """Consecutive weights of a group of at most `max_bytes`, and at least one."""
@@ -188,18 +170,18 @@ class Weights:
             yield _Part(group, dtype, slice(0, len(slots)), 0, group.layout.padded)
             return
         first = 0
-        for number, slot in enumerate(slots):
-            following = slots[number + 1].end if number + 1 < len(slots) else None
-            if following is None or (following - slots[first].offset) * dtype.itemsize > max_bytes:
-                yield _Part(group, dtype, slice(first, number + 1), slots[first].offset, slot.end)
-                first = number + 1
+        for number, slot in enumerate(slots, 1):
+            end = slots[number].end if number < len(slots) else sys.maxsize
+            if (end - slots[first].offset) * dtype.itemsize > max_bytes:
+                yield _Part(group, dtype, slice(first, number), slots[first].offset, slot.end)
+                first = number
 
     def _gather(self, part: _Part, buffer: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Start to gather weights into `buffer`, unless they are here; returns where they will
         be.
         """
         group, layout = part.group, part.group.layout
-        if self._is_here(group):
+        if part.is_here:
             return group.full[part.start : part.end], Pending()
         into = buffer[: part.nbytes].view(part.dtype)
         group.wait_for_update()
@@ -244,31 +226,25 @@ def save_16bit_model(
     )
 
 
-def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, torch.Tensor] | None:
+def consolidated_state_dict(model: nn.Module, weights: Weights) -> dict[str, Any] | None:
     """The model's state dict on rank 0, and None on all other ranks; tied weights are one tensor
     under each name.
 
     The tensors are in a temporary file, see `on_disk`: a rank needs no memory but that of two
     gathered groups. Every rank must call it. Raises OSError, on every rank, if the disk has no
     space for it."""
-    names, nbytes = (
-        [spec.name for spec in weights.specs],
-        sum(spec.nbytes for spec in weights.specs),
-    )
+    names = [spec.name for spec in weights.specs]
+    nbytes = sum(spec.nbytes for spec in weights.specs)
     found = weights.on_first(
         "gathering the model's weights",
         lambda values: on_disk(zip(names, values, strict=True), nbytes),
     )
     for group in weights.groups:
-        _copies[group] = (
-            group.version,
-            [
-                functools.partial(torch.empty, param.shape, dtype=group.dtype, device="meta")
-                if found is None
-                else weakref.ref(found[name])
-                for name, param in zip(group.param_names, group.params, strict=True)
-            ],
-        )
+        copies: _Copies = []
+        _copies[group] = group.version, copies
+        for name, param in zip(group.param_names, group.params, strict=True):
+            on_meta = functools.partial(torch.empty, param.shape, dtype=group.dtype, device="meta")
+            copies.append(on_meta if found is None else weakref.ref(found[name]))
     if found is None:
         return None
     found |= {name: found[first] for name, first in tied_names(model).items() if first in found}
@@ -296,10 +272,12 @@ def _show_copies(
     module: nn.Module, state: dict[str, object], prefix: str, metadata: object
 ) -> None:
     for name, param in module._parameters.items():
-        group, key = owning_group(param), prefix + name
+        key = prefix + name
         # With keep_vars=True the parameters themselves were asked for.
-        shows = group is None or not isinstance(param, ShardedParameter)
-        if shows or key not in state or isinstance(state[key], nn.Parameter):
+        if not isinstance(param, ShardedParameter) or isinstance(state.get(key), nn.Parameter):
+            continue
+        group = owning_group(param)
+        if group is None or key not in state:
             continue
         version, copies = _copies.get(group, (None, []))
         copy = copies[group.index[param]]() if version == group.version else None
@@ -334,7 +312,7 @@ def copied_state_dict(state: Mapping[str, torch.Tensor], rank: int) -> dict[str,
         )
         for name, value in state.items()
     }
-    kept = {name: state[name].detach() for name in first.values()}
+    kept: dict[str, Any] = {name: state[name].detach() for name in first.values()}
     joined = (
         (name, value if local(value) is value else value.full_tensor())
         for name, value in kept.items()

@@ -1,33 +1,56 @@
-"""Tensors in a checkpoint: slices of flattened tensors, in one safetensors file for each rank.
+"""Tensors in files: safetensors headers, and the slices of a checkpoint, in one file for each rank.
 
-[Note: slices] A checkpoint knows nothing of a run's groups and tiles. It knows a tensor by its
+[Note: slices] A checkpoint knows nothing of a run's groups and sub-groups. It knows a tensor by its
 parameter's name, and values by their position in the flattened tensor. Each rank writes the slices
 that it holds. The manifest says which file holds which range. A reader with other shards asks for
 other ranges, which are assembled from the files.
 
 [Note: blocks] A few threads write, checksum (XXH3) and read a file in blocks of `BLOCK` bytes. To
 read a part of a file, they verify the blocks that contain it, while these are in the processor's
-cache. No block is read twice."""
+cache. No block is read twice.
+
+[Note: parts] A parameter that is split over a model group (tensor parallelism) is stored in parts:
+
+    weights/NAME@I         part I of NAME, flattened; the manifest says along which dimension NAME
+                           was split
+    optimizer/KEY/NAME@I   the same of an optimizer state
+
+A run whose model is split in the same way reads its own parts. Any other one reads all parts, one
+parameter at a time.
+
+safetensors' own writer takes whole tensors in memory, and knows no checksums. The format needs
+neither."""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from zero.checkpoint import disk
-from zero.checkpoint.manifest import BLOCK, DamagedCheckpointError, File, Manifest
-from zero.checkpoint.model import TensorSpec, header
+from zero.checkpoint.manifest import (
+    BLOCK,
+    MANIFEST,
+    SAFETENSORS_NAMES,
+    DamagedCheckpointError,
+    File,
+    Manifest,
+    read_manifest,
+)
 from zero.checkpoint.values import dtype_name, dtype_of
+from zero.core.sharded_param import Cut
 from zero.optim.adam8bit import CodedSlice
 
 THREADS = 4
@@ -35,45 +58,44 @@ THREADS = 4
 _FLUSH = 256 << 20
 
 
-@dataclass
-class Slices:
-    """The parts of one flattened tensor of `numel` elements that this rank holds: {position: 1-D
-    values}.
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written: its name, shape and dtype."""
 
-    To be written, a part may be a `CodedSlice`: its values are made a block at a time.
-    """
-
-    numel: int
-    parts: dict[int, torch.Tensor | CodedSlice] = field(default_factory=dict)
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
-
-    def share(self, place: int, size: int) -> Slices:
-        """An equal share of each part, for one of `size` ranks to write, which all hold the same
-        parts.
-        """
-        shares = Slices(self.numel)
-        for start, part in self.parts.items():
-            first, end = (part.numel() * each // size for each in (place, place + 1))
-            shares.parts[start + first] = part[first:end]
-        return shares
+        return self.shape.numel() * self.dtype.itemsize
 
 
-def whole(tensor: torch.Tensor) -> Slices:
-    """A tensor that this rank holds completely.
+class Slice(NamedTuple):
+    """Elements from `start` on of the flattened tensor `key`, which has `numel`: `values`, 1-D.
 
-    A read fills its memory, so it must be contiguous.
+    To be written, it may be a `CodedSlice`: its values are made a block at a time.
     """
-    return Slices(tensor.numel(), {0: tensor.detach().view(-1)})
+
+    key: str
+    numel: int
+    start: int
+    values: torch.Tensor | CodedSlice
+
+    @classmethod
+    def whole(cls, key: str, tensor: torch.Tensor) -> Slice:
+        """All of a tensor. A read fills its memory, so it must be contiguous."""
+        return cls(key, tensor.numel(), 0, tensor.detach().view(-1))
+
+    def share(self, rank: int, size: int) -> Slice:
+        """An equal share of it, for one of `size` ranks to write, which all hold the same."""
+        first, end = (self.values.numel() * each // size for each in (rank, rank + 1))
+        return self._replace(start=self.start + first, values=self.values[first:end])
 
 
-def add(
-    slices: dict[str, Slices], key: str, numel: int, start: int, values: torch.Tensor | CodedSlice
-) -> None:
-    """Note that `values` are the elements from `start` on of the tensor `key`."""
-    slices.setdefault(key, Slices(numel)).parts[start] = values
+def name_in(key: str) -> str:
+    """The parameter that the key of a tensor in a checkpoint is about."""
+    return key.removeprefix("weights/") if key.startswith("weights/") else key.split("/", 2)[-1]
 
 
 def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
@@ -85,24 +107,22 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
 
     def work() -> None:
         for number in left:  # shared: each thread takes the next one
+            if errors:
+                return
             try:
-                if errors:
-                    return
                 act(number)
             except BaseException as error:
                 errors.append(error)
 
-    helpers = []
-    with suppress(
-        RuntimeError
-    ):  # the interpreter may be at its end when a save in the background is not
-        for _ in range(THREADS - 1):
-            helper = threading.Thread(target=work, daemon=True)
+    helpers = [threading.Thread(target=work, daemon=True) for _ in range(THREADS - 1)]
+    # The interpreter may be at its end, and starts no threads, when a save in the background is not
+    with suppress(RuntimeError):
+        for helper in helpers:
             helper.start()
-            helpers.append(helper)
     work()
     for helper in helpers:
-        helper.join()
+        if helper.ident is not None:
+            helper.join()
     if errors:
         raise errors[0]
 
@@ -110,25 +130,44 @@ def _in_threads(act: Callable[[int], None], numbers: Iterable[int]) -> None:
 # -- writing
 
 
-def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
+def header(tensors: Iterable[TensorSpec]) -> bytes:
+    """What a safetensors file of these tensors begins with."""
+    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        if tensor.dtype not in SAFETENSORS_NAMES:
+            raise ValueError(
+                f"{tensor.name}: safetensors has no {tensor.dtype}, so it cannot be stored"
+            )
+        entries[tensor.name] = {
+            "dtype": SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # the format aligns the data
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a tensor on the host."""
+    flat: Any = values.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def write(slices: Sequence[Slice], folder: Path, name: str) -> dict:
     """Write this rank's slices to a new file, durable at the end: its size, sums and slices for the
     manifest.
     """
     # Larger elements first: so each element is at a multiple of its size, and in one block only.
-    parts = [
-        (key, start, part)
-        for key, entry in slices.items()
-        for start, part in entry.parts.items()
-        if part.numel()
-    ]
-    parts.sort(key=lambda each: -each[2].itemsize)
+    stored = sorted((each for each in slices if each.values.numel()), key=_falling_itemsize)
     begin = header(
-        TensorSpec(f"{key}@{start}", part.shape, part.dtype) for key, start, part in parts
+        TensorSpec(f"{each.key}@{each.start}", each.values.shape, each.values.dtype)
+        for each in stored
     )
-    contents = [
-        torch.frombuffer(bytearray(begin), dtype=torch.uint8),
-        *(part for _, _, part in parts),
-    ]
+    contents = [torch.frombuffer(bytearray(begin), dtype=torch.uint8)]
+    contents += [each.values for each in stored]
     *starts, size = accumulate((content.nbytes for content in contents), initial=0)
     sums = [""] * -(-size // BLOCK)
     with disk.create(folder / name) as descriptor:
@@ -139,7 +178,11 @@ def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
             index = bisect_right(starts, position) - 1
             while position < end:
                 content, first = contents[index], position - starts[index]
-                piece = _bytes_of(content, first, min(content.nbytes, end - starts[index]))
+                last = min(content.nbytes, end - starts[index])
+                values = content[first // content.itemsize : last // content.itemsize]
+                if isinstance(values, CodedSlice):
+                    values = values.values()
+                piece = bytes_of(values.cpu())
                 hashed.update(piece)
                 disk.write(descriptor, piece, position)
                 position, index = position + len(piece), index + 1
@@ -148,33 +191,27 @@ def write(slices: dict[str, Slices], folder: Path, name: str) -> dict:
                 os.fdatasync(descriptor)
 
         _in_threads(write_block, range(len(sums)))
-    stored: dict[str, dict] = {}
-    for (key, start, part), position in zip(parts, starts[1:], strict=True):
-        entry = stored.setdefault(
-            key, {"dtype": dtype_name(part.dtype), "numel": slices[key].numel, "slices": []}
-        )
-        entry["slices"].append([start, part.numel(), name, position])
-    return {"name": name, "file": {"bytes": size, "sums": sums}, "tensors": stored}
+    tensors: dict[str, dict] = {}
+    for each, position in zip(stored, starts[1:], strict=True):
+        entry = {"dtype": dtype_name(each.values.dtype), "numel": each.numel, "slices": []}
+        place = [each.start, each.values.numel(), name, position]
+        tensors.setdefault(each.key, entry)["slices"].append(place)
+    return {"name": name, "file": {"bytes": size, "sums": sums}, "tensors": tensors}
 
 
-def _bytes_of(content: torch.Tensor | CodedSlice, first: int, end: int) -> memoryview:
-    """Bytes `first : end`, both at multiples of the element's size, in host memory."""
-    size = content.itemsize
-    values = content[first // size : end // size]
-    values = values.values() if isinstance(values, CodedSlice) else values
-    return memoryview(values.detach().cpu().view(torch.uint8).numpy())
+def _falling_itemsize(each: Slice) -> int:
+    return -each.values.itemsize
 
 
 # -- reading
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Elements at `position` of a file that go to `values`."""
+class _Target(NamedTuple):
+    """Memory for the elements that are at byte `position` of a file, where they have `dtype`."""
 
     position: int
     dtype: torch.dtype
-    values: torch.Tensor
+    values: Any
 
     @property
     def end(self) -> int:
@@ -182,43 +219,50 @@ class _Target:
 
     def take(self, block: torch.Tensor, begin: int) -> None:
         """Copy the values that are in `block`, the bytes of the file from `begin` on."""
-        size, end = self.dtype.itemsize, begin + block.numel()
-        first, last = max(begin, self.position), min(end, self.end)
-        found = block[first - begin : last - begin].view(self.dtype)
-        self.values[(first - self.position) // size : (last - self.position) // size].copy_(found)
+        size, first = self.dtype.itemsize, max(begin, self.position)
+        last = min(begin + block.numel(), self.end)
+        values = block[first - begin : last - begin].view(self.dtype)
+        self.values[(first - self.position) // size : (last - self.position) // size].copy_(values)
 
 
-class SliceReader:
+class CheckpointReader:
     """Reads slices of a checkpoint, and verifies what it reads, in one process, without a process
-    group.
+    group. `cuts`: how parameters are split over this run's ranks, by name.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, folder: Path, manifest: Manifest, cuts: Mapping[str, Cut] | None = None):
         self.folder = folder
         self.manifest = manifest
-        self.tensors = manifest.tensors
+        self._cuts = cuts or {}
         self._scratch = threading.local()
 
+    def stored_cut(self, key: str) -> list[int] | None:
+        """How the tensor of this key was split when it was saved: (dimension, blocks, parts)."""
+        entry = self.manifest.parameters.get(name_in(key))
+        return None if entry is None else entry.cut
+
+    def _stored_keys(self, key: str) -> list[str]:
+        cut = self.stored_cut(key)
+        return [key] if cut is None else [f"{key}@{index}" for index in range(cut[-1])]
+
     def holds(self, key: str) -> bool:
-        """Whether there is a tensor of this key."""
-        return key in self.tensors
+        """Whether there is a tensor of this key, whole or in parts."""
+        return self._stored_keys(key)[0] in self.manifest.tensors
 
     def dtype(self, key: str) -> torch.dtype:
-        return dtype_of(self.tensors[key].dtype)
-
-    def stored_bytes(self) -> dict[str, int]:
-        """The bytes of every tensor, by key."""
-        return {
-            key: stored.numel * self.dtype(key).itemsize for key, stored in self.tensors.items()
-        }
+        """ValueError for a key that the checkpoint lacks."""
+        if not self.holds(key):
+            raise ValueError(f"the checkpoint has no {key}")
+        return dtype_of(self.manifest.tensors[self._stored_keys(key)[0]].dtype)
 
     def check(self, key: str, numel: int) -> None:
         """ValueError for a key that the checkpoint lacks or has in another size."""
-        stored = self.tensors[key].numel if key in self.tensors else 0
+        tensors = self.manifest.tensors
+        stored = sum(tensors[each].numel for each in self._stored_keys(key) if each in tensors)
         if stored != numel:
             raise ValueError(f"{key} has {stored} elements in the checkpoint, {numel} here")
 
-    def read(self, slices: Mapping[str, Slices]) -> None:
+    def read(self, slices: Iterable[Slice]) -> None:
         """Fill the slices' memory from the files.
 
         Raises:
@@ -226,73 +270,118 @@ class SliceReader:
             DamagedCheckpointError: what lies in the files is not what was written; some of the
             memory is filled then.
         """
-        targets: dict[str, list[_Target]] = {}
-        for key, entry in slices.items():
-            for name, target in self._targets(key, entry) if entry.numel else ():
-                targets.setdefault(name, []).append(target)
+        targets: dict[str, list[_Target]] = defaultdict(list)
+        otherwise_cut: dict[str, list[Slice]] = defaultdict(list)
+        for each in slices:
+            stored, cut = self.stored_cut(each.key), self._cuts.get(name_in(each.key))
+            if stored != (cut and cut.described):
+                otherwise_cut[each.key].append(each)
+            elif each.numel:
+                key = each.key if cut is None else f"{each.key}@{cut.index}"
+                for name, target in self._targets(each._replace(key=key)):
+                    targets[name].append(target)
         for name, of_file in targets.items():
-            of_file.sort(key=lambda target: target.position)
             self._read_file(name, of_file)
+        for key, of_tensor in otherwise_cut.items():
+            values, cut = self._joined(key), self._cuts.get(name_in(key))
+            values = (values if cut is None else cut.of(values)).reshape(-1)
+            for each in of_tensor:
+                assert isinstance(each.values, torch.Tensor)
+                each.values.copy_(values[each.start : each.start + each.values.numel()])
 
     def verify(self, advance: Callable[[int], Any] | None = None) -> None:
-        """Compare all sums of all files;
+        """Compare all sums of all files; DamagedCheckpointError names one.
 
-        DamagedCheckpointError names one. `advance` gets the bytes of each block.
+        `advance` gets the bytes of each block.
         """
         for name in self.manifest.files:
             self._read_file(name, None, advance)
 
-    def _targets(self, key: str, wanted: Slices) -> Iterator[tuple[str, _Target]]:
-        self.check(key, wanted.numel)
-        stored, dtype = self.tensors[key], self.dtype(key)
-        starts = [each.start for each in stored.slices]
-        for start, part in wanted.parts.items():
-            end = start + part.numel()
-            for each in stored.slices[max(0, bisect_right(starts, start) - 1) :]:
-                if each.start >= end:
-                    break
-                first, last = max(start, each.start), min(end, each.end)
-                if first < last:
-                    position = each.position + (first - each.start) * dtype.itemsize
-                    yield each.file, _Target(position, dtype, part[first - start : last - start])
+    def check_files(self) -> None:
+        """Raise DamagedCheckpointError unless all files have their sizes, which is all that a crash
+        can change, and hold the tensors of the manifest: each file's header names them, too.
+        """
+        stored: dict[str, list[tuple[int, TensorSpec]]] = defaultdict(list)
+        for key, tensor in self.manifest.tensors.items():
+            for each in tensor.slices:
+                shape = torch.Size((each.numel,))
+                spec = TensorSpec(f"{key}@{each.start}", shape, dtype_of(tensor.dtype))
+                stored[each.file].append((each.position, spec))
+        for name, entry in self.manifest.files.items():
+            descriptor = _open(self.folder / name, entry)
+            try:
+                expected = header(spec for _, spec in sorted(stored[name], key=itemgetter(0)))
+                found = os.pread(descriptor, len(expected), 0)
+            finally:
+                os.close(descriptor)
+            if found != expected:
+                self._read_file(name, None)  # whose damage is it?
+                raise DamagedCheckpointError(
+                    f"{self.folder / MANIFEST} is damaged: {name} has tensors of other sizes or "
+                    "dtypes"
+                )
+
+    def _joined(self, key: str) -> torch.Tensor:
+        """All of a parameter's tensor, in host memory."""
+        shape, cut = torch.Size(self.manifest.parameters[name_in(key)].shape), self.stored_cut(key)
+        self.check(key, shape.numel())
+        parts = []
+        for stored in self._stored_keys(key):
+            numel = self.manifest.tensors[stored].numel
+            parts.append(torch.empty(numel, dtype=self.dtype(key), device="cpu"))
+            for name, target in self._targets(Slice.whole(stored, parts[-1])):
+                self._read_file(name, [target])
+        return parts[0].view(shape) if cut is None else join(parts, shape, *cut[:2])
+
+    def _targets(self, wanted: Slice) -> Iterator[tuple[str, _Target]]:
+        """Where the elements of a slice are: (file, what it has of them)."""
+        self.check(wanted.key, wanted.numel)
+        stored, start = self.manifest.tensors[wanted.key], wanted.start
+        dtype = dtype_of(stored.dtype)
+        end = start + wanted.values.numel()
+        index = bisect_right([each.start for each in stored.slices], start) - 1
+        for each in stored.slices[max(0, index) :]:
+            if each.start >= end:
+                break
+            first, last = max(start, each.start), min(end, each.end)
+            if first < last:
+                position = each.position + (first - each.start) * dtype.itemsize
+                values = wanted.values[first - start : last - start]
+                yield each.file, _Target(position, dtype, values)
 
     def _read_file(
         self, name: str, targets: list[_Target] | None, advance: Callable[[int], Any] | None = None
     ) -> None:
-        """Read and verify the blocks that contain `targets`, sorted by position.
-
-        None: all blocks.
-        """
+        """Read and verify the blocks that contain `targets`; None: all blocks."""
         path, entry = self.folder / name, self.manifest.files[name]
-        descriptor = _open(path, entry)
-        wanted: dict[int, list[_Target]] = (
-            {} if targets is not None else {n: [] for n in range(len(entry.sums))}
-        )
+        wanted: dict[int, list[_Target]] = defaultdict(list)
         for target in targets or ():
             for number in range(target.position // BLOCK, -(-target.end // BLOCK)):
-                wanted.setdefault(number, []).append(target)
+                wanted[number].append(target)
+        descriptor = _open(path, entry)
 
         def read_block(number: int) -> None:
             begin = number * BLOCK
             block = self._buffer()[: min(BLOCK, entry.bytes - begin)]
-            into = memoryview(block.numpy())
-            while into:
-                if not (count := os.preadv(descriptor, [into], begin + block.numel() - len(into))):
+            memory = left = bytes_of(block)
+            while left:
+                count = os.preadv(descriptor, [left], begin + len(memory) - len(left))
+                if not count:
                     raise DamagedCheckpointError(
                         f"{path} is damaged: it became shorter while it was read"
                     )
-                into = into[count:]
-            if xxhash.xxh3_64_hexdigest(block.numpy()) != entry.sums[number]:
+                left = left[count:]
+            if xxhash.xxh3_64_hexdigest(memory) != entry.sums[number]:
                 raise DamagedCheckpointError(
                     f"{path} is damaged: its checksum is not that of what was written"
                 )
-            for target in wanted[number]:
+            for target in wanted.get(number, ()):
                 target.take(block, begin)
             if advance is not None:
-                advance(block.numel())
+                advance(len(memory))
 
         try:
-            _in_threads(read_block, wanted)
+            _in_threads(read_block, range(len(entry.sums)) if targets is None else sorted(wanted))
         finally:
             os.close(descriptor)
 
@@ -301,6 +390,31 @@ class SliceReader:
         if not hasattr(self._scratch, "block"):
             self._scratch.block = torch.empty(BLOCK, dtype=torch.uint8, device="cpu")
         return self._scratch.block
+
+
+def open_checkpoint(
+    folder: Path, cuts: Mapping[str, Cut] | None = None, all_files: bool = True
+) -> CheckpointReader:
+    """A reader of the checkpoint in its own folder.
+
+    Raises:
+        DamagedCheckpointError: the manifest is missing or damaged; with `all_files` also if a file
+        is missing or has another size. ValueError: another version wrote it.
+    """
+    reader = CheckpointReader(folder, read_manifest(folder), cuts)
+    if all_files:
+        reader.check_files()
+    return reader
+
+
+def join(parts: Sequence[torch.Tensor], shape: torch.Size, dim: int, blocks: int) -> torch.Tensor:
+    """The whole of `shape` from its parts (1-D).
+
+    It has `blocks` along `dim`; each part has its pieces of them all.
+    """
+    before, after = shape[:dim], shape[dim + 1 :]
+    pieces = [part.view(*before, blocks, -1, *after) for part in parts]
+    return torch.cat(pieces, dim=dim + 1).view(shape)
 
 
 def _open(path: Path, entry: File) -> int:
@@ -313,15 +427,8 @@ def _open(path: Path, entry: File) -> int:
         raise DamagedCheckpointError(
             f"{path} is damaged: it cannot be opened: {error.strerror}"
         ) from error
-    if (found := os.fstat(descriptor).st_size) == entry.bytes:
+    size = os.fstat(descriptor).st_size
+    if size == entry.bytes:
         return descriptor
     os.close(descriptor)
-    raise DamagedCheckpointError(f"{path} is damaged: {found} bytes, {entry.bytes} were written")
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise DamagedCheckpointError unless all files have their sizes: a crash can change nothing
-    else.
-    """
-    for name, entry in manifest.files.items():
-        os.close(_open(folder / name, entry))
+    raise DamagedCheckpointError(f"{path} is damaged: {size} bytes, {entry.bytes} were written")

@@ -21,7 +21,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,11 +91,8 @@ def begin(save_dir: Path, tag: str, nbytes: int) -> Path:
         _remove_leftovers(save_dir)
     free = shutil.disk_usage(save_dir).free
     if nbytes > free:
-        text = (
-            f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free; make room "
-            "or save elsewhere"
-        )
-        raise OSError(errno.ENOSPC, text, str(save_dir))
+        sizes = f"a checkpoint takes {megabytes(nbytes)} and {megabytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{sizes}; make room or save elsewhere", str(save_dir))
     disk.replace_text(save_dir / RECOVERY_SCRIPT, _RECOVERY, 0o777)
     folder = disk.unfinished(save_dir / tag)
     _writing.add(folder.name)
@@ -114,14 +110,6 @@ def write_placeholders(folder: Path, stage: int, world_size: int) -> None:
     ]
     for name in {pattern.format(rank) for pattern in patterns for rank in range(world_size)}:
         (folder / name).write_text(_PLACEHOLDER, encoding="utf-8")
-
-
-def make_executable(script: str | os.PathLike) -> None:
-    """Make a script executable, if the file system allows it; `python` can run it anyway."""
-    try:
-        os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
-    except OSError as error:
-        logger.info("%s stays without the permission to be executed: %s", script, error)
 
 
 def _remove_leftovers(save_dir: Path) -> None:
@@ -183,38 +171,37 @@ def locate(load_dir: Path, tag: str | None) -> Path | None:
     `latest`, has no folder."""
     if tag is None and (load_dir / MANIFEST).is_file():
         return load_dir
-    if tag is None and os.path.lexists(load_dir / LATEST):
-        tag = _latest(load_dir)
-    if tag is None:
+    latest = load_dir / LATEST
+    if tag is not None:
+        return _folder_of(load_dir, tag)
+    if not os.path.lexists(latest):
         return next(iter(newest_first([load_dir])), None)
+    try:
+        return _folder_of(load_dir, check_tag(disk.read(latest).decode().strip()))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{latest} is damaged: {error}; name the checkpoint's own folder"
+        ) from None
+
+
+def _folder_of(load_dir: Path, tag: str) -> Path:
     for folder in (load_dir / tag, load_dir / (_REPLACED + tag)):
         if folder.is_dir():
             return folder
     raise UsageError(f"{load_dir}: there is no checkpoint {tag!r}")
 
 
-def _latest(load_dir: Path) -> str:
-    try:
-        return check_tag(disk.read(load_dir / LATEST).decode().strip())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{load_dir / LATEST} is damaged: {error}; name the checkpoint's own folder"
-        ) from None
-
-
 def newest_first(folders: Iterable[Path]) -> list[Path]:
     """Complete-looking checkpoints directly in `folders`, the one with the highest number first."""
     found = {}
-    for path in (
-        path.parent for folder in folders for path in sorted(folder.glob(f"*/{MANIFEST}"))
-    ):
-        if not path.name.startswith(disk.UNFINISHED):
-            # In this order a checkpoint comes after its replaced predecessor.
-            found[path.with_name(path.name.removeprefix(_REPLACED))] = path
-    return [
-        found[path]
-        for path in sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)
-    ]
+    for folder in folders:
+        for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
+            path = manifest.parent
+            if not path.name.startswith(disk.UNFINISHED):
+                # In this order a checkpoint comes after its replaced predecessor.
+                found[path.with_name(path.name.removeprefix(_REPLACED))] = path
+    order = sorted(found, key=lambda path: (number_of(path), path.name), reverse=True)
+    return [found[path] for path in order]
 
 
 def number_of(folder: Path) -> int:
@@ -225,11 +212,8 @@ def number_of(folder: Path) -> int:
 
 def of_trainer(output_dir: Path) -> list[Path]:
     """The Trainer's folders, `checkpoint-N`, the newest first."""
-    found = [
-        path
-        for path in output_dir.glob("checkpoint-*")
-        if _OF_TRAINER.fullmatch(path.name) and path.is_dir()
-    ]
+    paths = (path for path in output_dir.glob("checkpoint-*") if path.is_dir())
+    found = [path for path in paths if _OF_TRAINER.fullmatch(path.name)]
     return sorted(found, key=number_of, reverse=True)
 
 

@@ -6,11 +6,20 @@ Its types are checked before anything else reads it.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import safetensors.torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from zero.checkpoint import disk
 from zero.checkpoint.values import dtype_of
@@ -22,6 +31,17 @@ DATA_FILE = "rank{:05d}.safetensors"
 # Bytes of a file that share one checksum.
 BLOCK = 1 << 20
 
+# safetensors' names of the dtypes that a file can have.
+SAFETENSORS_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
+
+
+def _is_storable(dtype: str) -> str:
+    if dtype_of(dtype) not in SAFETENSORS_NAMES:
+        raise ValueError(f"unknown dtype {dtype!r} of a tensor in a file")
+    return dtype
+
+
+Dtype = Annotated[str, AfterValidator(_is_storable)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 FileName = Annotated[str, Field(pattern=r"^rank[0-9]{5,9}\.safetensors$")]
 
@@ -59,7 +79,7 @@ class StoredSlice(NamedTuple):
 
 
 class StoredTensor(_Part):
-    dtype: str
+    dtype: Dtype
     numel: Count
     slices: list[StoredSlice]
 
@@ -68,14 +88,18 @@ class Value(_Part):
     """A parameter or a buffer. `dtype`: in which it is used. `group`: the index of its param group,
     or None.
 
-    `cut`: it is stored in parts; see `zero.checkpoint.cuts`.
+    `cut`: (dimension, blocks, parts) if it is stored in parts; see `zero.checkpoint.files`.
     """
 
     shape: list[Count]
-    dtype: str
+    dtype: Dtype
     trainable: bool = False
     group: Count | None = None
     cut: list[Count] | None = Field(default=None, min_length=3, max_length=3)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class StateKey(_Part):
@@ -92,7 +116,7 @@ class StateKey(_Part):
 
 class OptimizerState(_Part):
     classes: list[str] = Field(min_length=1)
-    groups: list[Any]
+    groups: list[dict[str, Any]]
     state: dict[str, StateKey]
 
 
@@ -123,13 +147,9 @@ class Manifest(_Part):
     tensors: dict[str, StoredTensor]
 
     @model_validator(mode="after")
-    def _every_rank_has_random_states(self) -> Manifest:
+    def _is_complete(self) -> Manifest:
         if len(self.random_states) != self.world_size:
             raise ValueError(f"{len(self.random_states)} random states of {self.world_size} ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _slices_fill_their_tensors(self) -> Manifest:
         for key, tensor in self.tensors.items():
             tensor.slices.sort()
             size, position = dtype_of(tensor.dtype).itemsize, 0
@@ -138,16 +158,30 @@ class Manifest(_Part):
                     raise ValueError(
                         f"{key}: elements {position} to {each.start} are nowhere, or there twice"
                     )
-                if (
-                    each.file not in self.files
-                    or each.position + each.numel * size > self.files[each.file].bytes
-                ):
+                file, end = self.files.get(each.file), each.position + each.numel * size
+                if file is None or end > file.bytes or each.position % size:
                     raise ValueError(f"{key}: {each.file} has no such place")
-                if each.position % size:
-                    raise ValueError(f"{key}: not at a multiple of the size of its elements")
                 position = each.end
             if position != tensor.numel:
                 raise ValueError(f"{key}: {position} of {tensor.numel} elements are there")
+        return self
+
+    @model_validator(mode="after")
+    def _values_fit_their_tensors(self) -> Manifest:
+        groups = 0 if self.optimizer is None else len(self.optimizer.groups)
+        for name, value in self.parameters.items():
+            if value.group is not None and value.group >= groups:
+                raise ValueError(f"{name}: there is no param group {value.group}")
+            dim, blocks, parts = value.cut or (-1, 1, 1)
+            if dim >= len(value.shape) or not blocks or not 0 < parts <= len(self.tensors) + 1:
+                raise ValueError(f"{name}: cannot be in the parts {value.cut}")
+        values = {f"plain/{name}": value for name, value in self.plain.items()}
+        for name, value in self.parameters.items():
+            values[f"weights/{name}" if value.cut is None else f"weights/{name}@0"] = value
+        for key, value in values.items():
+            used = dtype_of(value.dtype).is_floating_point
+            if key in self.tensors and dtype_of(self.tensors[key].dtype).is_floating_point != used:
+                raise ValueError(f"{key}: used as {value.dtype}, stored in another kind of dtype")
         return self
 
 

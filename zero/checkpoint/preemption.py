@@ -36,7 +36,7 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.received = False
-        self._ranks = Ranks.of(communicator(), "waiting for SIGTERM")
+        self._ranks = Ranks.of_job(communicator(), "waiting for SIGTERM")
         self._former = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

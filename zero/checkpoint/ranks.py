@@ -1,12 +1,14 @@
-"""Collectives of small values: every rank gets all results, and if one rank fails, all raise the
-same error.
+"""What the ranks of a job tell each other about a checkpoint: small JSON values, over connections
+of their own. If one rank fails, all raise the same error.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +22,17 @@ from zero.errors import UsageError
 
 T = TypeVar("T")
 
+logger = logging.getLogger("zero")
+
+# Seconds after which a rank says that it is waiting for the others.
+LONE = 10.0
+
 _connections: WeakKeyDictionary[Communicator, dist.ProcessGroupGloo] = WeakKeyDictionary()
+# The errors that every rank raises as the kind they are; others become a RuntimeError.
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)
+}
 
 
 def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
@@ -32,24 +44,16 @@ def connect(comm: Communicator, what: str) -> dist.ProcessGroupGloo:
     its process groups while a thread uses them."""
     # A clone: rank 0's own store would keep the server alive, and its port in use, after the groups
     # are destroyed.
-    store = dist.distributed_c10d._get_default_store().clone()
-    store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", store)
+    server: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"zero/checkpoint/{next(comm.serials)}", server.clone())
     return comm.watchdog.wait(
         lambda: dist.ProcessGroupGloo(store, comm.rank, comm.world_size, default_timeout()),
         f"connecting ({what})",
     )
 
 
-def _patience() -> float:
-    """Seconds that a wait may take here at least: one rank may write a whole model while the others
-    wait.
-    """
-    return 0.8 * default_timeout().total_seconds()
-
-
 class Ranks:
-    """Collectives of JSON values in host memory. If one rank fails, all do; `what` names the action
-    in errors.
+    """Collectives of JSON values in host memory; `what` names the action in errors.
 
     `watchdog` covers the waits; None in a thread, because the watchdog knows the main thread's
     waits only."""
@@ -59,40 +63,60 @@ class Ranks:
     ):
         self.rank = connection.rank()
         self.world_size = connection.size()
-        self._connection = connection
+        self._connection: Any = connection  # torch's stubs lack its collectives
         self._what = what
         self._watchdog = watchdog
+        # Seconds that a wait may take at least: one rank may write a whole model meanwhile.
+        self._patience = 0.8 * default_timeout().total_seconds()
 
     @classmethod
-    def of(cls, comm: Communicator, what: str) -> Ranks:
-        """For the main thread.
+    def of_job(cls, comm: Communicator, what: str) -> Ranks:
+        """For the main thread: all ranks meet here, because every rank must do `what`.
 
-        The first call makes connections: every rank must make it at the same time.
+        A rank that waits for `LONE` seconds says so. The first call makes connections.
         """
-        if comm not in _connections:
-            _connections[comm] = connect(comm, what)
-        return cls(_connections[comm], what, comm.watchdog)
+        text = "%s: rank %d has been waiting for the other ranks: every rank must call this"
+        notice = threading.Timer(LONE, logger.warning, (text, what, comm.rank))
+        notice.daemon = True
+        notice.start()
+        try:
+            if comm not in _connections:
+                _connections[comm] = connect(comm, what)
+            ranks = cls(_connections[comm], what, comm.watchdog)
+            ranks.any(False)
+        finally:
+            notice.cancel()
+        return ranks
 
-    def _wait(self, work: dist.Work) -> None:
-        if self._watchdog is None:
-            work.wait()
-        else:
-            self._watchdog.wait(work.wait, self._what, _patience())
+    def exchange(self, act: Callable[[], object], conclude: Callable[[list[Any]], T]) -> T:
+        """Run `act` on every rank, and `conclude` on rank 0 with all results, in the order of the
+        ranks. Every rank returns what `conclude` returns.
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks."""
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
-        sizes[self.rank] = own.numel()
-        self._wait(self._connection.allreduce([sizes]))
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
-        padded[: own.numel()] = own
-        values = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._wait(self._connection.allgather([values], [padded]))
-        return [
-            json.loads(data[:size].numpy().tobytes())
-            for data, size in zip(values, sizes.tolist(), strict=True)
-        ]
+        If either fails on any rank, all ranks raise an error that names the first such rank.
+        """
+        outcome, failure = self._attempt(act)
+        outcomes = self._gather(outcome)
+        if self.rank == 0:
+            failed = next((each for each in outcomes if "error" in each), None)
+            if failed is None:
+                values = [each["value"] for each in outcomes]
+                outcome, failure = self._attempt(lambda: conclude(values))
+            else:
+                outcome = failed
+        outcome = self._broadcast(outcome)
+        if "error" in outcome:
+            kind, arguments = outcome["error"]
+            raise _ERRORS[kind](*arguments) from failure
+        return outcome["value"]
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Run `act` on every rank; each returns its own result, which may be of any type.
+
+        If it fails on one rank, all raise an error that names it.
+        """
+        results: list[T] = []
+        self.exchange(lambda: results.append(act()), lambda _: None)
+        return results[0]
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: cheap enough for every step."""
@@ -100,29 +124,11 @@ class Ranks:
         self._wait(self._connection.allreduce([flags]))
         return bool(flags)
 
-    def each(self, act: Callable[[], T]) -> list[T]:
-        """Run `act` on every rank; return all results.
-
-        If it fails on one, all raise an error that names that rank.
-        """
-        return self.gather(self.run(act))
-
-    def run(self, act: Callable[[], T]) -> T:
-        """As `each`, but return this rank's own result only, which may be of any type."""
-        failure, result = None, None
+    def _attempt(self, act: Callable[[], object]) -> tuple[dict[str, Any], Exception | None]:
         try:
-            result = act()
+            return {"value": act()}, None
         except Exception as error:
-            failure = error
-        for found in self.gather(None if failure is None else self._portable(failure)):
-            if found is not None:
-                kind, arguments = found
-                raise _ERRORS[kind](*arguments) from failure
-        return result
-
-    def on_first(self, act: Callable[[], T]) -> T:
-        """Run `act` on rank 0; return its result on all ranks."""
-        return self.each(lambda: act() if self.rank == 0 else None)[0]
+            return {"error": self._portable(error)}, error
 
     def _portable(self, error: Exception) -> tuple[str, list]:
         """The error as all ranks raise it: its kind and its arguments."""
@@ -130,18 +136,43 @@ class Ranks:
         if isinstance(error, OSError) and error.errno is not None:
             file = f": {error.filename}" if error.filename else ""
             return "OSError", [error.errno, f"{where}: {error.strerror}{file}"]
-        kind = next(
-            (name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError"
-        )
-        known = (
-            ""
-            if type(error).__name__ == kind or kind != "RuntimeError"
-            else f"{type(error).__name__}: "
-        )
-        return kind, [f"{where}: {known}{error}"]
+        for name, kind in _ERRORS.items():
+            if isinstance(error, kind) and (kind is not RuntimeError or type(error) is kind):
+                return name, [f"{where}: {error}"]
+        return "RuntimeError", [f"{where}: {type(error).__name__}: {error}"]
+
+    def _wait(self, work: dist.Work) -> None:
+        if self._watchdog is None:
+            work.wait()
+        else:
+            self._watchdog.wait(work.wait, self._what, self._patience)
+
+    def _gather(self, value: object) -> list[Any]:
+        """Every rank's value on rank 0; nothing on the others."""
+        content = _bytes(value)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64, device="cpu")
+        sizes[self.rank] = content.numel()
+        self._wait(self._connection.allreduce([sizes]))
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+        padded[: content.numel()] = content
+        received = [torch.empty_like(padded) for _ in range(self.world_size * (self.rank == 0))]
+        self._wait(self._connection.gather(received, padded, 0))
+        return [_value(data[:size]) for data, size in zip(received, sizes.tolist(), strict=False)]
+
+    def _broadcast(self, value: object) -> Any:
+        """Rank 0's value on every rank."""
+        content = _bytes(value)
+        size = torch.tensor([content.numel()], device="cpu")
+        self._wait(self._connection.broadcast(size, 0))
+        if self.rank > 0:
+            content = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._wait(self._connection.broadcast(content, 0))
+        return _value(content)
 
 
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (DamagedCheckpointError, UsageError, ValueError, OSError, RuntimeError)
-}
+def _bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(content: torch.Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())

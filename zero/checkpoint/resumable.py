@@ -24,7 +24,7 @@ from pathlib import Path
 import xxhash
 
 from zero.checkpoint import disk
-from zero.checkpoint.files import SliceReader, check_sizes
+from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import (
     LATEST,
     RECOVERY_SCRIPT,
@@ -34,7 +34,7 @@ from zero.checkpoint.folder import (
     number_of,
     of_trainer,
 )
-from zero.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from zero.checkpoint.manifest import DamagedCheckpointError
 from zero.errors import UsageError
 
 logger = logging.getLogger("zero")
@@ -47,15 +47,12 @@ def find_intact(folder: str | os.PathLike, before: Path | None = None) -> Path |
     """The newest checkpoint under `folder` with correct checksums only, or None.
 
     `folder` holds checkpoints (`global_stepN`), or the Trainer's folders (`checkpoint-N`) that hold
-    one each. With `before`, a checkpoint's folder, only older ones count."""
+    one each. With `before`, a checkpoint's folder, only older ones count, if its name has a number.
+    """
     found = newest_first([Path(folder), *of_trainer(Path(folder))])
-
-    def check(candidate: Path) -> None:
-        SliceReader(candidate, read_manifest(candidate)).verify()
-
-    return _first(
-        check, (each for each in found if before is None or number_of(each) < number_of(before))
-    )
+    if before is not None and number_of(before) >= 0:
+        found = [each for each in found if number_of(each) < number_of(before)]
+    return _first(lambda candidate: open_checkpoint(candidate).verify(), found)
 
 
 def _first(check: Callable[[Path], None], candidates: Iterable[Path]) -> Path | None:
@@ -88,7 +85,7 @@ def offer(damaged: Path) -> str:
     intact = find_intact(job_folder(damaged.parent), before=damaged)
     if intact is None:
         return "; there is no earlier intact checkpoint beside it"
-    where = intact.parent if intact.parent != damaged.parent else intact
+    where = intact if intact.parent == damaged.parent else intact.parent
     return f"; the newest earlier intact checkpoint is {where}"
 
 
@@ -106,22 +103,18 @@ def check_resumable(folder: Path, world_size: int, sums: bool = True) -> None:
     checkpoint = locate(folder, None)
     if checkpoint is None:
         raise DamagedCheckpointError(f"{folder} holds no complete checkpoint of the engine")
-    manifest = read_manifest(checkpoint)
-    states = (
-        ["rng_state.pth"]
-        if world_size == 1
-        else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    )
-    needed = [
-        *states * (world_size == manifest.world_size),
-        *[SCHEDULER] * (manifest.lr_scheduler is None),
-    ]
-    for name in {*states, SCHEDULER}:
-        if name in needed or os.path.lexists(folder / name):
+    reader = open_checkpoint(checkpoint)
+    manifest = reader.manifest
+    states = [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    if world_size == 1:
+        states = ["rng_state.pth"]
+    is_needed = dict.fromkeys(states, world_size == manifest.world_size)
+    is_needed[SCHEDULER] = manifest.lr_scheduler is None
+    for name, needed in is_needed.items():
+        if needed or os.path.lexists(folder / name):
             _check_archive(folder / name)
-    check_sizes(checkpoint, manifest)
     if sums:
-        SliceReader(checkpoint, manifest).verify()
+        reader.verify()
 
 
 def check_named(folder: Path) -> None:
@@ -218,18 +211,16 @@ def _clean_up_after_kill(folder: Path) -> None:
     It keeps the folders that were changed last. A killed run may have left incomplete folders of
     later steps, which would count. It may also have begun to delete an old folder, which is then
     the last changed one."""
-    others = [other for other in of_trainer(folder.parent) if other != folder]
-    for newer in (other for other in others if number_of(other) > number_of(folder)):
-        if (problem := _incomplete(newer)) is not None:
-            _set_aside(newer, problem)
-    bound = time.time()
-    for older in (
-        other for other in others if number_of(other) < number_of(folder)
-    ):  # the newest first
-        changed = older.stat().st_mtime
-        if changed >= bound:
-            os.utime(older, (changed, bound - 1))
-        bound = min(changed, bound - 1)
+    bound, number = time.time(), number_of(folder)
+    for other in of_trainer(folder.parent):  # the newest first
+        if number_of(other) > number:
+            if (problem := _incomplete(other)) is not None:
+                _set_aside(other, problem)
+        elif number_of(other) < number:
+            changed = other.stat().st_mtime
+            if changed >= bound:
+                os.utime(other, (changed, bound - 1))
+            bound = min(changed, bound - 1)
 
 
 @atexit.register
@@ -243,14 +234,12 @@ def seal() -> None:
         check_resumable(folder, world_size, sums=False)
     except (ValueError, OSError):
         return  # another rank, or a save in the background, has not finished
-    _to_seal = None
-    paths = sorted({path for pattern in _SEALED for path in folder.glob(pattern)})
-    for path in paths:
+    _to_seal, sums = None, {}
+    for path in sorted({path for pattern in _SEALED for path in folder.glob(pattern)}):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    disk.replace_text(
-        folder / SEAL, json.dumps({path.name: _sum(path) for path in paths}, indent=1)
-    )
+        sums[path.name] = _sum(path)
+    disk.replace_text(folder / SEAL, json.dumps(sums, indent=1))
     disk.sync(folder.parent)
 
 
@@ -275,8 +264,10 @@ def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
     Rank 0 does so, unless another job has locked the folder. The others wait for it, for `wait`
     seconds at most."""
     deadline = time.monotonic() + wait
-    while (found := _newest_incomplete(output_dir)) is not None:
-        folder, problem = found
+    while folders := of_trainer(output_dir):
+        problem = _incomplete(folders[0])
+        if problem is None:
+            return
         if os.environ.get("RANK", "0") != "0":
             if time.monotonic() > deadline:
                 return
@@ -287,7 +278,7 @@ def set_incomplete_aside(output_dir: Path, wait: float = 60.0) -> None:
         except UsageError as error:
             logger.warning("%s", error)
             return
-        _set_aside(folder, problem)
+        _set_aside(folders[0], problem)
 
 
 def _set_aside(folder: Path, problem: str) -> None:
@@ -300,13 +291,6 @@ def _set_aside(folder: Path, problem: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _newest_incomplete(output_dir: Path) -> tuple[Path, str] | None:
-    """The newest of the Trainer's folders if it is incomplete, and why."""
-    newest = next(iter(of_trainer(output_dir)), None)
-    problem = None if newest is None else _incomplete(newest)
-    return None if problem is None else (newest, problem)
 
 
 def _incomplete(folder: Path) -> str | None:

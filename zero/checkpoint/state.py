@@ -11,33 +11,34 @@ others are stored as a whole. See `zero.checkpoint.files`."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import nn
 
-from zero.checkpoint.files import SliceReader, Slices, add, whole
-from zero.checkpoint.manifest import Manifest
-from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
-from zero.comm.communicator import Communicator
-from zero.config import Config
+from zero.checkpoint.files import CheckpointReader, Slice, name_in
+from zero.checkpoint.manifest import FORMAT, FORMAT_VERSION, Manifest, OptimizerState
+from zero.checkpoint.values import decode, describe, dtype_name, encode, rebuild
 from zero.core.param_group import ParamGroup
-from zero.core.reduction import GradientReducer
-from zero.core.sharded_param import owning_group
+from zero.core.sharded_param import Cut, cut_of, is_copy, owning_group
 from zero.device import is_accelerator, random_state, set_random_state
 from zero.errors import UsageError
 from zero.offload.tiers import HostTrimmer
 from zero.optim.adam8bit import KEYS, CodedSlice, encoded
-from zero.optim.loss_scaler import LossScaler
 from zero.optim.sharded_optimizer import ZeroOptimizer, precise_values
 from zero.optim.subgroups import SubGroup
 from zero.optim.whole_tensor import WholeTensor, WholeTensorState
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
@@ -46,47 +47,108 @@ logger = logging.getLogger("zero")
 _NOT_STORED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
-class Trained(Protocol):
-    """What a checkpoint needs from an engine; the attributes are those of
-    `zero.engine.ZeroEngine`.
+def describe_engine(engine: ZeroEngine, client_state: dict, exclude_frozen: bool) -> dict:
+    """All of `checkpoint.json` that this rank knows of."""
+    scheduler: Any = engine.lr_scheduler
+    optimizer, scaler = engine.optimizer, engine.scaler
+    description = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "world_size": engine.comm.job.world_size,
+        "stage": engine.settings.zero_optimization.stage,
+        "global_steps": engine.global_steps,
+        "micro_steps": engine.micro_steps,
+        "skipped_steps": engine.skipped_steps,
+        "global_samples": engine.global_samples,
+        "gradient_accumulation_steps": engine.settings.gradient_accumulation_steps,
+        "loss_scaler": encode(scaler and scaler.state_dict(), "loss_scaler"),
+        "lr_scheduler": encode(scheduler and scheduler.state_dict(), "lr_scheduler"),
+        "client_state": encode(client_state, "client_state"),
+        "frozen_excluded": exclude_frozen,
+        "parameters": parameters(engine, exclude_frozen),
+        "tied": tied_names(engine.module),
+        "plain": {
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in plain_tensors(engine.module).items()
+        },
+        "optimizer": None,
+        "hf_config": model_config(engine.module),
+        "files": {},
+        "tensors": {},
+    }
+    if optimizer is not None:
+        classes, groups = classes_of(optimizer.optimizer), group_settings(optimizer)
+        description["optimizer"] = {"classes": classes, "groups": groups, "state": {}}
+        for name, group in group_of(engine, optimizer).items():
+            description["parameters"][name]["group"] = group
+    return description
+
+
+def slices_to_store(engine: ZeroEngine, exclude_frozen: bool) -> tuple[list[Slice], dict]:
+    """What this rank saves of all sharded parameters and of the optimizer's state, as views; and
+    the kinds of optimizer state, see `optimizer_slices`.
     """
-
-    module: nn.Module
-    groups: Sequence[ParamGroup]
-    comm: Communicator
-    settings: Config
-    reducer: GradientReducer
-    optimizer: ZeroOptimizer | None
-    scaler: LossScaler | None
-    lr_scheduler: Any
-    global_steps: int
-    micro_steps: int
-    skipped_steps: int
-    global_samples: int
-
-    def zero_grad(self) -> None:
-        """Forget the accumulated gradients."""
-
-    def set_progress(
-        self, global_steps: int, micro_steps: int, skipped_steps: int, global_samples: int
-    ) -> None:
-        """Go on counting from here."""
+    slices, kinds = list(weights(engine, exclude_frozen)), {}
+    if engine.optimizer is not None:
+        of_optimizer, kinds = optimizer_slices(engine.optimizer)
+        slices += of_optimizer
+    replicas = engine.comm.replicate_group
+    rank, size = replicas.rank, replicas.size
+    if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
+        rank, size = engine.comm.rank, engine.comm.world_size
+    copies = {name for name, param, _ in named_params(engine) if is_copy(param)}
+    cuts, stored = cuts_of(engine), []
+    for each in slices:
+        name = name_in(each.key)
+        if name in cuts:
+            each = each._replace(key=f"{each.key}@{cuts[name].index}")
+        if name not in copies:  # another rank of the model group saves those
+            stored.append(each.share(rank, size))
+    return stored, kinds
 
 
-# -- weights
+# -- the model
 
 
-def weights(engine: Trained, exclude_frozen: bool = False) -> dict[str, Slices]:
+def named_params(engine: ZeroEngine) -> Iterator[tuple[str, nn.Parameter, ParamGroup]]:
+    """All sharded parameters, with their names and the groups that hold their values."""
+    for group in engine.groups:
+        for name, param in zip(group.param_names, group.params, strict=True):
+            yield name, param, group
+
+
+def cuts_of(engine: ZeroEngine) -> dict[str, Cut]:
+    """How parameters are split over a model group, by name; only those that are."""
+    cuts = ((name, cut_of(param)) for name, param, _ in named_params(engine))
+    return {name: cut for name, cut in cuts if cut is not None}
+
+
+def parameters(engine: ZeroEngine, exclude_frozen: bool = False) -> dict[str, dict]:
+    """Shape and compute dtype of each sharded parameter, in the model's order."""
+    found, cuts = {}, cuts_of(engine)
+    for name, param, group in named_params(engine):
+        if group.trainable or not exclude_frozen:
+            found[name] = {
+                "shape": list(param.shape),
+                "dtype": dtype_name(group.dtype),
+                "trainable": group.trainable,
+            }
+            if name in cuts:
+                found[name]["cut"] = cuts[name].described
+    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
+
+
+def weights(engine: ZeroEngine, exclude_frozen: bool = False) -> Iterator[Slice]:
     """This rank's slices of all sharded parameters, as views."""
-    found: dict[str, Slices] = {}
-    for param_group in engine.groups:
-        if exclude_frozen and not param_group.trainable:
+    for group in engine.groups:
+        if exclude_frozen and not group.trainable:
             continue
-        for piece in param_group.pieces:
-            values = precise_values(param_group)[piece.start : piece.start + piece.numel]
-            name, slot = param_group.param_names[piece.slot], param_group.layout.slots[piece.slot]
-            add(found, f"weights/{name}", slot.numel, piece.inside, values)
-    return found
+        for piece in group.pieces:
+            values = precise_values(group)[piece.start : piece.start + piece.numel]
+            key, slot = f"weights/{group.param_names[piece.slot]}", group.layout.slots[piece.slot]
+            yield Slice(key, slot.numel, piece.inside, values)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -108,182 +170,183 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: other for name, other in names.items() if name != other}
 
 
+def model_config(model: nn.Module) -> dict | None:
+    """What transformers writes to `config.json`, if this is one of its models."""
+    as_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    if as_json is None:
+        return None
+    return json.loads(as_json(use_diff=False)) | {"architectures": [type(model).__name__]}
+
+
 # -- optimizer state
 
 
 def _parts(sub_group: SubGroup) -> Iterator[tuple[str, int, int, slice]]:
     """What a sub-group holds of parameters: (name, its elements, position in it, where that is in
     the sub-group's tensors)."""
-    for piece in sub_group.group.pieces:
-        first, end = (
-            max(piece.start, sub_group.start),
-            min(piece.start + piece.numel, sub_group.end),
-        )
+    group, start = sub_group.group, sub_group.start
+    for piece in group.pieces:
+        first, end = max(piece.start, start), min(piece.start + piece.numel, sub_group.end)
         if first < end:
-            name, numel = (
-                sub_group.group.param_names[piece.slot],
-                sub_group.group.layout.slots[piece.slot].numel,
-            )
-            yield (
-                name,
-                numel,
-                piece.inside + first - piece.start,
-                slice(first - sub_group.start, end - sub_group.start),
-            )
+            name, slot = group.param_names[piece.slot], group.layout.slots[piece.slot]
+            position = piece.inside + first - piece.start
+            yield name, slot.numel, position, slice(first - start, end - start)
 
 
-def optimizer_slices(engine: Trained) -> tuple[dict[str, Slices], dict[str, dict]]:
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (bool, int, float))
+
+
+def optimizer_slices(optimizer: ZeroOptimizer) -> tuple[list[Slice], dict[str, dict]]:
     """This rank's part of the optimizer state.
 
     Returns (slices, kinds). For each key of the state, kinds has its dtype, if it is sliced like
     the parameter. If it is one number for each parameter, kinds has the numbers of the parameters
     that begin on this rank, by name. What an optimizer of whole tensors keeps besides is described
     in kinds, by name."""
-    if engine.optimizer.whole is not None:
-        if strangers := [
-            key for key in engine.optimizer.state if not isinstance(key, torch.Tensor)
-        ]:
+    if optimizer.whole is not None:
+        if strangers := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
             raise UsageError(
                 f"optimizer state {strangers[0]!r} belongs to no parameter, so it cannot be stored"
             )
-        return _whole_slices(engine.optimizer.whole)
-    slices: dict[str, Slices] = {}
+        return _slices_of_whole_tensors(optimizer.whole, _package_of(optimizer))
+    slices: list[Slice] = []
     kinds: dict[str, dict] = {}
-    for sub_group in engine.optimizer.sub_groups:
-        for key, value in engine.optimizer.state.get(sub_group.master, {}).items():
+    for sub_group in optimizer.sub_groups:
+        for key, value in optimizer.state.get(sub_group.master, {}).items():
             if value is None:
                 continue
             value = CodedSlice.of(key, value, sub_group.master.numel())
-            kind = kinds.setdefault(key, _kind(key, value, sub_group.master))
-            for name, numel, position, where in _parts(sub_group):
-                if "dtype" in kind:
-                    add(slices, f"optimizer/{key}/{name}", numel, position, value[where])
-                elif position == 0:
-                    kind["numbers"][name] = encode(value, f"optimizer state {key!r} of {name}")
+            is_sliced = getattr(value, "shape", None) == sub_group.master.shape
+            new = {"dtype": dtype_name(value.dtype)} if is_sliced else {"numbers": {}}
+            kind = kinds.setdefault(key, new)
+            if "dtype" in kind:
+                slices += [
+                    Slice(f"optimizer/{key}/{name}", numel, position, value[where])
+                    for name, numel, position, where in _parts(sub_group)
+                ]
+            elif _is_number(value):
+                for name, _, position, _ in _parts(sub_group):
+                    if position == 0:
+                        kind["numbers"][name] = encode(value, f"optimizer state {key!r} of {name}")
+            else:
+                raise UsageError(
+                    f"optimizer state {key!r}: neither a tensor of the parameter's size nor a "
+                    "number, so it cannot be stored"
+                )
     return slices, kinds
 
 
-def _kind(key: str, value: object, master: torch.Tensor) -> dict:
-    if isinstance(value, (torch.Tensor, CodedSlice)) and value.shape == master.shape:
-        return {"dtype": dtype_name(value.dtype)}
-    if isinstance(value, (bool, int, float)) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    ):
-        return {"numbers": {}}
-    raise UsageError(
-        f"optimizer state {key!r}: neither a tensor of the parameter's size nor a number, so it "
-        "cannot be stored"
-    )
+def _package_of(optimizer: ZeroOptimizer) -> str | None:
+    """The package whose objects the optimizer may keep as state; None for torch's own."""
+    package = type(optimizer.optimizer).__module__.partition(".")[0]
+    return None if package == "torch" else package
 
 
-def _whole_slices(state: WholeTensorState) -> tuple[dict[str, Slices], dict[str, dict]]:
+def _slices_of_whole_tensors(
+    state: WholeTensorState, package: str | None
+) -> tuple[list[Slice], dict[str, dict]]:
     """As `optimizer_slices`: of the tensors that this rank owns."""
-    slices: dict[str, Slices] = {}
+    slices: list[Slice] = []
     kinds: dict[str, dict] = {}
     for tensor in state.own:
         for key, value in state.state_of(tensor).items():
             kind, place = kinds.setdefault(key, {}), f"optimizer state {key!r} of {tensor.name}"
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == tensor.slot.shape
-                and value.numel() > 1
-            ):
-                kind.setdefault("dtype", dtype_name(value.dtype))
-                slices[f"optimizer/{key}/{tensor.name}"] = whole(value.contiguous())
-            elif isinstance(value, (bool, int, float)) or (
-                isinstance(value, torch.Tensor) and value.numel() == 1
-            ):
+            stored = f"optimizer/{key}/{tensor.name}"
+            if _is_number(value):
                 kind.setdefault("numbers", {})[tensor.name] = encode(value, place)
+            elif isinstance(value, torch.Tensor) and value.shape == tensor.slot.shape:
+                kind.setdefault("dtype", dtype_name(value.dtype))
+                slices.append(Slice.whole(stored, value.contiguous()))
             else:
                 found: list[torch.Tensor] = []
-                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place)
+                kind.setdefault("whole", {})[tensor.name] = describe(value, found, place, package)
                 for number, each in enumerate(found):
-                    slices[f"optimizer/{key}/{tensor.name}/{number}"] = whole(each.contiguous())
+                    slices.append(Slice.whole(f"{stored}/{number}", each.contiguous()))
     return slices, kinds
 
 
-def read_optimizer_state(engine: Trained, reader: SliceReader) -> None:
+def read_optimizer_state(optimizer: ZeroOptimizer, reader: CheckpointReader) -> None:
     """Give each of this rank's sub-groups or whole tensors the state that is stored.
 
     Raises ValueError if it cannot be read, or the parameters of one sub-group disagree about a
     number."""
-    optimizer, slices = engine.optimizer, {}
+    slices: list[Slice] = []
+    stored = reader.manifest.optimizer
+    assert stored is not None
     coded = optimizer.state_dtype == torch.uint8
     own_dtype = torch.float32 if coded else optimizer.state_dtype  # of all but the coded ones
     optimizer.state.clear()  # free the memory for what is read
     HostTrimmer(every=0).freed_elements(0)
-    for tensor in () if optimizer.whole is None else optimizer.whole.own:
-        optimizer.whole.put_state(
-            tensor, _whole_state(tensor, reader, optimizer.param_groups, slices)
-        )
+    if optimizer.whole is not None:
+        for tensor in optimizer.whole.own:
+            state = _state_of_whole_tensor(tensor, optimizer, stored, reader, slices)
+            optimizer.whole.put_state(tensor, state)
     for sub_group in optimizer.sub_groups:
-        parts = list(_parts(sub_group))
-        if not parts:
+        names = [name for name, *_ in _parts(sub_group)]
+        if not names:
             # a sub-group of padding gets its state from the optimizer, as it did when training
             # began
             continue
-        state = optimizer.state[
-            sub_group.master
-        ] = {}  # in the order in which the optimizer made them
-        names, group = [name for name, *_ in parts], optimizer.param_groups[sub_group.group_index]
-        for key, kind in reader.manifest.optimizer.state.items():
-            if not any(
-                name in (kind.numbers or ()) or reader.holds(f"optimizer/{key}/{name}")
-                for name in names
-            ):
-                continue  # the param group needs none, as one of SGD without momentum
-            if kind.numbers is not None:
-                state[key] = _number(key, kind.numbers, names, group, sub_group.master.device)
-                continue
-            dtype, tier, size = dtype_of(kind.dtype), sub_group.shard.tier, sub_group.master.numel()
-            if coded and key in KEYS:
-                state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
-            else:
-                floats = dtype in (torch.float32, torch.bfloat16)
-                state[key] = tier.zeros(size, own_dtype if floats else dtype)
-            for name, numel, position, where in parts:
-                add(slices, f"optimizer/{key}/{name}", numel, position, state[key][where])
-        if (
-            coded and KEYS[0] in state
-        ):  # sub-group by sub-group: fp32 moments of all of them may not fit into memory
+        state = optimizer.state[sub_group.master] = {}  # in the order in which it was made
+        group, tier = optimizer.param_groups[sub_group.group_index], sub_group.shard.tier
+        for key, kind in stored.state.items():
+            held = [name for name in names if reader.holds(f"optimizer/{key}/{name}")]
+            numbers = kind.numbers or {}
+            if any(name in numbers for name in names):
+                state[key] = _number(key, numbers, names, group, sub_group.master.device)
+            elif held:  # else the param group needs none, as one of SGD without momentum
+                dtype, size = reader.dtype(f"optimizer/{key}/{held[0]}"), sub_group.master.numel()
+                if coded and key in KEYS:
+                    state[key] = torch.zeros(size, dtype=torch.float32, device="cpu")
+                else:
+                    floats = dtype in (torch.float32, torch.bfloat16)
+                    state[key] = tier.zeros(size, own_dtype if floats else dtype)
+                for name, numel, position, where in _parts(sub_group):
+                    stored_key = f"optimizer/{key}/{name}"
+                    slices.append(Slice(stored_key, numel, position, state[key][where]))
+        if coded and KEYS[0] in state:
+            # sub-group by sub-group: fp32 moments of all of them may not fit into memory
             reader.read(slices)
             slices.clear()
-            state |= {
-                key: sub_group.shard.tier.keep(value)
-                for key, value in encoded(state, into={}).items()
-            }
+            codes = encoded(state, into={})
+            state |= {key: tier.keep(value) for key, value in codes.items()}
     reader.read(slices)
 
 
-def _whole_state(
-    tensor: WholeTensor, reader: SliceReader, groups: list[dict], slices: dict[str, Slices]
+def _state_of_whole_tensor(
+    tensor: WholeTensor,
+    optimizer: ZeroOptimizer,
+    stored: OptimizerState,
+    reader: CheckpointReader,
+    slices: list[Slice],
 ) -> dict[str, object]:
     """The stored state of a whole tensor, whose memory `slices` are to fill."""
     state, tier = {}, tensor.shard.tier
+    group, package = optimizer.param_groups[tensor.group_index], _package_of(optimizer)
 
-    def target(stored: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
-        stored = stored if number is None else f"{stored}/{number}"
-        if stored not in reader.tensors:
-            raise ValueError(f"the checkpoint has no {stored}")
-        values = tier.empty(math.prod(shape), reader.dtype(stored)).view(tuple(shape))
-        slices[stored] = whole(values)
+    def target(key: str, number: int | None, shape: Sequence[int]) -> torch.Tensor:
+        key = key if number is None else f"{key}/{number}"
+        values = tier.empty(math.prod(shape), reader.dtype(key)).view(tuple(shape))
+        slices.append(Slice.whole(key, values))
         return values
 
-    for key, kind in reader.manifest.optimizer.state.items():
-        stored = f"optimizer/{key}/{tensor.name}"
+    for key, kind in stored.state.items():
+        stored_key = f"optimizer/{key}/{tensor.name}"
         if kind.whole is not None and tensor.name in kind.whole:
-            state[key] = rebuild(kind.whole[tensor.name], partial(target, stored))
+            description = kind.whole[tensor.name]
+            state[key] = rebuild(description, partial(target, stored_key), package)
         elif kind.numbers is not None and tensor.name in kind.numbers:
-            state[key] = _number(
-                key, kind.numbers, [tensor.name], groups[tensor.group_index], tier.device
-            )
-        elif stored in reader.tensors:
-            state[key] = target(stored, None, tensor.slot.shape)
+            state[key] = _number(key, kind.numbers, [tensor.name], group, tier.device)
+        elif reader.holds(stored_key):
+            state[key] = target(stored_key, None, tensor.slot.shape)
     return state
 
 
 def _number(
-    key: str, numbers: dict[str, object], names: list[str], group: dict, device: torch.device
+    key: str, numbers: dict[str, Any], names: list[str], group: dict, device: torch.device
 ) -> object:
     """A sub-group's number, such as `step`, which must be equal for all parameters in the
     sub-group.
@@ -293,8 +356,8 @@ def _number(
     if different := [name for name in names if numbers[name] != numbers[names[0]]]:
         raise UsageError(
             f"optimizer state {key!r} differs between parameters {names[0]!r} and "
-            f"{different[0]!r}; lower "
-            "zero_optimization.sub_group_size or put them into different param groups"
+            f"{different[0]!r}; lower zero_optimization.sub_group_size or put them into different "
+            "param groups"
         )
     number = decode(numbers[names[0]])
     # torch's optimizers count steps on the host unless their kernels read the count.
@@ -302,72 +365,64 @@ def _number(
     return number.to("cpu" if on_host else device) if isinstance(number, torch.Tensor) else number
 
 
-def group_of(engine: Trained) -> dict[str, int]:
+# -- param groups
+
+
+def group_of(engine: ZeroEngine, optimizer: ZeroOptimizer) -> dict[str, int]:
     """The index of the param group of each parameter that is in one, by name."""
-    groups = {
-        param: index for index, group in enumerate(engine.optimizer.model_params) for param in group
-    }
+    groups = {param: index for index, group in enumerate(optimizer.model_params) for param in group}
     return {
         name: groups[param]
-        for param_group in engine.optimizer.shards
-        for name, param in zip(param_group.param_names, param_group.params, strict=True)
-        if param in groups
+        for name, param, group in named_params(engine)
+        if group in optimizer.shards and param in groups
     }
-
-
-# -- param groups
 
 
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """The class and its bases: optimizers with a class in common can exchange their state, as AdamW
     and Adam.
     """
-    return [
-        kind.__name__
-        for kind in type(optimizer).__mro__
-        if kind not in (torch.optim.Optimizer, object)
-    ]
+    general = (torch.optim.Optimizer, object)
+    return [kind.__name__ for kind in type(optimizer).__mro__ if kind not in general]
 
 
-def group_settings(engine: Trained) -> list[object]:
-    return [
-        encode(
-            {key: value for key, value in group.items() if key not in _NOT_STORED},
-            f"param_groups[{index}]",
-        )
-        for index, group in enumerate(engine.optimizer.param_groups)
-    ]
+def group_settings(optimizer: ZeroOptimizer) -> list[object]:
+    settings = []
+    for index, group in enumerate(optimizer.param_groups):
+        stored = {key: value for key, value in group.items() if key not in _NOT_STORED}
+        settings.append(encode(stored, f"param_groups[{index}]"))
+    return settings
 
 
-def restore_group_settings(engine: Trained, manifest: Manifest) -> None:
+def restore_group_settings(
+    engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest
+) -> None:
     """Set the hyperparameters of the param groups as torch does if there are as many groups as
     there were.
 
     Else only the learning rates, each from the stored group of the group's first parameter.
     """
-    groups, settings = engine.optimizer.param_groups, decode(manifest.optimizer.groups)
-    if len(groups) == len(settings):
-        for group, new in zip(groups, settings, strict=True):
-            _set(group, new)
-        return
-    if engine.comm.job.rank == 0:
-        text = (
-            "the checkpoint has %d param groups, the optimizer %d: only learning rates are "
-            "taken over"
-        )
-        logger.warning(text, len(settings), len(groups))
-    first = {index: name for name, index in reversed(group_of(engine).items())}
-    for index, name in first.items():
-        new = settings[manifest.parameters[name].group]
-        _set(groups[index], {key: new[key] for key in ("lr", "initial_lr") if key in new})
-
-
-def _set(group: dict, new: dict) -> None:
-    for key, value in new.items():
-        if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = value
+    assert manifest.optimizer is not None
+    groups, settings = optimizer.param_groups, decode(manifest.optimizer.groups)
+    new_settings = dict(enumerate(settings))
+    if len(groups) != len(settings):
+        if engine.comm.job.rank == 0:
+            text = (
+                "the checkpoint has %d param groups, the optimizer %d: only learning rates are "
+                "taken over"
+            )
+            logger.warning(text, len(settings), len(groups))
+        new_settings = {}
+        first = {index: name for name, index in reversed(group_of(engine, optimizer).items())}
+        for index, name in first.items():
+            new = settings[manifest.parameters[name].group]
+            new_settings[index] = {key: new[key] for key in ("lr", "initial_lr") if key in new}
+    for index, new in new_settings.items():
+        for key, value in new.items():
+            if isinstance(groups[index].get(key), torch.Tensor):
+                groups[index][key].fill_(value)
+            else:
+                groups[index][key] = value
 
 
 # -- random states
@@ -386,8 +441,8 @@ def random_states(device: torch.device) -> object:
     return encode(states, "random_states")
 
 
-def restore_random_states(encoded: object, device: torch.device) -> None:
-    states = decode(encoded)
+def restore_random_states(stored: object, device: torch.device) -> None:
+    states = decode(stored)
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpy.random.set_state(states["numpy"])

@@ -1,57 +1,62 @@
 """Training checkpoints: written by any number of ranks, safe against crashes, read by any other
 number of ranks.
 
-    save   agree on the name and the size -> rank 0 cleans up and makes a hidden folder -> all
-           ranks write their slices -> rank 0 writes `checkpoint.json`, renames the folder and
+    save   every rank says what it has -> rank 0 cleans up and makes a hidden folder
+           every rank writes its slices -> rank 0 writes `checkpoint.json`, renames the folder and
            updates `latest`
-    load   find the folder -> rank 0 checks that all files are there -> compare names and shapes ->
-           all ranks read what they need into masters and optimizer state, and verify it -> round
-           the masters into the shards, reshard groups or gather them again
+    load   rank 0 finds the folder
+           every rank compares names and shapes; rank 0 also checks that all files are there
+           every rank reads what it needs into masters and optimizer state, and verifies it; the
+           masters are rounded into the shards, groups resharded or gathered again
+           every rank restores counters, hyperparameters and random states
 
-If one rank fails, every rank raises the same error.
+Each line is one exchange between the ranks. If one rank fails, every rank raises the same error.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-from collections.abc import Callable
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from zero.checkpoint import folder as folders
 from zero.checkpoint import resumable, state
 from zero.checkpoint.background import BackgroundSaves, wait_for_background_saves
-from zero.checkpoint.cuts import PartReader, cuts_of, to_store
-from zero.checkpoint.files import SliceReader, Slices, check_sizes, whole, write
-from zero.checkpoint.manifest import (
-    DATA_FILE,
-    FORMAT,
-    FORMAT_VERSION,
-    DamagedCheckpointError,
-    Manifest,
-    read_manifest,
-)
-from zero.checkpoint.model import model_config
+from zero.checkpoint.files import CheckpointReader, Slice, name_in, open_checkpoint, write
+from zero.checkpoint.manifest import DATA_FILE, MANIFEST, DamagedCheckpointError, Manifest
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.state import Trained
-from zero.checkpoint.values import decode, dtype_name, encode
+from zero.checkpoint.values import decode, dtype_of
 from zero.errors import UsageError
+from zero.optim.sharded_optimizer import ZeroOptimizer
+
+if TYPE_CHECKING:
+    from zero.engine import ZeroEngine
 
 logger = logging.getLogger("zero")
 
 # An upper bound of the bytes that describe a slice, in its file and in the manifest.
 _BYTES_PER_SLICE = 1024
+# What Python, numpy and torch raise for a stored value of another kind than theirs.
+_NOT_UNDERSTOOD = (
+    ValueError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+)
 
 
 # -- save
 
 
 def save_checkpoint(
-    engine: Trained,
+    engine: ZeroEngine,
     save_dir: str | os.PathLike,
     tag: str | None = None,
     client_state: dict | None = None,
@@ -77,205 +82,147 @@ def save_checkpoint(
     if save_dir is None or not os.fspath(save_dir):
         raise UsageError(f"save_checkpoint: save_dir is {save_dir!r}; name the folder to save to")
     what = f"saving a checkpoint to {save_dir}"
-    ranks = Ranks.of(engine.comm.job, what)
-    tag = ranks.run(
-        lambda: folders.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    )
-    tag = _agreed(tag, ranks, engine.settings.checkpoint.tag_validation)
-    # What is in files does not fit into host memory. So it cannot be copied there for a save in the
-    # background.
-    tiers = [param_group.tier for param_group in engine.groups]
-    if engine.optimizer is not None:
-        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
-    in_files = any(tier.file for tier in tiers)
-    background = (
-        BackgroundSaves.of(engine)
-        if engine.settings.checkpoint.async_save and not in_files
-        else None
-    )
-    if background is not None:
+    ranks = Ranks.of_job(engine.comm.job, what)
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    save = _Save(engine, ranks.rank, Path(save_dir), tag, save_latest)
+    background = None
+    if engine.settings.checkpoint.async_save and not _is_in_files(engine):
+        background = BackgroundSaves.of_engine(engine)
         background.wait()
-    if ranks.rank == 0 and any(
-        engine.reducer.is_fresh(param_group) for param_group in engine.groups
-    ):
-        logger.warning(
-            "gradients of an unfinished accumulation are not part of the checkpoint %s", tag
-        )
-    slices, description = _collect(engine, ranks, client_state or {}, exclude_frozen_parameters)
-    description["tag"] = tag
-
-    size = sum(entry.nbytes + _BYTES_PER_SLICE * len(entry.parts) for entry in slices.values())
-    total = sum(ranks.gather(size)) + len(json.dumps(description))
-    folder = Path(ranks.on_first(lambda: str(folders.begin(Path(save_dir), tag, total))))
-    if ranks.rank == 0:
-        resumable.seal_later(Path(save_dir), ranks.world_size)
+    begun = ranks.exchange(
+        lambda: save.collect(client_state or {}, exclude_frozen_parameters), save.begin
+    )
+    folder = Path(begun["folder"])
+    save.add_plain_tensors(begun["writers"])
     if background is None:
-        _finish(ranks, folder, slices, description, save_latest)
+        save.finish(ranks, folder, save.slices)
     else:
         in_thread = Ranks(background.connection, what)
-
-        def act(copies: dict[str, Slices]) -> None:
-            _finish(in_thread, folder, copies, description, save_latest)
-
-        copies = ranks.run(lambda: background.copy(slices))
-        background.start(copies, act)
+        copies = ranks.together(lambda: background.copy(save.slices))
+        background.start(lambda: save.finish(in_thread, folder, copies))
     return True
 
 
-def _agreed(tag: str, ranks: Ranks, validation: str) -> str:
-    """Rank 0's tag.
-
-    Where the ranks gave different ones: UsageError if `validation` is "Fail", a warning if "Warn".
+def _is_in_files(engine: ZeroEngine) -> bool:
+    """Whether some state is in files: it does not fit into host memory, so it cannot be copied
+    there for a save in the background.
     """
-    tags = ranks.gather(tag)
-    if validation != "Ignore" and len(set(tags)) > 1:
-        message = f"save_checkpoint: the ranks gave different tags: {', '.join(tags)}"
-        if validation == "Fail":
-            raise UsageError(
-                f"{message}; give the same one, or set checkpoint.tag_validation to Warn"
-            )
-        logger.warning("%s; rank 0's is used", message)
-    return tags[0]
+    tiers = [group.tier for group in engine.groups]
+    if engine.optimizer is not None:
+        tiers += [shard.tier for shard in engine.optimizer.shards.values()]
+    return any(tier.file for tier in tiers)
 
 
-def _collect(
-    engine: Trained, ranks: Ranks, client_state: dict, exclude_frozen: bool
-) -> tuple[dict[str, Slices], dict]:
-    """This rank's slices, as views, and the description, the same on all ranks."""
+class _Save:
+    """One save: what this rank has for it, and the steps that the ranks make together.
 
-    def collect() -> tuple[dict[str, Slices], dict, dict]:
-        slices, kinds = state.weights(engine, exclude_frozen), {}
-        if engine.optimizer is not None:
-            of_optimizer, kinds = state.optimizer_slices(engine)
-            slices |= of_optimizer
-        place, size = engine.comm.replicate_group.rank, engine.comm.replicate_group.size
-        if engine.settings.zero_optimization.stage == 0:  # all ranks hold all of it
-            place, size = engine.comm.rank, engine.comm.world_size
-        slices = {
-            key: entry.share(place, size) for key, entry in to_store(slices, engine.groups).items()
+    Attributes: slices: what this rank writes. description: the content of `checkpoint.json`, on
+    rank 0 that of all ranks."""
+
+    def __init__(self, engine: ZeroEngine, rank: int, save_dir: Path, tag: str, latest: bool):
+        self._engine = engine
+        self._rank = rank
+        self._save_dir = save_dir
+        self._tag = tag
+        self._latest = latest
+        self.slices: list[Slice] = []
+        self.description: dict[str, Any] = {}
+
+    def collect(self, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
+        """What rank 0 must know of this rank."""
+        engine, tag = self._engine, folders.check_tag(self._tag)
+        self.slices, kinds = state.slices_to_store(engine, exclude_frozen)
+        self.description = state.describe_engine(engine, client_state, exclude_frozen)
+        # Ranks have different parts of a model that is split over a model group.
+        different = ("parameters", "plain", "tied") if engine.comm.model is not None else ()
+        return {
+            "tag": tag,
+            "bytes": sum(each.values.nbytes + _BYTES_PER_SLICE for each in self.slices),
+            "state": kinds,
+            "random_states": state.random_states(engine.comm.device),
+            "model": {key: self.description[key] for key in different},
         }
-        return slices, kinds, _describe(engine, client_state, exclude_frozen)
 
-    slices, kinds, description = ranks.run(collect)
-    gathered = ranks.gather((kinds, state.random_states(engine.comm.device)))
-    description["random_states"] = [states for _, states in gathered]
-    earlier = _join_models(engine, ranks, description)
-    for name, value in state.plain_tensors(engine.module).items():
-        if name not in earlier:
-            slices[f"plain/{name}"] = whole(value.contiguous())
-    for kinds, _ in gathered:  # a rank whose shards are all padding has no state
-        for key, kind in kinds.items():
-            merged = description["optimizer"]["state"].setdefault(key, {})
-            for part, content in kind.items():
-                merged[part] = (
-                    merged.get(part, {}) | content if isinstance(content, dict) else content
+    def begin(self, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: describe what all ranks have, and make the folder.
+
+        Returns the folder, and for plain tensors that rank 0 may lack: which rank writes them.
+        """
+        description, writers = self.description, {}
+        tag = self._agreed_tag([each["tag"] for each in of_ranks])
+        description["tag"] = tag
+        description["random_states"] = [each["random_states"] for each in of_ranks]
+        for rank, of_rank in enumerate(of_ranks):
+            for key, entries in of_rank["model"].items():
+                description[key] = entries | description[key]
+            for name in of_rank["model"].get("plain", ()):
+                writers.setdefault(name, rank)
+            for key, kind in of_rank["state"].items():
+                merged = description["optimizer"]["state"].setdefault(key, kind)
+                for part in kind.keys() - {"dtype"}:
+                    merged[part] = merged.get(part, {}) | kind[part]
+        nbytes = sum(each["bytes"] for each in of_ranks) + len(json.dumps(description))
+        for entry in description["plain"].values():
+            nbytes += math.prod(entry["shape"]) * dtype_of(entry["dtype"]).itemsize
+        if any(self._engine.reducer.is_fresh(group) for group in self._engine.groups):
+            text = "gradients of an unfinished accumulation are not part of the checkpoint %s"
+            logger.warning(text, tag)
+        folder = folders.begin(self._save_dir, tag, nbytes)
+        resumable.seal_later(self._save_dir, len(of_ranks))
+        return {"folder": str(folder), "writers": writers}
+
+    def _agreed_tag(self, tags: Sequence[str]) -> str:
+        """Rank 0's tag.
+
+        Where the ranks gave different ones: UsageError if `checkpoint.tag_validation` is "Fail", a
+        warning if "Warn".
+        """
+        validation = self._engine.settings.checkpoint.tag_validation
+        if validation != "Ignore" and len(set(tags)) > 1:
+            message = f"save_checkpoint: the ranks gave different tags: {', '.join(tags)}"
+            if validation == "Fail":
+                raise UsageError(
+                    f"{message}; give the same one, or set checkpoint.tag_validation to Warn"
                 )
-    return slices, description
+            logger.warning("%s; rank 0's is used", message)
+        return tags[0]
 
+    def add_plain_tensors(self, writers: dict[str, int]) -> None:
+        """Add those that this rank writes, which others may have too."""
+        for name, value in state.plain_tensors(self._engine.module).items():
+            if writers.get(name, 0) == self._rank:
+                self.slices.append(Slice.whole(f"plain/{name}", value.contiguous()))
 
-def _join_models(engine: Trained, ranks: Ranks, description: dict) -> set[str]:
-    """Make `description` that of the whole model, of which ranks may have different parts.
+    def finish(self, ranks: Ranks, folder: Path, slices: Sequence[Slice]) -> None:
+        """Write `slices`, on every rank; then rank 0 makes the folder visible, or removes it.
 
-    Returns the names of what lower ranks have as well.
-    """
-    keys, earlier = ("parameters", "plain", "tied"), set()
-    if engine.comm.model is None:
-        return set(description["plain"]) if ranks.rank else earlier
-    for rank, found in enumerate(ranks.gather({key: description[key] for key in keys})):
-        for key in keys:
-            description[key] = found[key] | description[key]
-        if rank < ranks.rank:
-            earlier |= found["plain"].keys()
-    return earlier
+        It may run in a thread, with connections of its own.
+        """
+        description = self.description
 
+        def commit(of_ranks: Sequence[dict[str, Any]]) -> None:
+            for of_rank in of_ranks:
+                description["files"][of_rank["name"]] = of_rank["file"]
+                for key, entry in of_rank["tensors"].items():
+                    tensor = description["tensors"].setdefault(key, entry | {"slices": []})
+                    tensor["slices"] += entry["slices"]
+            folders.write_placeholders(folder, description["stage"], description["world_size"])
+            folders.commit(folder, description["tag"], description, latest=self._latest)
 
-def _describe(engine: Trained, client_state: dict, exclude_frozen: bool) -> dict:
-    """All of `checkpoint.json` that every rank knows."""
-    optimizer, scheduler, scaler = engine.optimizer, engine.lr_scheduler, engine.scaler
-    description = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "torch": torch.__version__,
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "world_size": engine.comm.job.world_size,
-        "stage": engine.settings.zero_optimization.stage,
-        "global_steps": engine.global_steps,
-        "micro_steps": engine.micro_steps,
-        "skipped_steps": engine.skipped_steps,
-        "global_samples": engine.global_samples,
-        "gradient_accumulation_steps": engine.settings.gradient_accumulation_steps,
-        "loss_scaler": None if scaler is None else encode(scaler.state_dict(), "loss_scaler"),
-        "lr_scheduler": None
-        if scheduler is None
-        else encode(scheduler.state_dict(), "lr_scheduler"),
-        "client_state": encode(client_state, "client_state"),
-        "frozen_excluded": exclude_frozen,
-        "parameters": _parameters(engine, exclude_frozen),
-        "tied": state.tied_names(engine.module),
-        "plain": {
-            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-            for name, value in state.plain_tensors(engine.module).items()
-        },
-        "optimizer": None,
-        "hf_config": model_config(engine.module),
-        "files": {},
-        "tensors": {},
-    }
-    if optimizer is not None:
-        groups, classes = state.group_settings(engine), state.classes_of(optimizer.optimizer)
-        description["optimizer"] = {"classes": classes, "groups": groups, "state": {}}
-        for name, group in state.group_of(engine).items():
-            description["parameters"][name]["group"] = group
-    return description
-
-
-def _parameters(engine: Trained, exclude_frozen: bool = False) -> dict[str, dict]:
-    """Shape and compute dtype of each sharded parameter, in the model's order."""
-    cuts = cuts_of(engine.groups)
-    found = {
-        name: {
-            "shape": list(param.shape),
-            "dtype": dtype_name(param_group.dtype),
-            "trainable": param_group.trainable,
-        }
-        | ({"cut": cuts[name].described} if name in cuts else {})
-        for param_group in engine.groups
-        if param_group.trainable or not exclude_frozen
-        for name, param in zip(param_group.param_names, param_group.params, strict=True)
-    }
-    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
-
-
-def _finish(
-    ranks: Ranks, folder: Path, slices: dict[str, Slices], description: dict, latest: bool
-) -> None:
-    """Write into the folder that `begin` made.
-
-    Then make it visible, or remove it. Every rank must call it.
-    """
-
-    def commit() -> None:
-        folders.write_placeholders(folder, description["stage"], description["world_size"])
-        folders.commit(folder, description["tag"], description, latest=latest)
-
-    try:
-        for of_rank in ranks.each(lambda: write(slices, folder, DATA_FILE.format(ranks.rank))):
-            description["files"][of_rank["name"]] = of_rank["file"]
-            for key, entry in of_rank["tensors"].items():
-                tensor = description["tensors"].setdefault(key, entry | {"slices": []})
-                tensor["slices"] += entry["slices"]
-        ranks.on_first(commit)
-    except Exception:
-        if ranks.rank == 0:
-            folders.abandon(folder)
-        raise
+        name = DATA_FILE.format(ranks.rank)
+        try:
+            ranks.exchange(lambda: write(slices, folder, name), commit)
+        except Exception:
+            if ranks.rank == 0:
+                folders.abandon(folder)
+            raise
 
 
 # -- load
 
 
 def load_checkpoint(
-    engine: Trained,
+    engine: ZeroEngine,
     load_dir: str | os.PathLike,
     tag: str | None = None,
     load_module_strict: bool = True,
@@ -310,95 +257,111 @@ def load_checkpoint(
             "instead"
         )
     wait_for_background_saves()
-    ranks, source = (
-        Ranks.of(engine.comm.job, f"loading a checkpoint from {load_dir}"),
-        Path(load_dir),
+    ranks = Ranks.of_job(engine.comm.job, f"loading a checkpoint from {load_dir}")
+    source, here = Path(load_dir), _shapes(engine)
+    is_split = engine.comm.model is not None
+    found = ranks.exchange(
+        lambda: list(here) if is_split else [],
+        lambda of_ranks: {
+            "folder": resumable.locate_tag(source, tag),
+            "has_random_states": any(source.glob("rng_state*.pth")),
+            "elsewhere": sorted(set().union(*of_ranks)),
+        },
     )
-    found = ranks.on_first(lambda: resumable.locate_tag(source, tag))
-    of_trainer = ranks.on_first(lambda: any(source.glob("rng_state*.pth")))
-    if found is None:
+    if found["folder"] is None:
         if ranks.rank == 0:
             logger.warning("%s: there is no checkpoint", source)
         return None, {}
-    folder = Path(found)
-    manifest = ranks.run(lambda: _open(source, folder, ranks))
-    with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
-    elsewhere = (
-        set().union(*ranks.gather(list(_named(engine)))) if engine.comm.model is not None else set()
-    )
-    names = ranks.run(lambda: _names_to_load(engine, manifest, load_module_strict, elsewhere))
-    if with_optimizer:
-        ranks.run(lambda: _check_optimizer(engine, manifest))
-    _read(
-        engine,
-        ranks,
-        PartReader(folder, manifest, cuts=cuts_of(engine.groups)),
-        names,
-        with_optimizer,
-    )
-    if not load_module_only:
-        _restore_progress(engine, manifest, with_optimizer)
-        if (
-            load_lr_scheduler_states
-            and engine.lr_scheduler is not None
-            and manifest.lr_scheduler is not None
-        ):
-            ranks.run(lambda: engine.lr_scheduler.load_state_dict(decode(manifest.lr_scheduler)))
-        if manifest.world_size == ranks.world_size and not of_trainer:
-            ranks.run(
-                lambda: state.restore_random_states(
-                    manifest.random_states[ranks.rank], engine.comm.device
-                )
-            )
-    return str(folder), ranks.run(lambda: decode(manifest.client_state))
+    folder = Path(found["folder"])
+    optimizer = engine.optimizer if load_optimizer_states and not load_module_only else None
+
+    def check() -> tuple[CheckpointReader, set[str]]:
+        reader = _open(engine, source, folder)
+        names = _names_to_load(engine, reader.manifest, load_module_strict, found["elsewhere"])
+        if optimizer is not None:
+            _check_optimizer(engine, optimizer, reader.manifest)
+        return reader, names
+
+    reader, names = ranks.together(check)
+    manifest = reader.manifest
+
+    def restore() -> dict:
+        if load_module_only:
+            return decode(manifest.client_state)
+        _restore_progress(engine, manifest)
+        with _stored_in(folder, "optimizer or loss_scaler"):
+            if optimizer is not None:
+                state.restore_group_settings(engine, optimizer, manifest)
+                if engine.scaler is not None and manifest.loss_scaler is not None:
+                    engine.scaler.load_state_dict(decode(manifest.loss_scaler))
+        scheduler: Any = engine.lr_scheduler if load_lr_scheduler_states else None
+        if scheduler is not None and manifest.lr_scheduler is not None:
+            scheduler.load_state_dict(decode(manifest.lr_scheduler))
+        if manifest.world_size == ranks.world_size and not found["has_random_states"]:
+            with _stored_in(folder, "random_states"):
+                states = manifest.random_states[ranks.rank]
+                state.restore_random_states(states, engine.comm.device)
+        return decode(manifest.client_state)
+
+    _read(engine, ranks, reader, names, optimizer)
+    return str(folder), ranks.together(restore)
 
 
-def _open(source: Path, folder: Path, ranks: Ranks) -> Manifest:
-    """The manifest.
-
-    Checks that all files are there; also the Trainer's files, if it has completed its folder.
-    """
+@contextmanager
+def _stored_in(folder: Path, part: str) -> Iterator[None]:
+    """For what is restored from a part of the manifest that only its own readers understand."""
     try:
-        manifest = read_manifest(folder)
-        if ranks.rank == 0:
-            check_sizes(folder, manifest)
-            if source != folder and (source / resumable.TRAINER_STATE).exists():
-                resumable.check_resumable(source, ranks.world_size, sums=False)
+        yield
+    except _NOT_UNDERSTOOD as error:
+        raise DamagedCheckpointError(
+            f"{folder / MANIFEST} is damaged: {part}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _open(engine: ZeroEngine, source: Path, folder: Path) -> CheckpointReader:
+    """A reader of the checkpoint.
+
+    Rank 0 checks that all files are there; also the Trainer's files, if it has completed its
+    folder.
+    """
+    job = engine.comm.job
+    try:
+        reader = open_checkpoint(folder, state.cuts_of(engine), all_files=job.rank == 0)
+        if job.rank == 0 and source != folder and (source / resumable.TRAINER_STATE).exists():
+            resumable.check_resumable(source, job.world_size, sums=False)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{error}{resumable.offer(folder)}") from error
-    return manifest
+    return reader
 
 
-def _check_optimizer(engine: Trained, manifest: Manifest) -> None:
+def _check_optimizer(engine: ZeroEngine, optimizer: ZeroOptimizer, manifest: Manifest) -> None:
     """Raise ValueError if the stored optimizer state is not for this optimizer and these
     parameters.
     """
-    stored, remedy = (
-        manifest.optimizer,
-        "load with load_optimizer_states=False to start with a fresh state",
-    )
+    stored = manifest.optimizer
+    remedy = "load with load_optimizer_states=False to start with a fresh state"
     if stored is None:
         raise UsageError(f"the checkpoint holds no optimizer state; {remedy}")
-    if not set(stored.classes) & set(state.classes_of(engine.optimizer.optimizer)):
-        here = type(engine.optimizer.optimizer).__name__
+    if not set(stored.classes) & set(state.classes_of(optimizer.optimizer)):
+        here = type(optimizer.optimizer).__name__
         raise UsageError(
             f"the checkpoint's optimizer is {stored.classes[0]}, the present one {here}; {remedy}"
         )
-    for name in state.group_of(engine):
+    for name in state.group_of(engine, optimizer):
         if name not in manifest.parameters or manifest.parameters[name].group is None:
             raise UsageError(
                 f"the checkpoint has no optimizer state for parameter {name!r}; {remedy}"
             )
 
 
-def _named(engine: Trained) -> dict[str, list[int]]:
+def _shapes(engine: ZeroEngine) -> dict[str, list[int]]:
     """The shapes of all that this rank has of the model, by name."""
     plain = {name: list(value.shape) for name, value in state.plain_tensors(engine.module).items()}
-    return plain | {name: entry["shape"] for name, entry in _parameters(engine).items()}
+    return plain | {name: entry["shape"] for name, entry in state.parameters(engine).items()}
 
 
 def _names_to_load(
-    engine: Trained, manifest: Manifest, strict: bool, elsewhere: set[str]
+    engine: ZeroEngine, manifest: Manifest, strict: bool, elsewhere: Sequence[str]
 ) -> set[str]:
     """Names that the model and the checkpoint have in common. `elsewhere`: names that some rank
     has.
@@ -406,64 +369,57 @@ def _names_to_load(
     Raises ValueError if shapes differ, or, if `strict`, names.
     """
     stored = {name: entry.shape for name, entry in (manifest.parameters | manifest.plain).items()}
-    here, parameters = _named(engine), _parameters(engine)
+    here = _shapes(engine)
     common = here.keys() & stored.keys()
-    if different := sorted(name for name in common if here[name] != stored[name]):
-        name = different[0]
-        raise UsageError(
-            f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} in "
-            "the model"
-        )
-    optional = {
-        name
-        for name, entry in parameters.items()
-        if not entry["trainable"] and manifest.frozen_excluded
-    }
-    missing, unexpected = (
-        sorted(here.keys() - common - optional),
-        sorted(stored.keys() - common - elsewhere),
-    )
+    for name in sorted(common):
+        if here[name] != stored[name]:
+            raise UsageError(
+                f"parameter {name!r} has shape {stored[name]} in the checkpoint and {here[name]} "
+                "in the model"
+            )
+    frozen = {name for name, entry in state.parameters(engine).items() if not entry["trainable"]}
+    optional = frozen if manifest.frozen_excluded else set()
+    missing = sorted(here.keys() - common - optional)
+    unexpected = sorted(stored.keys() - common - set(elsewhere))
     if strict and (missing or unexpected):
         raise UsageError(
             f"the checkpoint does not fit the model: it lacks {_some(missing)} and has "
-            f"{_some(unexpected)} which the "
-            "model lacks; load what they have in common with load_module_strict=False"
+            f"{_some(unexpected)} which the model lacks; load what they have in common with "
+            "load_module_strict=False"
         )
-    return set(common)
+    return common
 
 
 def _some(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:3])) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(map(repr, names[:3])) or "nothing") + more
 
 
 def _read(
-    engine: Trained, ranks: Ranks, reader: SliceReader, names: set[str], with_optimizer: bool
+    engine: ZeroEngine,
+    ranks: Ranks,
+    reader: CheckpointReader,
+    names: set[str],
+    optimizer: ZeroOptimizer | None,
 ) -> None:
-    """Read the weights `names`, and the optimizer's state if wanted."""
+    """Read the weights `names`, and the state of `optimizer`, if given."""
     if engine.optimizer is not None:
         engine.optimizer.end_updates()
 
     def read() -> None:
-        slices = {
-            key: entry
-            for key, entry in state.weights(engine).items()
-            if key.removeprefix("weights/") in names
-        }
-        plain = state.plain_tensors(engine.module)
-        slices |= {f"plain/{name}": whole(value) for name, value in plain.items() if name in names}
+        slices = [each for each in state.weights(engine) if name_in(each.key) in names]
+        for name, value in state.plain_tensors(engine.module).items():
+            if name in names:
+                slices.append(Slice.whole(f"plain/{name}", value))
         try:
             reader.read(slices)
-            if with_optimizer:
-                state.read_optimizer_state(engine, reader)
+            if optimizer is not None:
+                state.read_optimizer_state(optimizer, reader)
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{error}{resumable.offer(reader.folder)}") from error
 
     try:
-        ranks.run(read)
+        ranks.together(read)
     except Exception:
         if engine.optimizer is not None:
             engine.optimizer.spoil(
@@ -472,21 +428,18 @@ def _read(
         raise
     engine.zero_grad()
     shards = {} if engine.optimizer is None else engine.optimizer.shards
-    for param_group in engine.groups:
-        if param_group in shards:
-            shards[param_group].master_was_replaced()
+    for group in engine.groups:
+        if group in shards:
+            shards[group].master_was_replaced()
         else:
-            param_group.refresh()
+            group.refresh()
 
 
-def _restore_progress(engine: Trained, manifest: Manifest, with_optimizer: bool) -> None:
+def _restore_progress(engine: ZeroEngine, manifest: Manifest) -> None:
     accumulation = engine.settings.gradient_accumulation_steps
-    same = accumulation == manifest.gradient_accumulation_steps
-    micro_steps = manifest.micro_steps if same else manifest.global_steps * accumulation
+    micro_steps = manifest.micro_steps
+    if accumulation != manifest.gradient_accumulation_steps:
+        micro_steps = manifest.global_steps * accumulation
     engine.set_progress(
         manifest.global_steps, micro_steps, manifest.skipped_steps, manifest.global_samples
     )
-    if with_optimizer:
-        state.restore_group_settings(engine, manifest)
-        if engine.scaler is not None and manifest.loss_scaler is not None:
-            engine.scaler.load_state_dict(decode(manifest.loss_scaler))

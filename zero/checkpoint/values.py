@@ -8,7 +8,10 @@ bit: Python prints the shortest digits that read back as the same number."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy
 import torch
@@ -37,11 +40,9 @@ def encode(value: object, place: str) -> object:
         case dict() if all(type(key) is str and key != KIND for key in value):
             return {key: encode(item, f"{place}.{key}") for key, item in value.items()}
         case dict():
-            pairs = [
-                [encode(key, f"a key of {place}"), encode(item, f"{place}[{key!r}]")]
-                for key, item in value.items()
-            ]
-            return {KIND: "dict", "items": pairs}
+            keys = [encode(key, f"a key of {place}") for key in value]
+            items = [encode(item, f"{place}[{key!r}]") for key, item in value.items()]
+            return {KIND: "dict", "items": list(map(list, zip(keys, items, strict=True)))}
         case list() | tuple():
             items = [encode(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return items if isinstance(value, list) else {KIND: "tuple", "items": items}
@@ -50,67 +51,90 @@ def encode(value: object, place: str) -> object:
         case bytes():
             return {KIND: "bytes", "data": base64.b64encode(value).decode()}
         case torch.Tensor():
-            flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            data = base64.b64encode(flat.tobytes()).decode()
-            return {
-                KIND: "tensor",
-                "dtype": dtype_name(value.dtype),
-                "shape": list(value.shape),
-                "data": data,
-            }
+            data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return _described("tensor", dtype_name(value.dtype), value.shape, data)
         case numpy.generic():
             return encode(value.item(), place)
         case numpy.ndarray() if value.dtype.kind in "biufc":
-            data = base64.b64encode(numpy.ascontiguousarray(value).tobytes()).decode()
-            return {
-                KIND: "array",
-                "dtype": value.dtype.str,
-                "shape": list(value.shape),
-                "data": data,
-            }
+            return _described("array", value.dtype.str, value.shape, value.tobytes())
     raise UsageError(
         f"{place}: a {type(value).__name__} cannot be stored in a checkpoint; use numbers, "
-        "strings, lists, dicts, "
-        "tuples, bytes, tensors or arrays"
+        "strings, lists, dicts, tuples, bytes, tensors or arrays"
     )
 
 
-def describe(value: object, tensors: list[torch.Tensor], place: str) -> object:
+def _described(kind: str, dtype: str, shape: Sequence[int], data: bytes) -> dict:
+    content = {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}
+    return {KIND: kind, **content}
+
+
+def describe(
+    value: object, tensors: list[torch.Tensor], place: str, package: str | None = None
+) -> object:
     """As `encode`, but tensors, also in lists, tuples and dicts, are appended to `tensors`; it has
-    their shapes.
+    their shapes. Objects of plain classes of `package`, such as GaLore's projectors, are described
+    by their attributes.
     """
+    inner = partial(describe, tensors=tensors, package=package)
     match value:
         case torch.Tensor() if value.numel() > 1:
             tensors.append(value)
             return {"tensor": [len(tensors) - 1, list(value.shape)]}
         case list() | tuple():
-            items = [describe(item, tensors, f"{place}[{i}]") for i, item in enumerate(value)]
+            items = [inner(item, place=f"{place}[{i}]") for i, item in enumerate(value)]
             return {"list" if isinstance(value, list) else "tuple": items}
         case dict():
-            pairs = value.items()
-            return {
-                "dict": [
-                    [encode(key, place), describe(each, tensors, f"{place}.{key}")]
-                    for key, each in pairs
-                ]
-            }
+            items = [
+                [encode(key, place), inner(item, place=f"{place}.{key}")]
+                for key, item in value.items()
+            ]
+            return {"dict": items}
+        case _ if _class_in(package, type(value).__module__, type(value).__name__) is type(value):
+            attributes = inner(vars(value), place=place)
+            return {"object": [type(value).__module__, type(value).__name__, attributes]}
     return {"value": encode(value, place)}
 
 
-def rebuild(description: dict, tensor: Callable[[int, list[int]], torch.Tensor]) -> object:
+def _class_in(package: str | None, module: str, name: str) -> type | None:
+    """A class of a module of `package` that is imported, if its objects are their attributes alone:
+    making one from these runs no code of it.
+    """
+    found = getattr(sys.modules.get(module), name, None)
+    is_inside = package is not None and module.partition(".")[0] == package
+    if not is_inside or not isinstance(found, type) or found.__new__ is not object.__new__:
+        return None
+    return None if hasattr(found, "__del__") or not hasattr(found, "__dict__") else found
+
+
+def rebuild(
+    description: dict,
+    tensor: Callable[[int, list[int]], torch.Tensor],
+    package: str | None = None,
+) -> object:
     """The inverse of `describe`; `tensor` gives the tensor of this number and shape."""
+    inner = partial(rebuild, tensor=tensor, package=package)
     ((kind, content),) = description.items()
     if kind == "tensor":
         return tensor(*content)
-    if kind in ("list", "tuple"):
-        items = [rebuild(item, tensor) for item in content]
-        return items if kind == "list" else tuple(items)
     if kind == "dict":
-        return {decode(key): rebuild(each, tensor) for key, each in content}
-    return decode(content)
+        return {decode(key): inner(item) for key, item in content}
+    if kind == "object":
+        module, name, attributes = content
+        if (kind_of_object := _class_in(package, module, name)) is None:
+            raise ValueError(
+                f"the checkpoint has an object of {module}.{name}, which the optimizer's package "
+                "lacks: use the version that trained"
+            )
+        made = object.__new__(kind_of_object)
+        vars(made).update(inner(attributes))
+        return made
+    if kind == "value":
+        return decode(content)
+    items = [inner(item) for item in content]
+    return items if kind == "list" else tuple(items)
 
 
-def decode(value: object) -> object:
+def decode(value: object) -> Any:
     """The inverse of `encode`. Raises ValueError for what `encode` never made."""
     try:
         return _decode(value)
@@ -120,7 +144,7 @@ def decode(value: object) -> object:
         ) from error
 
 
-def _decode(value: object) -> object:
+def _decode(value: object) -> Any:
     if isinstance(value, list):
         return [_decode(item) for item in value]
     if not isinstance(value, dict):

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zero.checkpoint.model import DTYPES, MAX_FILE_BYTES
-from zero.checkpoint.offline import consolidate, describe, facts
+from zero.checkpoint.models import DTYPES, MAX_FILE_BYTES, consolidate, describe, facts
 from zero.config.load import load_config
 from zero.errors import UsageError, refuse
 from zero.hf import STARTUP, enable

@@ -25,7 +25,7 @@ from tests.dist.training import (
 from tests.parity.models import batches, build
 from tests.processes import run_on
 from tests.tolerance import rounding
-from zero.checkpoint.files import SliceReader, whole
+from zero.checkpoint.files import Slice, open_checkpoint
 from zero.checkpoint.folder import locate
 from zero.checkpoint.manifest import read_manifest
 from zero.errors import UsageError
@@ -45,14 +45,11 @@ STEPS = 3
 
 def stored(folder: str | Path) -> dict[str, torch.Tensor]:
     """Return every tensor of the newest checkpoint in `folder`, flattened, by its key."""
-    newest = locate(Path(folder), None)
-    reader = SliceReader(newest, read_manifest(newest))
+    reader = open_checkpoint(locate(Path(folder), None))
     tensors = {}
-    for key, nbytes in reader.stored_bytes().items():
-        tensors[key] = torch.full((nbytes // reader.dtype(key).itemsize,), float("nan")).to(
-            reader.dtype(key)
-        )
-        reader.read({key: whole(tensors[key])})
+    for key, entry in reader.manifest.tensors.items():
+        tensors[key] = torch.full((entry.numel,), float("nan")).to(reader.dtype(key))
+        reader.read([Slice.whole(key, tensors[key])])
     return tensors
 
 

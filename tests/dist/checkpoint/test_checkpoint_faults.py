@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import logging.handlers
 import multiprocessing
 import os
 import random
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +24,11 @@ import zero
 from tests.dist.training import ds_config, start, train_zero
 from tests.parity.models import batches, build
 from tests.processes import run_on
+from zero.checkpoint import ranks
 from zero.checkpoint.disk import LOCK
-from zero.checkpoint.files import SliceReader
+from zero.checkpoint.files import open_checkpoint
 from zero.checkpoint.folder import locate
-from zero.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from zero.checkpoint.manifest import DamagedCheckpointError, to_text
 
 # A process forked from a server that has imported everything starts in a fraction of a second.
 context = multiprocessing.get_context("forkserver")
@@ -149,6 +153,57 @@ def test_damaged_files_are_named_on_every_rank_and_an_intact_checkpoint_is_offer
         )
 
 
+FORGED = {
+    "optimizer": lambda content: content["optimizer"].__setitem__("groups", [{"$type": "tuple"}]),
+    "random_states": lambda content: content["random_states"][0].__setitem__("python", [1, 2, 3]),
+}
+
+
+def load_forged(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = two_saves(folder)
+    path, messages = Path(folder) / "global_step2" / "checkpoint.json", []
+    original = path.read_text()
+    for change in FORGED.values():
+        content = json.loads(original)
+        del content["checksum"]
+        change(content)
+        path.write_text(to_text(content))
+        with pytest.raises(DamagedCheckpointError) as caught:
+            engine.load_checkpoint(folder)
+        messages.append(str(caught.value))
+    path.write_text(original)
+    engine.load_checkpoint(folder)
+    return messages
+
+
+def test_values_of_another_kind_in_a_forged_manifest_are_named(tmp_path):
+    (messages,) = run_on(1, load_forged, str(tmp_path))
+    for part, message in zip(FORGED, messages, strict=True):
+        assert f"checkpoint.json is damaged: {part}" in message, message
+
+
+def save_late(rank: int, world_size: int, folder: str) -> list[str]:
+    """Rank 1 comes some seconds after rank 0. Return what is logged."""
+    engine, _ = start(build("gpt2"), ds_config())
+    messages = []
+    logging.getLogger("zero").addHandler(handler := logging.handlers.BufferingHandler(100))
+    for delay in (3, 3, 0):  # the first save makes the connections, too
+        handler.buffer.clear()
+        with mock.patch.object(ranks, "LONE", 1.0):
+            time.sleep(delay * rank)
+            engine.save_checkpoint(folder)
+        messages.append(" ".join(record.getMessage() for record in handler.buffer))
+    return messages
+
+
+def test_a_rank_that_saves_alone_says_so_after_seconds(tmp_path):
+    lone, late = run_on(2, save_late, str(tmp_path))
+    assert "waiting" not in "".join(late) + lone[2]
+    for message in lone[:2]:
+        assert f"saving a checkpoint to {tmp_path}: rank 0 has been waiting" in message
+        assert "every rank must call this" in message
+
+
 # -- killed in the middle of a save
 
 
@@ -256,7 +311,7 @@ def test_every_state_left_by_a_killed_save_loads(tmp_path):
         interrupted += any(folder.glob(".saving-*"))
         if complete:
             newest = locate(folder, None)
-            manifest = read_manifest(newest)
-            SliceReader(newest, manifest).verify()
-            assert manifest.client_state["step"] >= complete
+            reader = open_checkpoint(newest)
+            reader.verify()
+            assert reader.manifest.client_state["step"] >= complete
     assert interrupted >= KILLS // 5, "hardly any kill hit a save: this test proves nothing"

@@ -22,8 +22,8 @@ from zero.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zero.checkpoint.files import Slices
-from zero.checkpoint.offline import consolidate, facts
+from zero.checkpoint.files import Slice
+from zero.checkpoint.models import consolidate, facts
 from zero.integrations.deepspeed.checkpoints import get_model_state_file, get_optim_files
 from zero.optim.sharded_optimizer import precise_values
 
@@ -156,8 +156,8 @@ def test_consolidate_overwrites_no_model(checkpoint, tmp_path):
 def test_what_all_ranks_hold_is_written_once(world_size):
     values, found = torch.arange(10), {}
     for rank in range(world_size):
-        for first, part in Slices(14, {3: values}).share(rank, world_size).parts.items():
-            found |= dict(enumerate(part.tolist(), first))
+        share = Slice("weights/w", 14, 3, values).share(rank, world_size)
+        found |= dict(enumerate(share.values.tolist(), share.start))
     assert found == dict(enumerate(range(10), 3))
 
 

@@ -15,13 +15,16 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.unit.checkpoints import flip, load, save
 from zero.checkpoint import disk, get_fp32_state_dict_from_zero_checkpoint, resumable
 from zero.checkpoint import folder as folders
 from zero.checkpoint import manifest as manifests
-from zero.checkpoint.files import SliceReader
+from zero.checkpoint.files import TensorSpec, open_checkpoint
 from zero.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest
+from zero.checkpoint.models import write_model
 from zero.checkpoint.resumable import find_intact, offer
 from zero.errors import UsageError
 from zero.tools.cli import main
@@ -236,6 +239,10 @@ def outside(content: dict) -> None:
     content["tensors"]["weights/w"]["slices"][0][2] = "../../outside"
 
 
+def cut_in(parts: int) -> dict:
+    return {"shape": [4], "dtype": "float32", "cut": [0, 1, parts]}
+
+
 FORGERIES = {
     "a path": (outside, "files"),
     "a place beyond the end": (
@@ -247,6 +254,27 @@ FORGERIES = {
         "of 5 elements are there",
     ),
     "a dtype": (lambda c: c["tensors"]["weights/w"].__setitem__("dtype", "nn"), "unknown dtype"),
+    "another dtype": (
+        lambda c: c["tensors"]["weights/w"].__setitem__("dtype", "int32"),
+        f"{DATA} has tensors of other sizes or dtypes",
+    ),
+    "a quantized dtype": (
+        lambda c: c["tensors"]["weights/w"].__setitem__("dtype", "quint4x2"),
+        "unknown dtype",
+    ),
+    "the dtype of use": (
+        lambda c: c.__setitem__("parameters", {"w": {"shape": [4], "dtype": "int32"}}),
+        "used as int32",
+    ),
+    "no parts": (lambda c: c.__setitem__("parameters", {"w": cut_in(0)}), "cannot be in the parts"),
+    "endless parts": (
+        lambda c: c.__setitem__("parameters", {"w": cut_in(2**40)}),
+        "cannot be in the parts",
+    ),
+    "a param group": (
+        lambda c: c.__setitem__("parameters", {"w": cut_in(1) | {"group": 3}}),
+        "no param group 3",
+    ),
     "a shape": (
         lambda c: c.__setitem__("parameters", {"w": {"shape": ["x"], "dtype": "float32"}}),
         "parameters.w",
@@ -261,7 +289,7 @@ def test_a_forged_manifest_is_refused_by_name(forgery, tmp_path):
     folder = save(tmp_path, "global_step1")
     forge(folder, change)
     with pytest.raises(DamagedCheckpointError, match=f"checkpoint.json is damaged: .*{message}"):
-        SliceReader(folder, read_manifest(folder)).verify()
+        open_checkpoint(folder).verify()
 
 
 class Planted:
@@ -325,7 +353,57 @@ def test_what_lies_in_the_way_of_a_save(name, kind, tmp_path):
     assert not (folder / "zero_to_fp32.py").is_symlink()
 
 
+@pytest.mark.parametrize("position", range(len("global_step12")))
+def test_a_flipped_byte_of_the_pointer_is_named_and_a_checkpoint_offered(position, tmp_path):
+    for number in (11, 12):
+        save(tmp_path, f"global_step{number}", number)
+    pointer = tmp_path / "latest"
+    content = bytearray(pointer.read_bytes())
+    content[position] ^= 0x84
+    pointer.write_bytes(content)
+    with pytest.raises(ValueError, match="latest is damaged") as caught:
+        resumable.locate_tag(tmp_path, None)
+    assert str(caught.value).endswith(f"checkpoint is {tmp_path / 'global_step12'}")
+    content[position] ^= 0x85
+    pointer.write_bytes(content)  # a letter or digit again, of a name that may be a folder's
+    if content != b"global_step13":
+        with pytest.raises(ValueError, match="latest is damaged|no checkpoint"):
+            resumable.locate_tag(tmp_path, None)
+
+
+def test_a_model_is_not_written_through_planted_links(tmp_path):
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_text("precious")
+    out.mkdir()
+    names = ("model.safetensors", ".model.safetensors", "config.json")
+    for name in names:
+        (out / name).symlink_to(precious)
+    tensor = torch.arange(4.0)
+    write_model(out, [TensorSpec("w", tensor.shape, tensor.dtype)], iter([tensor]), {"a": 1})
+    assert precious.read_text() == "precious"
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert not any(path.is_symlink() for path in out.iterdir())
+    assert torch.equal(load_file(out / "model.safetensors")["w"], tensor)
+
+
 # -- two jobs
+
+
+def test_a_job_that_saves_to_many_folders_keeps_few_locks_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3 * disk.MOST_LOCKS):
+        save(tmp_path / str(number), "global_step1")
+        save(tmp_path / "often", "global_step1")
+    assert len(os.listdir("/proc/self/fd")) <= before + disk.MOST_LOCKS
+    # The folder that is still in use is locked.
+    pid = os.fork()
+    if pid == 0:
+        try:
+            disk.lock(tmp_path / "often")
+        except UsageError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
 
 
 def other_job(folder: Path) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zero.checkpoint.cuts import join
+from zero.checkpoint.files import join
 
 
 @pytest.mark.parametrize(

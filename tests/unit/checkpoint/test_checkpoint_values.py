@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from zero.checkpoint.values import decode, dtype_name, dtype_of, encode
+from zero.checkpoint.values import decode, describe, dtype_name, dtype_of, encode, rebuild
 
 
 def round_trip(value: object) -> object:
@@ -109,3 +109,39 @@ def test_dtype_names():
 def test_what_encode_never_made_is_refused(value):
     with pytest.raises(ValueError):
         decode({"a": [value]})
+
+
+class Basis:
+    def __init__(self) -> None:
+        raise AssertionError("no code of a class runs when an object is read")
+
+
+class Closing:
+    def __del__(self) -> None:
+        self.ran.append(self)
+
+
+def test_objects_of_the_optimizers_package_come_back_by_their_attributes():
+    basis = object.__new__(Basis)
+    basis.rank, basis.matrices = 2, [torch.ones(2, 3), None]
+    tensors: list[torch.Tensor] = []
+    description = describe(basis, tensors, "state", package="tests")
+    found = rebuild(description, lambda number, shape: tensors[number].view(shape), "tests")
+    assert type(found) is Basis and found.rank == 2 and found.matrices[1] is None
+    assert torch.equal(found.matrices[0], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("pathlib", "Path"),
+        ("tests.not_imported", "Basis"),
+        (__name__, "Closing"),
+        (__name__, "decode"),
+        (__name__, "Missing"),
+    ],
+)
+def test_a_forged_description_makes_no_object_of_another_class(module, name):
+    description = {"object": [module, name, {"dict": []}]}
+    with pytest.raises(ValueError, match=f"an object of {module}.{name}"):
+        rebuild(description, lambda number, shape: torch.empty(shape), "tests")

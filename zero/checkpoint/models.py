@@ -1,0 +1,328 @@
+"""Whole models in files: how a model folder for `from_pretrained` is written part by part, and what
+can be done with a checkpoint in one process without an engine.
+
+What is read of a checkpoint is verified as it is read. `consolidate` holds no more of the model in
+memory than `PART` elements, or one parameter that was split over ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from zero.checkpoint import disk
+from zero.checkpoint import folder as folders
+from zero.checkpoint.files import (
+    CheckpointReader,
+    Slice,
+    TensorSpec,
+    bytes_of,
+    header,
+    open_checkpoint,
+)
+from zero.checkpoint.values import decode, dtype_name, dtype_of
+from zero.errors import UsageError
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+MODEL_FILE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
+# Elements of a tensor that are read and written at a time.
+PART = 1 << 22
+
+
+# -- model folders
+
+
+def write_model(
+    folder: Path,
+    tensors: Sequence[TensorSpec],
+    parts: Iterator[torch.Tensor],
+    config: dict | None,
+    filename: str = MODEL_FILE,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Write a model whose values come part by part; returns the files written.
+
+    Args:
+        folder: made if need be. Other files of an earlier model of the same name are removed at the
+        end. tensors: what will be written. parts: their values in that order, each a tensor or a
+        part of one, in host memory and in the dtype announced for it. config: for `config.json`,
+        the dtype left out; None: there is none. filename: of the only file, and the pattern of
+        several and of their index, as transformers names them. max_file_bytes: a new file begins
+        where one would become larger, unless a single tensor is.
+
+    Raises:
+        OSError: the disk cannot take it. Until the end files have hidden names; after an error none
+        is left.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    if nbytes > (free := shutil.disk_usage(folder).free):
+        raise OSError(
+            f"{folder}: the model takes {folders.megabytes(nbytes)} and {folders.megabytes(free)} "
+            "are free"
+        )
+    files = _divide(tensors, filename, max_file_bytes)
+    try:
+        for name, of_file in files.items():
+            disk.remove(folder / f".{name}")
+            with disk.create(folder / f".{name}") as descriptor:
+                position = disk.write(descriptor, memoryview(header(of_file)), 0)
+                for tensor in of_file:
+                    end = position + tensor.nbytes
+                    while position < end:
+                        position = disk.write(descriptor, bytes_of(next(parts)), position)
+                    assert position == end, tensor.name
+        written = [(folder / f".{name}").replace(folder / name) for name in files]
+    finally:
+        for name in files:
+            (folder / f".{name}").unlink(missing_ok=True)
+    if len(files) > 1:
+        places = {tensor.name: name for name, of_file in files.items() for tensor in of_file}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+        written.append(_write_json(folder / f"{filename}.index.json", index))
+    stem = re.escape(filename.removesuffix(".safetensors"))
+    for path in folder.iterdir():
+        of_model = re.fullmatch(
+            stem + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", path.name
+        )
+        if of_model and path not in written:
+            path.unlink()
+    if config is not None:
+        floats = (tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+        config = config | {"dtype": dtype_name(next(floats, torch.float32))}
+        written.append(_write_json(folder / "config.json", config))
+    return written
+
+
+def _divide(
+    tensors: Sequence[TensorSpec], filename: str, max_file_bytes: int
+) -> dict[str, list[TensorSpec]]:
+    """The tensors of each file, by its name."""
+    files: list[list[TensorSpec]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(other.nbytes for other in files[-1]) + tensor.nbytes > max_file_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        return {filename: files[0]}
+    name = filename.removesuffix(".safetensors") + "-{:05}-of-{:05}.safetensors"
+    return {name.format(number, len(files)): file for number, file in enumerate(files, 1)}
+
+
+def _write_json(path: Path, content: dict) -> Path:
+    disk.replace_text(path, json.dumps(content, indent=2) + "\n")
+    return path
+
+
+# -- a checkpoint's model
+
+
+def open_at(path: str | os.PathLike, tag: str | None = None) -> CheckpointReader:
+    """A reader of a checkpoint. `path` is its own folder, or a folder that contains it, such as
+    `checkpoint-500`.
+
+    Raises ValueError if there is no checkpoint, or if a file of it is missing.
+    """
+    folder = folders.locate(Path(path), tag)
+    if folder is None:
+        raise UsageError(
+            f"{path}: there is no checkpoint; name its folder, such as output/checkpoint-500"
+        )
+    return open_checkpoint(folder)
+
+
+def _model_tensors(
+    reader: CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool = False
+) -> dict[str, TensorSpec]:
+    """The model's tensors by their keys in the checkpoint, tied ones once.
+
+    Floating-point ones become `dtype`; None: the one they are trained in.
+    """
+    tensors = {}
+    for kind, entries in (
+        ("weights", reader.manifest.parameters),
+        ("plain", reader.manifest.plain),
+    ):
+        for name, entry in entries.items():
+            if kind == "plain" or entry.trainable or not exclude_frozen:
+                own = dtype_of(entry.dtype)
+                as_dtype = dtype if dtype is not None and own.is_floating_point else own
+                tensors[f"{kind}/{name}"] = TensorSpec(name, torch.Size(entry.shape), as_dtype)
+                reader.check(f"{kind}/{name}", entry.numel)
+    return tensors
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The whole model's state dict in fp32 in host memory; tied weights are one tensor under each
+    of their names.
+
+    Args:
+        checkpoint_dir: the folder given to `save_checkpoint`, or the checkpoint's own. tag: which;
+        default: the latest.
+
+    Raises:
+        ValueError: there is no such checkpoint, or a file of it is damaged.
+    """
+    return _state_dict(open_at(checkpoint_dir, tag), exclude_frozen_parameters)
+
+
+def _state_dict(reader: CheckpointReader, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    state, slices = {}, []
+    for key, tensor in _model_tensors(reader, torch.float32, exclude_frozen).items():
+        state[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        slices.append(Slice.whole(key, state[tensor.name]))
+    reader.read(slices)
+    tied = reader.manifest.tied.items()
+    return state | {name: state[first] for name, first in tied if first in state}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
+) -> nn.Module:
+    """Put a checkpoint's weights, fp32 masters where there are any, into an ordinary model on the
+    host; return it.
+
+    Raises:
+        ValueError: there is no such checkpoint, or a file of it is damaged. RuntimeError: the names
+        or shapes differ.
+    """
+    reader = open_at(checkpoint_dir, tag)
+    model.cpu().load_state_dict(_state_dict(reader), strict=not reader.manifest.frozen_excluded)
+    return model
+
+
+def consolidate(
+    checkpoint: str | os.PathLike,
+    out: str | os.PathLike,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    progress: bool = False,
+) -> list[Path]:
+    """Write the model of a training checkpoint as safetensors, with index and `config.json`, for
+    `from_pretrained`.
+
+    Args:
+        checkpoint: its folder, or one that has it. out: the folder to write to; made if need be.
+        dtype: of floating-point weights, rounded from the fp32 masters; None: the one they are
+        trained in. max_file_bytes: a new file begins where one would become larger, unless a single
+        tensor is. progress: show a bar on stderr.
+
+    Returns the files written. Raises ValueError for a damaged or missing checkpoint or a folder
+    that already holds a model, OSError where the disk cannot take it; nothing is left half-written
+    under a final name."""
+    if existing := sorted(path.name for path in Path(out).glob("model*.safetensors*")):
+        raise UsageError(
+            f"{out} already holds a model ({existing[0]}); choose another folder or remove it"
+        )
+    reader = open_at(checkpoint)
+    tensors = _model_tensors(reader, dtype)
+
+    def parts() -> Iterator[torch.Tensor]:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        with tqdm(
+            total=nbytes, unit="B", unit_scale=True, desc="consolidate", disable=not progress
+        ) as bar:
+            for key, tensor in tensors.items():
+                numel = tensor.shape.numel()
+                # Stored parts are joined as a whole.
+                step = PART if reader.stored_cut(key) is None else numel
+                for start in range(0, numel, step):
+                    part = torch.empty(min(step, numel - start), dtype=tensor.dtype, device="cpu")
+                    reader.read([Slice(key, numel, start, part)])
+                    bar.update(part.nbytes)
+                    yield part
+                    del part  # so that there are never two
+
+    config = reader.manifest.hf_config
+    return write_model(
+        Path(out), list(tensors.values()), parts(), config, max_file_bytes=max_file_bytes
+    )
+
+
+# -- for reading by people
+
+
+def facts(checkpoint: str | os.PathLike, progress: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, for JSON; ValueError names the file if one is damaged. Sizes are
+    bytes.
+
+    progress: show a bar on stderr, if that is a terminal.
+    """
+    reader = open_at(checkpoint)
+    manifest, sizes = reader.manifest, {}
+    nbytes = sum(entry.bytes for entry in manifest.files.values())
+    shown = None if progress else True  # None: on a terminal only
+    with tqdm(
+        total=nbytes, unit="B", unit_scale=True, desc="checksums", disable=shown, leave=False
+    ) as bar:
+        reader.verify(bar.update)
+    for key, stored in manifest.tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer":
+            kind = f"optimizer {rest.split('/', 1)[0]}"
+        kind = "buffers" if kind == "plain" else kind
+        sizes[kind] = sizes.get(kind, 0) + stored.numel * dtype_of(stored.dtype).itemsize
+    parameters, scaler = manifest.parameters.values(), decode(manifest.loss_scaler)
+    return {
+        "checkpoint": str(reader.folder),
+        "written": manifest.time,
+        "torch": manifest.torch,
+        "format": manifest.version,
+        "ranks": manifest.world_size,
+        "stage": manifest.stage,
+        "steps": manifest.global_steps,
+        "skipped_steps": manifest.skipped_steps,
+        "parameters": sum(entry.numel for entry in parameters),
+        "trained_parameters": sum(entry.numel for entry in parameters if entry.trainable),
+        "dtypes": sorted({entry.dtype for entry in parameters}),
+        "optimizer": manifest.optimizer.classes[0] if manifest.optimizer else None,
+        "scheduler": manifest.lr_scheduler,
+        "loss_scale": scaler.get("scale") if isinstance(scaler, dict) else None,
+        "client_state": list(map(str, decode(manifest.client_state))),
+        "bytes": sizes,
+        "files": {
+            name: {"bytes": entry.bytes, "checksums": len(entry.sums)}
+            for name, entry in manifest.files.items()
+        },
+    }
+
+
+def describe(found: dict[str, Any]) -> str:
+    """`facts` as text, a line for each thing."""
+    lines = [
+        f"checkpoint   {found['checkpoint']}",
+        f"written      {found['written']}, torch {found['torch']}, format {found['format']}",
+        f"by           {found['ranks']} ranks, stage {found['stage']}",
+        f"steps        {found['steps']} ({found['skipped_steps']} skipped)",
+        f"parameters   {found['parameters']:,}, {found['trained_parameters']:,} of them trained, "
+        "computing in "
+        f"{', '.join(found['dtypes'])}",
+        *(
+            f"{key.replace('_', ' '):<12} {found[key] or 'none'}"
+            for key in ("optimizer", "scheduler", "loss_scale")
+        ),
+        f"client state {', '.join(found['client_state']) or 'none'}",
+        "",
+        *(f"{folders.megabytes(nbytes):>16}  {kind}" for kind, nbytes in found["bytes"].items()),
+        "",
+        *(
+            f"{folders.megabytes(entry['bytes']):>16}  {name}  {entry['checksums']} checksums "
+            "verified"
+            for name, entry in found["files"].items()
+        ),
+    ]
+    # Names that are no valid text, such as half of a surrogate pair, can be printed, too.
+    return "\n".join(lines).encode(errors="backslashreplace").decode()
