@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
 
     Which of them are imported may differ by rank.
     """
-    found = {"version of torch": torch.__version__}
+    found = {"version of torch": str(torch.__version__)}
     for name in ("zero-engine", "transformers", "accelerate", "peft"):
         try:
             found[f"version of {name}"] = importlib.metadata.version(name)

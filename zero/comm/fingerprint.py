@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from zero.comm.watchdog import ADVICE
 
@@ -29,6 +29,14 @@ _NUMBERS["reduce_replicas"] = 7
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.
 _REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
+
+
+class NamedGroup(Protocol):
+    """What collectives need of a parameter group: `serial` is equal on all ranks, and unique."""
+
+    serial: int
+    name: str
+    trainable: bool
 
 
 class Operation(NamedTuple):
@@ -61,11 +69,11 @@ class MessageTags:
     def __init__(self) -> None:
         self._sent: Counter[tuple[str, int]] = Counter()
 
-    def next(self, kind: str, group: object) -> int:
+    def next(self, kind: str, group: NamedGroup | None) -> int:
         """The tag of the next message of `kind` about `group`: 22 bits group, 1 bit kind, 8 bits
         counter.
         """
-        key = getattr(group, "serial", 0)
+        key = 0 if group is None else group.serial
         self._sent[kind, key] += 1
         return (key % (1 << 22)) << 9 | (kind == "reduce") << 8 | self._sent[kind, key] % (1 << 8)
 
@@ -81,14 +89,13 @@ class CollectiveOrder:
     def start_over(self) -> None:
         self._channels = _Channel(), _Channel()
 
-    def add(self, kind: str, numel: int, group: object) -> None:
-        """An operation on `numel` elements of `group`, which may have a `serial`, equal on all
-        ranks, and a `name`.
-        """
+    def add(self, kind: str, numel: int, group: NamedGroup | None) -> None:
+        """An operation on `numel` elements, of `group` if it is about one."""
+        serial, name = (0, "") if group is None else (group.serial, group.name)
         channel = self._channels[kind in _REDUCTIONS]
-        channel.digest = hash((channel.digest, _NUMBERS[kind], getattr(group, "serial", 0), numel))
+        channel.digest = hash((channel.digest, _NUMBERS[kind], serial, numel))
         channel.count += 1
-        channel.recent.append(Operation(kind, numel, getattr(group, "name", "")))
+        channel.recent.append(Operation(kind, numel, name))
 
     @property
     def digests(self) -> list[int]:

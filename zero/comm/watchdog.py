@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -62,7 +62,8 @@ class Watchdog:
         self._main = threading.get_ident()
         if world_size > 1:
             # A connection of its own: the main thread may be waiting on the other one.
-            self._store = dist.distributed_c10d._get_default_store().clone()
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = store.clone()
             self._watcher = threading.Thread(target=self._watch, name="zero-watchdog", daemon=True)
             self._listener = threading.Thread(
                 target=self._listen, name="zero-watchdog-listener", daemon=True

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import sys
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from zero.comm import traffic
 from zero.comm.world import ranks_of_machine
 from zero.config.monitor import FlopsProfilerConfig
-from zero.device import is_accelerator
+from zero.device import CPU, is_accelerator, memory_in_use, peak_memory
 from zero.engine import ZeroEngine
 from zero.errors import UsageError
-from zero.monitor.collectives import follow
+from zero.monitor.collectives import use_log
 from zero.monitor.facts import facts
 from zero.monitor.memory_usage import held
 from zero.monitor.mfu import operations_per_token, peak
@@ -92,7 +90,7 @@ class Monitor:
             logger.addFilter(self._warnings)
             self._at_end(logger.removeFilter, self._warnings)
         if engine.settings.comms_logger.enabled:
-            self._at_end(follow(engine.settings.comms_logger, engine.comm.job).leave)
+            self._at_end(use_log(engine.settings.comms_logger, engine.comm.job).leave)
         profiler = engine.settings.flops_profiler
         self._flops = (
             Flops(engine, profiler) if profiler.enabled and engine.comm.job.rank == 0 else None
@@ -189,12 +187,20 @@ class Monitor:
             if self._losses
             else 0.0
         )
-        device = torch.accelerator.max_memory_allocated() if is_accelerator(comm.device) else 0
-        own = [total, float(bool(self._losses)), seconds, sum(comm.clock.waits.values())]
-        now = torch.accelerator.memory_allocated() if is_accelerator(comm.device) else 0
-        host = _host_memory()
-        # The kernel's two counters are not exact: the present size may be a little above its peak.
-        own += [max(host, _peak_host_memory()), host, device, now, self._tokens, self._done]
+        # Without an accelerator there is no memory of a device.
+        present = is_accelerator(comm.device)
+        own = [
+            total,
+            float(bool(self._losses)),
+            seconds,
+            sum(comm.clock.waits.values()),
+            peak_memory(CPU),
+            memory_in_use(CPU),
+            peak_memory(comm.device) * present,
+            memory_in_use(comm.device) * present,
+            self._tokens,
+            self._done,
+        ]
         table = torch.zeros(comm.world_size, len(_COLUMNS), dtype=torch.float64, device=comm.device)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
         return comm.all_reduce(table).cpu()
@@ -273,24 +279,11 @@ class _Warnings(logging.Filter):
 
 
 def _memory_line(engine: ZeroEngine) -> str:
-    places = held(engine) | {"host at most": {"this process": _peak_host_memory()}}
+    places = held(engine) | {"host at most": {"this process": peak_memory(CPU)}}
     return "; ".join(
         f"{place} {', '.join(f'{kind} {nbytes / 2**20:.1f} MiB' for kind, nbytes in kinds.items())}"
         for place, kinds in places.items()
     )
-
-
-def _peak_host_memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
-def _host_memory() -> int:
-    """Resident size of this process now, in bytes; 0 where the system does not tell."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 def _finite(value: float | None) -> float | None:
