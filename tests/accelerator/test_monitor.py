@@ -15,6 +15,7 @@ from tests.accelerator import device
 from tests.accelerator.test_counts import ROWS, WIDTH, Model
 from tests.dist.training import ds_config, start, step
 from tests.processes import run_on
+from zero.device import peak_memory, room
 from zero.monitor import log_summary
 
 
@@ -54,3 +55,17 @@ def test_collectives_are_logged_and_links_counted(tmp_path: Path):
         sum(record["links"]["host to device"] for record in records) >= (len(records) - 1) * shard
     )
     assert min(records[-1]["ranks"]["device_bytes"]) > 0
+
+
+def asked_for_room(rank: int, world_size: int) -> None:
+    place = torch.device(device.NAME, 0)
+    values = torch.empty(1 << 20, dtype=torch.uint8, device=place)
+    del values
+    peak = peak_memory(place)
+    room(place)
+    assert torch.accelerator.max_memory_allocated(place) < 1 << 20  # the counter begins again
+    assert peak_memory(place) == peak >= 1 << 20
+
+
+def test_asking_for_room_does_not_forget_the_peak():
+    run_on(1, asked_for_room, simulated=True)

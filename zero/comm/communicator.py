@@ -467,7 +467,7 @@ class NativeCommunicator(Communicator):
             result = full
         else:
             in_place = out.dtype == full.dtype and not accumulate
-            result = out if in_place else full.new_empty(out.numel())
+            result = out if in_place else torch.empty_like(out, dtype=full.dtype)
             average = {"op": dist.ReduceOp.AVG, "group": self._reductions, "async_op": True}
             works = [_reduce_scatter(result, full, **average)]
         if self.replicate_group.size > 1:

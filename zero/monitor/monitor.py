@@ -147,9 +147,10 @@ class Monitor:
         `input_ids`, and of a decoder. Also the operations that they take.
         """
         ids = kwargs.get("input_ids", args[0] if args else None)
-        is_text = torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point()
-        if not is_text or not torch.is_grad_enabled():
+        if not isinstance(ids, torch.Tensor) or not torch.is_grad_enabled():
             return
+        if ids.dim() != 2 or ids.is_floating_point():
+            return  # not text
         of_decoder = kwargs.get("decoder_input_ids", kwargs.get("labels"))
         two = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         counts = ids.numel(), of_decoder.numel() if two and of_decoder is not None else 0

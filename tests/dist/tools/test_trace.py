@@ -18,7 +18,7 @@ from tests.processes import REPOSITORY, run_on
 from zero.comm.communicator import communicator
 from zero.comm.observer import set_observer
 from zero.tools.cli import main
-from zero.tools.profile.command import _seconds
+from zero.tools.profile.command import seconds_by_track
 from zero.tools.profile.trace import (
     REDUCTIONS,
     InFlight,
@@ -98,7 +98,7 @@ def assert_nested(events: list[dict]) -> None:
 def test_a_step_of_two_ranks(tmp_path: Path):
     run_on(2, train, tmp_path)
     events = json.loads(json.dumps(merge(tmp_path.glob("rank*.json"))))["traceEvents"]
-    seconds = _seconds(events)
+    seconds = seconds_by_track(events)
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     for pid, rank in ((0, "rank 0"), (100, "rank 1")):
         found = {name.partition(" (")[0] for (process, _), name in tracks.items() if process == pid}
