@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
@@ -20,6 +21,9 @@ from zero.tools.report.runs import size
 
 # The variables that `recorder.py` reads.
 KIND, FOLDER, STEP = "ZERO_WATCH", "ZERO_WATCH_FOLDER", "ZERO_WATCH_STEP"
+
+# The suffix of torch's own record of a GPU's allocations.
+SNAPSHOT = ".pickle"
 
 
 def trace(arguments: list[str]) -> int:
@@ -61,11 +65,13 @@ def memory(arguments: list[str]) -> int:
     )
     options = _options(parser, arguments, "memory.png", "the picture", (".png", ".svg", ".pdf"))
     pyplot()  # before the run, because it may be missing
+    snapshot = options.out.with_suffix(SNAPSHOT)
     with tempfile.TemporaryDirectory(prefix="zero-memory-") as temporary:
-        ranks = {
-            file.stem: json.loads(file.read_text())
-            for file in _record("memory", options, Path(temporary))
-        }
+        files = _record("memory", options, Path(temporary))
+        ranks = {file.stem: json.loads(file.read_text()) for file in files}
+        recorded_on_gpu = files[0].with_suffix(SNAPSHOT).exists()
+        if recorded_on_gpu:
+            shutil.copy(files[0].with_suffix(SNAPSHOT), snapshot)
     first = ranks.get("rank0", next(iter(ranks.values())))
     draw(first, f"memory of rank 0 in step {options.step}", options.out)
     highest = {rank: peaks(samples) for rank, samples in ranks.items()}
@@ -79,6 +85,8 @@ def memory(arguments: list[str]) -> int:
                 + ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in kinds.items())
             )
     print(f"{options.out}: the picture of rank 0")
+    if recorded_on_gpu:
+        print(f"{snapshot}: each allocation of rank 0; open it in https://pytorch.org/memory_viz")
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from zero.device import CPU, is_accelerator, memory_in_use
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.monitor.memory_usage import BUFFERS, GRADIENTS, OPTIMIZER, place_of, tensors
 from zero.tools.profile.bounded_run import RecordedStep
+from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
 # What is new belongs to the engine's innermost file that runs; elsewhere it is an activation.
@@ -42,9 +44,10 @@ _RESOLUTION = 1 / 256
 class Allocations(TorchDispatchMode):
     """Storages that operations have made and that still live.
 
-    Before each operation, and so when those before it have got their place, it calls `changed`."""
+    `changed` is called before each operation, when results of the one before it have their place.
+    """
 
-    def __init__(self, changed: Any) -> None:
+    def __init__(self, changed: Callable[[], None]) -> None:
         super().__init__()
         self._changed = changed
         self.live: dict[int, tuple[str, weakref.ref]] = {}
@@ -78,7 +81,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _kind_of_new() -> str:
-    frame = sys._getframe(3)
+    frame = sys._getframe(2).f_back  # of the operation; None in a thread of autograd
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE):
@@ -87,12 +90,17 @@ def _kind_of_new() -> str:
     return ACTIVATIONS
 
 
-class MemoryRun(RecordedStep):
-    """Writes `rankN.json`: a list of samples, in the order of time.
+def _has_history(device: torch.device) -> bool:
+    """Whether torch can write down each allocation on `device`, with the lines that made it."""
+    return device.type == "cuda"
 
-    A sample: {"seconds": since the start of the step, "phase", "bytes": {place: {kind: bytes}},
-    "resident": bytes of the process in host memory, "allocated": bytes of torch's allocator on the
-    device}."""
+
+class MemoryRun(RecordedStep):
+    """Writes `rankN.json`, and on a GPU `rankN.pickle`, torch's own record of allocations.
+
+    The first is a list of samples, in the order of time. A sample: {"seconds": since the start of
+    the step, "phase", "bytes": {place: {kind: bytes}}, "resident": bytes of the process in host
+    memory, "allocated": bytes of torch's allocator on the device}."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
         self._allocations = Allocations(self._sample_if_changed)
@@ -102,6 +110,8 @@ class MemoryRun(RecordedStep):
         super().__init__(engine, folder, step)
 
     def begin_recording(self) -> None:
+        if _has_history(self.engine.comm.device):
+            torch.cuda.memory._record_memory_history()
         self._start = time.perf_counter()
         self._sample()
         self._allocations.__enter__()
@@ -109,6 +119,9 @@ class MemoryRun(RecordedStep):
     def end_recording(self) -> None:
         self._allocations.__exit__(None, None, None)
         self._sample()
+        if _has_history(self.engine.comm.device):
+            torch.cuda.memory._dump_snapshot(str(self.file.with_suffix(SNAPSHOT)))
+            torch.cuda.memory._record_memory_history(enabled=None)
         self.file.write_text(json.dumps(self._samples))
 
     def _sample_if_changed(self) -> None:
