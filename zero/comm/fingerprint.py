@@ -24,8 +24,8 @@ _NUMBERS = {
     "scatter": 4,
     "all_reduce": 5,
     "all_to_all": 6,
+    "reduce_replicas": 7,
 }
-_NUMBERS["reduce_replicas"] = 7
 # Quantized gradients go by all-to-all. Whole tensors do so too, but in the step, where no reduction
 # is under way.
 _REDUCTIONS = ("reduce_scatter", "reduce_replicas", "all_to_all")
@@ -114,30 +114,24 @@ def explain(on_rank: Sequence[list[tuple[int, list[Operation]]]]) -> str:
     """Names two ranks whose `recent` differ, given those of all ranks, and their first operations
     that differ.
     """
-    ranks = range(1, len(on_rank))
-    found = (
-        (rank, _first_difference(*pair))
-        for rank in ranks
-        for pair in zip(on_rank[0], on_rank[rank], strict=True)
-    )
-    rank, where = next(
-        (each for each in found if each[1]), (1, f"they differ before the last {KEPT}")
-    )
+    rank, where = 1, f"they differ before the last {KEPT}"
+    for number, recent in enumerate(on_rank[1:], 1):
+        named = [_first_difference(*pair) for pair in zip(on_rank[0], recent, strict=True)]
+        if any(named):
+            rank, where = number, next(filter(None, named))
+            break
     return (
         f"ranks 0 and {rank} have gone different ways through the model. Of their collectives "
-        "since the last step, "
-        f"{where}. The device matches them by their order, so these ranks got each other's values. "
-        "The step was not "
-        f"taken. {ADVICE}"
+        f"since the last step, {where}. The device matches them by their order, so these ranks got "
+        f"each other's values. The step was not taken. {ADVICE}"
     )
 
 
 def _first_difference(
     first: tuple[int, list[Operation]], other: tuple[int, list[Operation]]
 ) -> str:
-    known = max(
-        count - len(recent) for count, recent in (first, other)
-    )  # before the oldest one that both have
+    # before the oldest one that both have
+    known = max(count - len(recent) for count, recent in (first, other))
     pairs = zip_longest(
         *(recent[known - count + len(recent) :] for count, recent in (first, other))
     )

@@ -29,14 +29,14 @@ from zero.tools.profile.command import SNAPSHOT
 
 ACTIVATIONS = "activations"
 # What is new belongs to the engine's innermost file that runs; elsewhere it is an activation.
-_ENGINE = str(Path(zero.__file__).parent)
+_ENGINE = f"{Path(zero.__file__).parent}/"
 _KINDS = {
     "optim": OPTIMIZER,
     "comm": BUFFERS,
     "core/reduction.py": BUFFERS,
     "core/optimizer_shard.py": BUFFERS,
 }
-_KIND_OF_FILES = tuple((f"{_ENGINE}/{path}", kind) for path, kind in _KINDS.items())
+_KIND_OF_FILES = tuple((f"{_ENGINE}{path}", kind) for path, kind in _KINDS.items())
 # A sample is taken when this part of the largest size so far was allocated or freed.
 _RESOLUTION = 1 / 256
 
@@ -85,7 +85,8 @@ def _kind_of_new() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE):
-            return next((k for path, k in _KIND_OF_FILES if file.startswith(path)), ACTIVATIONS)
+            kinds = (kind for path, kind in _KIND_OF_FILES if file.startswith(path))
+            return next(kinds, ACTIVATIONS)
         frame = frame.f_back
     return ACTIVATIONS
 
