@@ -381,14 +381,17 @@ class Communicator(ABC):
         return Pending([work], None, (received, sent), self.watchdog, what).observed_by(used)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", of_shards: bool = False) -> Tensor:
-        """Sum ("sum") or least value ("min") over all ranks, in place;
+        """Sum ("sum") or least value ("min") over all ranks, in place; `of_shards`: over the shard
+        group. Blocking.
 
-        `of_shards`: over the shard group. Blocking.
+        What is in host memory does not wait for an accelerator.
         """
         used = begin("all_reduce", tensor, ranks=self.world_size)
         self._count("all_reduce", tensor.numel(), tensor)
         operation = getattr(dist.ReduceOp, op.upper())
         group = self._shards if of_shards else self._group
+        if tensor.device.type == "cpu" and not of_shards:
+            group = self._hosts
         self._blocking(
             "a sum over ranks", lambda: dist.all_reduce(tensor, op=operation, group=group)
         )

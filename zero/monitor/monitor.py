@@ -159,8 +159,11 @@ class Monitor:
             self._operations += count * operations
 
     def loss(self, loss: torch.Tensor) -> None:
-        """A micro-batch's loss, divided by the number of micro-batches."""
-        self._losses.append(loss.detach())
+        """A micro-batch's loss, divided by the number of micro-batches.
+
+        The copy has arrived when the step has got its norm. Nothing else waits for the device.
+        """
+        self._losses.append(loss.detach().to(CPU, non_blocking=True))
 
     def end_step(self) -> None:
         """An optimizer step is over."""
@@ -213,9 +216,9 @@ class Monitor:
             tokens=self._tokens,
             operations=self._operations,
         )
-        table = torch.zeros(comm.world_size, len(own), dtype=torch.float64, device=comm.device)
+        table = torch.zeros(comm.world_size, len(own), dtype=torch.float64)
         table[comm.rank] = torch.tensor(own, dtype=torch.float64)
-        return RankNumbers(*comm.all_reduce(table).cpu().unbind(1))
+        return RankNumbers(*comm.all_reduce(table).unbind(1))
 
     def _record(self, ranks: RankNumbers) -> Record:
         engine, clock = self._engine, self._engine.comm.clock
