@@ -5,6 +5,7 @@ they are."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,15 +29,14 @@ class BoundedRun:
     is written to the file `progress`."""
 
     def __init__(self, engine: DeepSpeedEngine, steps: int, progress: Path | None = None):
-        # The engine's methods are its caller's way in, so they are replaced on this one object.
-        self.engine: Any = engine
+        self.engine = engine
         self.steps = steps
         self.step_number = 0
         self._progress = progress
         self._step = engine.step
-        self.engine.step = self.step
-        for name in _SAVES:
-            setattr(engine, name, self._end)
+        # The script calls these on the engine, so this one object gets others.
+        for name, method in {"step": self.step, **dict.fromkeys(_SAVES, self._end)}.items():
+            setattr(engine, name, method)
         # The Trainer makes its checkpoint's folder on rank 0, maybe before it calls the engine.
         resume.before_checkpoint = self._end
 
@@ -71,7 +71,7 @@ class BoundedRun:
         raise SystemExit(0)
 
 
-class RecordedStep(BoundedRun):
+class RecordedStep(BoundedRun, ABC):
     """Records the step number `step`, from the end of the one before, and ends after it.
 
     A subclass begins in `begin_recording`, and writes `file` in `end_recording`."""
@@ -82,11 +82,11 @@ class RecordedStep(BoundedRun):
         if step == 1:
             self.begin_recording()
 
-    def begin_recording(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def begin_recording(self) -> None: ...
 
-    def end_recording(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def end_recording(self) -> None: ...
 
     def after_update(self) -> None:
         if self.step_number == self.steps - 1:
