@@ -86,6 +86,3 @@ def test_the_trainer_saves_nothing_and_all_ranks_end(tmp_path: Path):
     assert "made fewer than 4 optimizer steps" in done.stderr
     assert not list(tmp_path.glob("output/checkpoint-*"))
     assert {file.name for file in tmp_path.glob("ended*")} == {"ended0", "ended1"}
-    done = trace(script, 2, str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.glob("output/checkpoint-*"))
