@@ -16,6 +16,7 @@ from zero.config import Config
 from zero.integrations.deepspeed import engine as face
 from zero.integrations.deepspeed.engine import DeepSpeedEngine
 from zero.integrations.hf import resume
+from zero.tools.profile.running import PROGRESS
 
 _SAVES = ("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict")
 _runs: list[BoundedRun] = []
@@ -77,7 +78,7 @@ class RecordedStep(BoundedRun, ABC):
     A subclass begins in `begin_recording`, and writes `file` in `end_recording`."""
 
     def __init__(self, engine: DeepSpeedEngine, folder: Path, step: int):
-        super().__init__(engine, step, progress=folder / "step")
+        super().__init__(engine, step, progress=folder / PROGRESS)
         self.file = folder / f"rank{engine.comm.job.rank}.json"
         if step == 1:
             self.begin_recording()
